@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from slipstream.planner.slicing.slice_costs import layer_sequence_costs, schedule_costs
     from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
     from slipstream.planning.plan_model import plan
-    from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+    from slipstream.schedule.action import Action, Op, ScheduleError
     from slipstream.schedule.dependencies import predecessors
     from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, gpipe, make_schedule, one_f_one_b
     from slipstream.schedule.interleaved import interleaved_one_f_one_b
     from slipstream.schedule.lowering import add_communication, split_backwards
     from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
+    from slipstream.schedule.schedule import Schedule
     from slipstream.schedule.validation import validate
     from slipstream.simulator import CostModel, MeasuredCost, MicrobatchCost, TableCost, UnitCost, simulate
     from slipstream.timeline.chrome_trace import load_trace, save_trace

@@ -124,7 +124,7 @@ class Checkpoints:
     def newest_bytes(self) -> int:
         """Returns the size of the newest complete checkpoint, 0 where there is none."""
         steps = self._steps()
-        return int(self._world.gather(self._folder.size(steps[0]) if steps and self._world.rank == 0 else 0)[0])
+        return self._world.decided(lambda: self._folder.size(steps[0]) if steps else 0)
 
     def saved_text(self, step: int) -> str:
         """Returns whether the checkpoint of a step is there, as the end of a sentence, and how to go on from it."""
@@ -194,7 +194,7 @@ class Checkpoints:
         if wanted in ("latest", "last-good") or (wanted == "best" and not steps):
             return steps
         if wanted == "best":
-            wanted = self._best()
+            wanted = self._world.decided(lambda: require_best(self._folder).step)
         if wanted in steps:
             return [step for step in steps if step <= int(wanted)]
         there = ", ".join(map(str, steps)) or "none"
@@ -202,19 +202,6 @@ class Checkpoints:
             f"there is no checkpoint {wanted!r} in {self._folder.path}; give one of its steps ({there}), latest or "
             "last-good"
         )
-
-    def _best(self) -> int:
-        """Returns the step of the best checkpoint that rank 0 finds, on all ranks."""
-        found: int | SlipstreamError = 0
-        if self._world.rank == 0:
-            try:
-                found = require_best(self._folder).step
-            except SlipstreamError as error:
-                found = error
-        found = self._world.gather(found)[0]
-        if isinstance(found, SlipstreamError):
-            raise found
-        return found
 
     def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
         """Returns the checkpoint, or None and what is wrong with it: the same on all ranks."""
@@ -246,14 +233,16 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """Returns the steps that rank 0 finds, on all ranks."""
-        return list(self._world.gather(self._folder.steps() if self._world.rank == 0 else [])[0])
+        return self._world.decided(self._folder.steps)
 
     def _try_on_first(self, act: Callable[[], object]) -> str:
         """Lets rank 0 act, and returns on all ranks what prevented it, or ""."""
-        problem = ""
-        if self._world.rank == 0:
-            try:
-                act()
-            except OSError as error:
-                problem = str(error)
-        return str(self._world.gather(problem)[0])
+        return self._world.decided(lambda: _prevented(act))
+
+
+def _prevented(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except OSError as error:
+        return str(error)
+    return ""

@@ -19,6 +19,7 @@ from slipstream.model.hooks import attention_interface
 from slipstream.model.hooks.crossing_tensors import CrossingTensor, CrossingTensors
 from slipstream.model.hooks.document_resets import recorded_carriers, reset_at_documents
 from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
+from slipstream.model.hooks.layer_seeds import LayerSeeds
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
@@ -38,8 +39,6 @@ from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.vocabulary.head_rows import SpreadHead
 from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
 from slipstream.model.vocabulary.tied_weight import separate_head
-
-_SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
 
 
 class CausalLMStage:
@@ -79,9 +78,9 @@ class CausalLMStage:
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
         self._shared, self._device = shared, device
+        self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
         if shared is not None:
-            # dropout differs from where the ranks begin to compute different things, to where they compute the same
-            shared.install(model, partial(self._seed_part, "own", shared.rank), self._leave_own)
+            self._seeds.install(model, shared)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
@@ -95,7 +94,6 @@ class CausalLMStage:
         if getattr(model.config, "residual_in_fp32", False):  # Mamba's
             self.hidden_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         self.tables = MaskTables(device)
-        self._uses_randomness = uses_randomness(model)
         self._first_position = anatomy.first_position(model.config)
         self._cache_name = cache_name(model)
         self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
@@ -164,8 +162,8 @@ class CausalLMStage:
         own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
         # layers seed their own dropout: afterwards the caller's random state is as before
-        with active_forward(context), as_trained, own, torch.random.fork_rng(enabled=self._is_random):
-            self._enter(-1)
+        with active_forward(context), as_trained, own, torch.random.fork_rng(enabled=self._seeds.are_used):
+            self._seeds.enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,
                 # without it transformers looks for packed documents, which waits until the GPU is idle
@@ -244,50 +242,16 @@ class CausalLMStage:
         assert self._embedded is not None
         return TensorSpec(torch.Size((*token_slice.input_ids.shape, *self._embedded.shape)), self._embedded.dtype)
 
-    @property
-    def _is_random(self) -> bool:
-        return self._uses_randomness and self.model.training
-
-    def _enter(self, layer: int, *_: Any) -> None:
-        """Keys the random state by layer, -1 before the first, so that recomputing replays dropout (rule 10)."""
-        current_slice().enter_layer(layer)
-        self._seed(layer, *self._tokens_here(layer))
-
-    def _enter_second_half(self, layer: int, *_: Any) -> None:
-        """Makes dropout the same whether the first half ran here or on another stage."""
-        current_slice().parts_of_layer = _SECOND_HALF
-        self._seed(layer, "feed-forward", *self._tokens_here(layer))
-
-    def _seed(self, *place: str | int) -> None:
-        if self._is_random:
-            torch.manual_seed(current_slice().seed(*place))
-
-    def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
-        """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""
-        is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self.num_layers
-        return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
-
-    def _leave_own(self) -> None:
-        """Gives the ranks equal dropout where all compute the same again."""
-        self._seed_part("shared")
-
-    def _seed_part(self, *place: str | int) -> None:
-        context = current_slice()
-        context.parts_of_layer += 1
-        self._seed(context.layer, context.parts_of_layer, *place)
-
     def _watch(self, layers: list[nn.Module], halves: Sequence[LayerPart]) -> None:
         for index in self.layers_here:
-            layers[index].register_forward_pre_hook(partial(self._enter, index))
-            middle = second_half(layers[index], halves)
-            if middle is not None and self._uses_randomness:
-                middle.register_forward_pre_hook(partial(self._enter_second_half, index))
+            self._seeds.watch(layers[index], index, second_half(layers[index], halves))
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.layers_here or range(self.num_layers)[ends]
         if not self.is_first:
             layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
         layers[here[-1]].register_forward_hook(self._leave_states)
-        layers[here[-1]].register_forward_hook(partial(self._enter, self.num_layers) if self.is_last else self._keep)
+        end = partial(self._seeds.enter, self.num_layers) if self.is_last else self._keep
+        layers[here[-1]].register_forward_hook(end)
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gives the first owned layer what the stage before sent, instead of the placeholders' output."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 import atexit
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.errors import LostRankError
+from slipstream.errors import LostRankError, SlipstreamError
 from slipstream.watchdog import explain_loss, waiting
 
 # torch 2.13's names, and the older ones that it deprecates
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_Result = TypeVar("_Result")
 
 
 class GroupHolder(Protocol):
@@ -140,6 +142,33 @@ class RankGroup:
         with self._loss_named("an exchange of values"):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def decided(self, decide: Callable[[], _Result]) -> _Result:
+        """Returns on every rank what the first rank's call returns; the others don't call. Its SlipstreamError too is
+        raised on every rank, so that none waits for a rank that has given up. Collective."""
+        mine: tuple[_Result | None, SlipstreamError | None] = None, None
+        if self.rank == 0:
+            try:
+                mine = decide(), None
+            except SlipstreamError as error:
+                mine = None, error
+        decision, problem = self.gather(mine)[0]
+        if problem is not None:
+            raise problem
+        found: _Result = decision
+        return found
+
+    def done_by_all(self, act: Callable[[], _Result]) -> _Result:
+        """Returns what this rank's call returns, once no rank's has failed: the first rank's SlipstreamError is raised
+        on all. Collective."""
+        result, problem = None, None
+        try:
+            result = act()
+        except SlipstreamError as error:
+            problem = error
+        if found := next(filter(None, self.gather(problem)), None):
+            raise found
+        return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Waits until all ranks are here. Collective."""

@@ -58,15 +58,5 @@ class Ranks(MeshAxes):
         return self.world.gather(value)[0]
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """Returns on every rank what the leader's call returns. Its SlipstreamError too is raised on every rank, so
-        that none waits for a rank that has given up. Collective."""
-        decision = problem = None
-        if self.leads:
-            try:
-                decision = decide()
-            except SlipstreamError as error:
-                problem = error
-        decision, problem = self.follow((decision, problem))
-        if problem is not None:
-            raise problem
-        return decision
+        """Returns on every rank what the leader's call returns, as `RankGroup.decided`. Collective."""
+        return self.world.decided(decide)

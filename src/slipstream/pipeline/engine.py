@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
@@ -16,19 +16,10 @@ from slipstream.model.hooks import keyed_seed
 from slipstream.parallel import Ranks, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
-from slipstream.pipeline.evaluation import (
-    RowPlaces,
-    TokenRows,
-    aligned_with_labels,
-    gathered_logits,
-    log_probabilities,
-    sum_over_stages,
-)
-from slipstream.pipeline.execution import TokenOutputs
+from slipstream.pipeline.execution import Losses, TokenOutputs
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.frozen_stages import FrozenStages
-from slipstream.pipeline.families.model_family import causal_lm
-from slipstream.pipeline.memory import MemoryLimit, RehearsedStep, both_backwards, rows_to_rehearse
+from slipstream.pipeline.memory import LimitedSteps, MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
@@ -36,11 +27,11 @@ from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.step_loss import StepLoss, share_of_targets
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
-from slipstream.pipeline.tuning import StartRequest, TrialResult, Tuner, is_free, plan_start, with_plan
+from slipstream.pipeline.tuning import TrialResult, Tuner, is_free, plan_start, with_plan
 from slipstream.pipeline.weights import gather_state
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StageRates, StepMemory, StepPlan, find_plan_within, find_step_plan
-from slipstream.schedule import Schedule, SlicedMicrobatch, add_reductions
+from slipstream.planner.steps import StageRates, StepPlan
+from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.watchdog import board, counted_off
 
 _log = logging.getLogger(__name__)
@@ -68,7 +59,9 @@ class Engine:
         self._adds_router_loss = options.router_loss != "none"
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
             with counted_off("measuring what layers cost"):
-                self.plan, self._given_rates = self._plan_start(self.family, options, num_ranks)
+                request = self.family.start_request(num_ranks)
+                found = plan_start(self.family.config, request, self.ranks, self.device, _log.info)
+                self.plan, self._given_rates = found
             options = with_plan(options, self.plan)
             self.family.adopt(options)
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
@@ -82,12 +75,13 @@ class Engine:
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
         tied_ends = self.family.tied_ends(self.layout)
-        self._tensor = tensor
+        self.tensor_parallel = tensor
         self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
-        self._losses = self.family.losses(tensor)
-        own = self.stages, self.parameters, self._losses
+        losses = self.family.losses(tensor)
+        own = self.stages, self.parameters, losses
         self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)
-        self._memory_limit = MemoryLimit(options.memory.limit, self.ranks)
+        limit, rehearsal = MemoryLimit(options.memory.limit, self.ranks), self._rehearsal_with(losses)
+        self.limited_steps = LimitedSteps(limit, self.family, self.layout, self._laid_out, rehearsal, self.device)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
 
@@ -95,24 +89,36 @@ class Engine:
         """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
         return is_free(options) and num_ranks > 1 and not self.family.compiled
 
-    def _plan_start(
-        self, family: CausalLMFamily, options: PipelineOptions, num_ranks: int
-    ) -> tuple[JointPlan, StageRates]:
-        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
-        assert options.seq_len is not None
-        dtype = options.precision.dtype or str(family.config.dtype or torch.float32).removeprefix("torch.")
-        request = StartRequest(
-            seq_len=options.seq_len,
-            microbatch_size=1,
-            num_microbatches=options.num_microbatches,
-            num_ranks=num_ranks,
-            dtype=dtype,
-            memory_limit=options.memory.limit,
-            vocabulary=family.planned_vocabulary(num_ranks),
-            parallel=options.parallel,
-            tied=family.is_tied,
+    def _rehearsal_with(self, losses: Losses) -> partial[RehearsedStep]:
+        """Returns what makes the rehearsal of a step of this pipeline's parts."""
+        return partial(
+            RehearsedStep,
+            stages=self.stages,
+            parameters=self.parameters,
+            losses=losses,
+            device=self.device,
+            scatter=self.runner.scattered,
+            num_parts=self.runner.num_parts,
         )
-        return plan_start(family.config, request, self.ranks, self.device, _log.info)
+
+    def split_to_evaluate(
+        self, whole: WholeBatch | Sequences, plan: StepPlan | None = None, counts_targets: bool = True
+    ) -> tuple[SplitBatch, StepPlan | None]:
+        """Returns the batch as an evaluation splits it, and the plan of sequences; where it needn't count targets, also
+        of a batch without any. Collective. `plan` is for sequences alone."""
+        if isinstance(whole, Sequences):
+            return self._split_sequences(whole, plan, counts_targets)
+        self._adopt(self.tuner.schedule)
+        return self._split(whole, self.family.length(whole), counts_targets), None
+
+    def run_forward(self, batch: SplitBatch) -> Tensor:
+        """Runs forwards alone, and returns the global mean loss. Collective."""
+        return self.runner.run(self.layout.evaluation, batch, self._agreement.finish)
+
+    def keep_outputs(self, function: TokenOutputs, batch: SplitBatch) -> Mapping[tuple[int, int], Tensor]:
+        """Runs forwards alone; returns what `function` gives of each slice's logits and targets, as `StepRunner.keep`.
+        Collective."""
+        return self.runner.keep(function, self.layout.evaluation, batch, self._agreement.finish)
 
     def step(
         self,
@@ -129,13 +135,10 @@ class Engine:
         length = 0
         microbatches: Sequence[SlicedMicrobatch]
         if isinstance(whole, Sequences):
-            if self._memory_limit.is_set and self._memory_limit.rows is None and not self._counts_by_shape:
-                self._rehearse_rows()
+            self.limited_steps.prepare_rows(self.tuner.splits)
             batch, plan = self._split_sequences(whole, plan)
             microbatches = plan.microbatches
-            if self._memory_limit.is_set:
-                step = self._rehearsed(batch, microbatches, torch.cat(whole.token_ids)[None])
-                self._memory_limit.check(step, [len(each) for each in whole.inputs])
+            self.limited_steps.check_sequences(self.layout, batch, microbatches, whole)
         else:
             length = self.family.length(whole)
             self._adopt(self.tuner.begin(length))
@@ -158,63 +161,6 @@ class Engine:
             with counted_off("choosing a schedule"):
                 self._tune(self.runner.timeline())
         return StepLoss.of(loss * weight)
-
-    def evaluate(self, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
-        """Returns the global mean loss of a forward in evaluation mode. Collective. `plan` is for sequences alone."""
-        with self._evaluating():
-            batch, _ = self._split_to_evaluate(whole, plan)
-            return self.runner.run(self.layout.evaluation, batch, self._agreement.finish)
-
-    def logits(self, whole: WholeBatch | Sequences) -> TokenRows | None:
-        """Returns each token's logits on ranks that have the last stage, None on the others. Collective."""
-        outputs, batch, places = self._kept(whole, gathered_logits(self._tensor))
-        return places.joined(outputs, batch) if outputs else None
-
-    def log_probabilities(self, whole: WholeBatch | Sequences) -> TokenRows:
-        """Returns each label's log-probability, on every rank. Collective."""
-        outputs, batch, places = self._kept(whole, log_probabilities(self._tensor))
-        return aligned_with_labels(places.joined(sum_over_stages(outputs, batch, self.ranks.pipeline), batch))
-
-    def _kept(
-        self, whole: WholeBatch | Sequences, function: TokenOutputs
-    ) -> tuple[Mapping[tuple[int, int], Tensor], SplitBatch, RowPlaces]:
-        """Returns what the function gives of each slice here, how the batch was split, and where its tokens are."""
-        family = causal_lm(self.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
-        if self.layout.spreads_vocabulary:
-            raise SlipstreamError(
-                "no rank has all logits, as the rows of the head are spread over the ranks. Give "
-                "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
-            )
-        with self._evaluating():
-            batch, plan = self._split_to_evaluate(whole, None, counts_targets=False)
-            outputs = self.runner.keep(function, self.layout.evaluation, batch, self._agreement.finish)
-        if plan is None:
-            return outputs, batch, RowPlaces()
-        lengths = [len(targets) for targets in whole.targets]
-        return outputs, batch, RowPlaces(family.sequences_of(plan.groups), lengths)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        self.parameters.publish()
-        modes = {stage: stage.model.training for stage in self.stages.values()}
-        self.train(False)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for stage, training in modes.items():
-                stage.model.train(training)
-        self.parameters.release()
-
-    def _split_to_evaluate(
-        self, whole: WholeBatch | Sequences, plan: StepPlan | None, counts_targets: bool = True
-    ) -> tuple[SplitBatch, StepPlan | None]:
-        """Returns the batch as an evaluation splits it, and the plan of sequences; where it needn't count targets, also
-        of a batch without any."""
-        if isinstance(whole, Sequences):
-            return self._split_sequences(whole, plan, counts_targets)
-        self._adopt(self.tuner.schedule)
-        return self._split(whole, self.family.length(whole), counts_targets), None
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,). Collective."""
@@ -248,9 +194,9 @@ class Engine:
         """
         batch = self._split(whole, length)
         while self.tuner.asks_what_it_holds and self.tuner.listens_to(length):
-            self._tune(self._memory_limit.held_by(self._to_rehearse(whole, length, batch)))
+            self._tune(self.limited_steps.limit.held_by(self._to_rehearse(whole, length, batch)))
             batch = self._split(whole, length)
-        self._memory_limit.check(self._to_rehearse(whole, length, batch))
+        self.limited_steps.limit.check(self._to_rehearse(whole, length, batch))
         return batch
 
     def _split(self, whole: WholeBatch, length: int, counts_targets: bool = True) -> SplitBatch:
@@ -289,50 +235,14 @@ class Engine:
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
         is_by_cost = self._given_rates is not None or not self.tuner.is_given
         if is_by_cost and self.rates is not None:
-            problem = self.tuner.step_problem(tuple(lengths), self.rates)
-            rows, limit = self._memory_limit.rows, self._memory_limit.limit
-            if rows is None or limit is None:
-                return find_step_plan(problem)
-            held = rows.activation_bytes(len(problem.placement))
-            problem = replace(problem, rates=replace(problem.rates, activation_bytes=held))
-            return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self._held_with))
+            return self.limited_steps.find_plan(self.tuner.step_problem(tuple(lengths), self.rates))
         groups = self.family.groups(lengths, self.tuner.schedule.num_microbatches)
         return self.tuner.plan_step(lengths, groups)
 
-    def _held_with(self, plan: StepPlan) -> list[float]:
-        """Returns the bytes that every rank would hold with a step's plan."""
-        if self.layout.recompute or self._counts_by_shape:
-            return self._memory_limit.held_in(self._laid_out(plan.schedule).with_all_backwards.training, plan.slices)
-        order = add_reductions(plan.schedule) if self.layout.reduces else plan.schedule
-        return self._memory_limit.held_in(order, plan.slices)
-
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
-        if not self._memory_limit.is_set or self._memory_limit.rows is not None:
+        if self.limited_steps.knows_lengths:
             self.step_planning.prepare(self.family.planned_lengths(lengths))
-
-    @property
-    def _counts_by_shape(self) -> bool:
-        """Whether what rows hold doesn't follow from others."""
-        return bool(self.layout.offload) or self.layout.spreads_vocabulary
-
-    def _rehearse_rows(self) -> None:
-        """Rehearses a few short rows, so that what any rows hold is known; not of a model whose rows can't be cut.
-        Collective."""
-        assert isinstance(self.family, CausalLMFamily)  # sequences of layers have no memory limit
-        steps = []
-        for slices in rows_to_rehearse(getattr(self.family.config.get_text_config(), "max_position_embeddings", None)):
-            order = both_backwards(self.layout.order.placement, len(slices), self.tuner.splits)
-            layout = _with_order(self.layout, order)
-            token_ids = torch.zeros((1, sum(slices)), dtype=torch.int64, device=self.device)
-            microbatches = [SlicedMicrobatch(1, slices)]
-            try:
-                batch = self.family.split(WholeBatch.of(self.device, token_ids, token_ids), microbatches, 0)
-            except SlipstreamError:
-                return
-            for each in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
-                steps.append((slices, self._rehearsed(batch, microbatches, token_ids, each)))
-        self._memory_limit.rehearse_rows(steps)
 
     @cached_property
     def rates(self) -> StageRates | None:
@@ -353,29 +263,7 @@ class Engine:
     def _to_rehearse(self, whole: WholeBatch, length: int, batch: SplitBatch) -> RehearsedStep:
         microbatches = self._microbatches(whole, length)
         chosen = microbatches[:1] if self.tuner.are_microbatches_alike else microbatches
-        return self._rehearsed(batch, chosen, whole.inputs[0])
-
-    def _rehearsed(
-        self,
-        batch: SplitBatch,
-        microbatches: Sequence[SlicedMicrobatch],
-        token_ids: Tensor,
-        layout: StageLayout | None = None,
-    ) -> RehearsedStep:
-        layout = (layout or self.layout).with_all_backwards
-        return RehearsedStep(
-            schedule=layout.training,
-            recompute=layout.recompute,
-            stages=self.stages,
-            parameters=self.parameters,
-            losses=self._losses,
-            device=self.device,
-            scatter=self.runner.scattered,
-            num_parts=self.runner.num_parts,
-            batch=batch,
-            microbatches=microbatches,
-            token_ids=token_ids,
-        )
+        return self.limited_steps.rehearsed(self.layout, batch, chosen, whole.inputs[0])
 
     def _tune(self, result: TrialResult) -> None:
         """Lets the leader learn from the step that ran, or from what it would hold; all ranks follow its decision."""

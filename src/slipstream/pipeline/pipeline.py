@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import load_config, pretrained_model, random_model
-from slipstream.model.adapters import Adapter
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
-from slipstream.parallel import ParameterShard, RankGroup
+from slipstream.parallel import ParameterShard
 from slipstream.pipeline.answers import ANSWERS, summarise
-from slipstream.pipeline.arguments import Inputs, given_batch, padded_as
-from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.arguments import Inputs
 from slipstream.pipeline.engine import Engine
-from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout
-from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
-from slipstream.pipeline.memory import rehearse
+from slipstream.pipeline.evaluation import PipelineEvaluation
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
-from slipstream.pipeline.saving import Scheduler, load_loop, save_loop
-from slipstream.pipeline.sequences import Lengths, Rows, Sequences
-from slipstream.pipeline.weights import WeightSource, save_on_leader, with_adapter, with_frozen, write_model
-from slipstream.pipeline.weights.adapter_export import write_adapter, write_merged
-from slipstream.planner.joint import JointPlan
+from slipstream.pipeline.saving import PipelineSaving
+from slipstream.pipeline.sequences import Lengths, Rows
+from slipstream.pipeline.weights import WeightSource, with_adapter, with_frozen
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
-from slipstream.simulator import MemoryTable
-from slipstream.timeline import Timeline
 
 
-class Pipeline:
+class Pipeline(PipelineEvaluation, PipelineSaving):
     """Trains a Hugging Face causal LM whose layers are split over ranks and whose sequences are cut into slices.
 
     Every rank constructs it with an equal model and calls `step` with the same batch. Under torchrun it makes the
@@ -157,105 +147,6 @@ class Pipeline:
         source = with_frozen(WeightSource(config, partial(pretrained_model, str(path), config)), freeze)
         return cls(source if lora is None else with_adapter(source, lora, lora_seed), **options)
 
-    @property
-    def config(self) -> PretrainedConfig:
-        """The model's configuration. Raises SlipstreamError for an nn.Sequential, which has none."""
-        return causal_lm(self._engine.family, "config").config
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which this rank computes."""
-        return self._engine.device
-
-    @property
-    def rank(self) -> int:
-        """This process's place on the pipeline."""
-        return self._engine.ranks.pipeline.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks of the pipeline: each a process, or all of them in this one."""
-        return self.layout.num_ranks
-
-    @property
-    def replica(self) -> int:
-        """This pipeline's place among those that share a batch (dp)."""
-        return self._engine.ranks.data.rank
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of pipelines that share a batch (dp)."""
-        return self._engine.ranks.data.size
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the one rank of all that writes and speaks for them."""
-        return self._engine.ranks.leads
-
-    @property
-    def plan(self) -> JointPlan | None:
-        """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
-        return self._engine.plan
-
-    @property
-    def rates(self) -> StageRates | None:
-        """What the stages cost, by which steps on sequences of different lengths are planned: in seconds where it was
-        measured, else in multiplications. None for an nn.Sequential."""
-        return self._engine.rates
-
-    @property
-    def is_tuning(self) -> bool:
-        """Whether "auto" still measures: the next step may run in another order or in other slices."""
-        return self._engine.tuner.is_tuning
-
-    @property
-    def layout(self) -> StageLayout:
-        """The layers of every stage, and the lowered schedules of the next step and of an evaluation."""
-        return self._engine.layout
-
-    @property
-    def order(self) -> Schedule:
-        """The schedule of the next step as it was given or found: `layout.training` without what lowering added."""
-        return self.layout.order
-
-    @property
-    def last_step(self) -> ExecutedStep:
-        """The layout and the slices of the last step; "auto" may have other plans for the next."""
-        return self._engine.last_step
-
-    @property
-    def axes(self) -> dict[str, RankGroup]:
-        """The groups of ranks that this one is in, by axis: pp, dp, tp."""
-        ranks = self._engine.ranks
-        return {"pp": ranks.pipeline, "dp": ranks.data, "tp": ranks.tensor}
-
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes that this rank sent to other stages in the last step or evaluation, without headers."""
-        return self._engine.runner.transport.bytes_sent
-
-    @property
-    def random_state(self) -> tuple[int, int]:
-        """The seed, and the number of steps so far, on which dropout depends. May be set."""
-        return self._engine.random_state
-
-    @random_state.setter
-    def random_state(self, state: tuple[int, int]) -> None:
-        self._engine.random_state = state
-
-    @property
-    def balance(self) -> Balance:
-        """The balance of the layers of an nn.Sequential over the ranks, and the layer that limits it.
-
-        Raises SlipstreamError for a causal LM, and where costs aren't known: give `layers` an example or costs.
-        """
-        return layer_sequence(self._engine.family, "balance").balance(self.layout)
-
-    def slices(self, length: int) -> list[int]:
-        """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
-        `microbatches`, in the one with the most slices."""
-        return self._engine.tuner.lengths(length)
-
     def step(
         self,
         inputs: Inputs,
@@ -309,89 +200,6 @@ class Pipeline:
         limit before the first step, `step` plans."""
         self._engine.prepare([int(length) for length in lengths])
 
-    def evaluate(
-        self,
-        inputs: Inputs,
-        targets: Rows | None = None,
-        document_ids: Rows | None = None,
-        *,
-        lengths: Lengths = None,
-        sequence_values: Tensor | None = None,
-        plan: StepPlan | None = None,
-    ) -> Tensor:
-        """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
-        result and errors are those of `step`."""
-        of_rows = None, document_ids, lengths, sequence_values
-        whole = self._batch(inputs, targets, *of_rows, plan is not None)
-        return self._engine.evaluate(whole, plan)
-
-    def sequence_log_probabilities(self) -> Tensor:
-        """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
-        float64, in the order of the batch, on all ranks of a pipeline: what the loss's function was given. Collective.
-
-        Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
-        """
-        return self._engine.sequence_log_probabilities()
-
-    def logits(
-        self,
-        inputs: Inputs,
-        position_ids: Tensor | None = None,
-        document_ids: Rows | None = None,
-        *,
-        lengths: Lengths = None,
-    ) -> Tensor | list[Tensor] | None:
-        """Runs a batch of token ids forward, in evaluation mode, and returns the logits of every token. Collective.
-
-        Arguments are those of `step`; labels of a mapping are left alone. All logits of the batch are held at once on
-        the rank that has the last stage, twice while they are put together; every other rank holds what `evaluate`
-        does. For the log-probabilities of some labels, `log_probabilities` needs a slice's logits at a time.
-
-        Returns:
-            (batch, sequence, vocabulary) in the model's dtype, of a list a list of (tokens, vocabulary); zeros at
-            padding. Only on ranks that have the last stage, with tp on each of those; None on the others. With dp the
-            logits of this replica's own share.
-
-        Raises:
-            SlipstreamError: as `step`, and where no rank has all logits, with vocabulary="spread".
-        """
-        whole = self._batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
-        outputs = self._engine.logits(whole)
-        return None if outputs is None else padded_as(outputs, inputs)
-
-    def log_probabilities(
-        self,
-        inputs: Inputs,
-        labels: Rows | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Rows | None = None,
-        *,
-        lengths: Lengths = None,
-    ) -> Tensor | list[Tensor]:
-        """Runs a batch forward, in evaluation mode, and returns the log-probability of every label. Collective.
-
-        Arguments are those of `step`. No rank holds more than in `evaluate`, but for the result: the last stage has
-        the logits of one slice at a time.
-
-        Returns:
-            (batch, sequence) float64, of a list a list of (tokens,), on every rank: of each label, its log-probability
-            given the tokens before it. Zero where none counts, at -100 and at the first token of a row or document, so
-            that a row's sum is that of the sequence. With dp those of this replica's own share.
-
-        Raises:
-            SlipstreamError: as `step`, though a batch without a label that counts is fine, and with
-                vocabulary="spread".
-        """
-        if labels is None and not isinstance(inputs, Mapping):
-            raise SlipstreamError("labels are missing: give log_probabilities(tokens, labels), or a mapping with both.")
-        whole = self._batch(inputs, labels, position_ids, document_ids, lengths)
-        return padded_as(self._engine.log_probabilities(whole), inputs)
-
-    def _batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
-        if isinstance(inputs, Mapping):
-            causal_lm(self._engine.family, "a mapping as a batch", "Give step(inputs, targets).")
-        return given_batch(self._engine.ranks, self.device, inputs, *others, **options)
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
         weight, with shard_optimizer its rows of that, and with master_dtype copies."""
@@ -410,94 +218,9 @@ class Pipeline:
         float64 scalar. A weight counts once, however many ranks have copies of it. Collective."""
         return self._engine.parameters.clip_(max_norm)
 
-    def timeline(self) -> Timeline:
-        """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
-        return self._engine.runner.timeline()
-
-    def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
-        """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
-        `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one."""
-        return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
-
     def refresh(self) -> None:
         """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""
         self._engine.parameters.refresh()
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter of PEFT that is trained, its name and configuration; None where the model has none."""
-        return getattr(self._engine.family, "adapter", None)
-
-    def save(
-        self,
-        folder: str | Path,
-        step: int,
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: Scheduler | None = None,
-        facts: Mapping[str, Any] = MappingProxyType({}),
-        keep: int = 2,
-        replace: bool = False,
-    ) -> None:
-        """Saves a checkpoint of this step in the folder and returns when it is complete; `load` goes on from it on any
-        mesh. Collective. Of a model with an adapter it has the adapter alone.
-
-        Args:
-            folder: of checkpoints, on a disk that all ranks share.
-            step: the number of steps so far; the checkpoint's name has it.
-            optimizer: of any class, over `parameters()`.
-            scheduler: of the learning rate.
-            facts: anything else that the loop needs to go on: numbers, text, and lists and dicts of them; rank 0's.
-            keep: how many of the newest checkpoints stay.
-            replace: whether checkpoints of this step and later ones are set aside; else they are an error.
-
-        Raises:
-            SlipstreamError: on every rank, where it wasn't saved; earlier checkpoints stay as they are.
-            NonFiniteError: on every rank, where something that is to be saved isn't finite.
-        """
-        save_loop(self._engine, (folder, step), optimizer, scheduler, facts, keep, replace)
-
-    def load(
-        self,
-        folder: str | Path,
-        step: int | Literal["latest", "last-good"] = "latest",
-        *,
-        optimizer: Optimizer | None = None,
-        scheduler: Scheduler | None = None,
-    ) -> tuple[int, dict[str, Any]]:
-        """Loads what `save` saved: this rank's part of the model, the optimizer's state and options, the scheduler and
-        the state of dropout; returns the step and the facts. Collective.
-
-        Args:
-            folder: of checkpoints.
-            step: which one; "last-good": the newest that isn't damaged.
-            optimizer: of the class that was saved, with as many parameter groups. None loads weights alone.
-            scheduler: of the class that was saved.
-
-        Raises:
-            SlipstreamError: on every rank and before anything changes, where there is no checkpoint, it is damaged, or
-                it is of another model.
-        """
-        return load_loop(self._engine, (folder, step), optimizer, scheduler)
-
-    def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
-        """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
-
-        Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
-        `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
-        """
-        family = causal_lm(self._engine.family, "save_pretrained")
-        state, config, adapter = self._engine.state_dict(), family.config, family.adapter
-        if adapter is None:
-            save_on_leader(lambda: write_model(folder, config, state), self._engine.ranks)
-        else:
-            write = write_merged if merged else write_adapter
-            save_on_leader(lambda: write(folder, config, adapter, state), self._engine.ranks)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
-        others. Collective."""
-        return self._engine.state_dict()
 
     def train(self) -> Self:
         """Sets training mode: dropout is on."""

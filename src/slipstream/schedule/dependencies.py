@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule
+from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op
+from slipstream.schedule.schedule import Schedule
 
 
 def predecessors(action: Action, schedule: Schedule) -> tuple[Action, ...]:

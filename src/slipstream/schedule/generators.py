@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import did_you_mean
-from slipstream.schedule.action import Schedule, ScheduleError, SliceCounts
+from slipstream.schedule.action import ScheduleError
 from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
 from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb_h2
+from slipstream.schedule.schedule import Schedule, SliceCounts
 from slipstream.schedule.v_shape import v_half, v_min, zb_v
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {

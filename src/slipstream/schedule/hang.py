@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from slipstream.schedule.action import RECEIVES, SENDS, Action, Schedule
+from slipstream.schedule.action import RECEIVES, SENDS, Action
 from slipstream.schedule.dependencies import predecessors
+from slipstream.schedule.schedule import Schedule
 
 _SHOWN = 6  # missing actions named per rank
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError, SliceCounts
+from slipstream.schedule.action import Action, Op, ScheduleError
 from slipstream.schedule.rows import Counts, alternate
+from slipstream.schedule.schedule import Schedule, SliceCounts
 
 
 def interleaved_one_f_one_b(

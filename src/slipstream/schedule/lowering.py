@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, ScheduleError
 from slipstream.schedule.dependencies import consumer, predecessors, sending
+from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import grid, running_order, validate
 
 NARROWEST_WINDOW = 8  # sends that may be on their way on a channel, at least

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import Action, Op, ScheduleError
 from slipstream.schedule.dependencies import predecessors
 from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
+from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import validate
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from slipstream.schedule.action import Action, Op, Schedule, SliceCounts
+from slipstream.schedule.action import Action, Op
 from slipstream.schedule.rows import Counts, alternate
+from slipstream.schedule.schedule import Schedule, SliceCounts
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:

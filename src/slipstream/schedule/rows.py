@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from slipstream.schedule.action import Action, Op, Schedule, ScheduleError, SliceCounts
+from slipstream.schedule.action import Action, Op, ScheduleError
+from slipstream.schedule.schedule import Schedule, SliceCounts
 
 
 @dataclass(frozen=True)

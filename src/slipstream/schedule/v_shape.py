@@ -12,9 +12,10 @@ from itertools import groupby, permutations
 from math import inf
 from typing import NamedTuple
 
-from slipstream.schedule.action import Action, Op, Schedule, SliceCounts
+from slipstream.schedule.action import Action, Op
 from slipstream.schedule.dependencies import predecessors
 from slipstream.schedule.rows import Counts
+from slipstream.schedule.schedule import Schedule, SliceCounts
 
 
 def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:

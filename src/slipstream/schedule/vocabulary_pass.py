@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, Schedule, ScheduleError
+from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, ScheduleError
 from slipstream.schedule.dependencies import predecessors
 from slipstream.schedule.lowering import Seconds, unit_seconds
+from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import validate
 
 _Rank = Callable[[Action, bool], int]  # the smaller, the earlier: of an action, given whether its microbatch is through

@@ -29,7 +29,7 @@ def pipeline(**settings: Any) -> Pipeline:
 
 def predicted(pipe: Pipeline, inputs: Tensor) -> float:
     engine, batch = pipe._engine, WholeBatch.of(pipe.device, inputs, inputs)
-    return max(engine._memory_limit.held_by(engine.rehearsed_step(batch)).peaks)
+    return max(engine.limited_steps.limit.held_by(engine.rehearsed_step(batch)).peaks)
 
 
 def settle(pipe: Pipeline, inputs: Tensor) -> int:

@@ -100,7 +100,9 @@ def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> 
 def held(pipe: Pipeline, inputs: Tensor) -> float:
     """The most bytes that a rank holds, as they are rehearsed before a step runs."""
     engine = pipe._engine
-    return max(engine._memory_limit.held_by(engine.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks)
+    return max(
+        engine.limited_steps.limit.held_by(engine.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks
+    )
 
 
 @pytest.mark.more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.messages import Message, SkipMessages, Transport, TransportError
-from slipstream.model import Tensors, TensorSpec, copied_from_messages
+from slipstream.messages import Message, Transport, TransportError
+from slipstream.model import Tensors, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.saved_activations import SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
+from slipstream.pipeline.execution.stage_messages import StageMessages
 from slipstream.pipeline.execution.step_state import (
     Observer,
-    SliceKey,
     StepState,
     backward,
     entrances,
@@ -29,7 +29,7 @@ from slipstream.pipeline.execution.step_state import (
 )
 from slipstream.pipeline.execution.stopwatch import Stopwatch
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import Action, Op, Schedule, awaited_send, channel, report_wait
+from slipstream.schedule import Action, Op, Schedule, awaited_send, report_wait
 from slipstream.timeline import Span
 from slipstream.watchdog import board, note_order
 
@@ -61,10 +61,10 @@ class Executor:
             Op.R: self._replay,
             Op.OFFLOAD: partial(self._timed, self._saved.offload),
             Op.RELOAD: partial(self._timed, self._saved.reload),
-            Op.SEND_F: partial(self._timed, self._send),
-            Op.SEND_B: partial(self._timed, self._send),
-            Op.RECV_F: self._post_receive,
-            Op.RECV_B: self._post_receive,
+            Op.SEND_F: partial(self._timed, lambda action: self._messages.send(action)),
+            Op.SEND_B: partial(self._timed, lambda action: self._messages.send(action)),
+            Op.RECV_F: lambda action: self._messages.post_receive(action),
+            Op.RECV_B: lambda action: self._messages.post_receive(action),
             Op.REDUCE_GRAD: partial(self._timed, self._reduce),
             Op.V: lambda action: self._head.logits(action, self._stopwatch),
             Op.L: lambda action: self._head.loss(action, self._stopwatch),
@@ -86,8 +86,8 @@ class Executor:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         self._state = StepState(batch, zero, zero.clone())
         self._stopwatch = Stopwatch(self._rank, self._device)
-        self._posted: dict[Action, Any] = {}  # when the message's receive was posted
-        self._skips = SkipMessages(self._rank, schedule, self._transport, self._specs)
+        place = self._rank, schedule, self._stages
+        self._messages = StageMessages(*place, self._transport, self._state, self._stopwatch)
         self._head = SpreadHeadActions(self._rank, schedule, self._stages, self._transport, self._state)
         self._saved.begin(schedule, self._rank, self._state)
         return self._actions(schedule.actions[self._rank])
@@ -96,7 +96,7 @@ class Executor:
         """Returns (sum, count) of the losses of this rank's slices. Raises RuntimeError if anything is left over."""
         self._transport.finish()
         self.log_probabilities, self._state.log_probabilities = self._state.log_probabilities, {}
-        leftovers = self._state.leftovers() + self._skips.leftovers() + self._head.leftovers()
+        leftovers = self._state.leftovers() + self._messages.leftovers() + self._head.leftovers()
         if leftovers:
             raise RuntimeError(f"rank {self._rank} still holds {'; '.join(leftovers)} at the end of a step")
         return self._state.loss, self._state.count
@@ -144,7 +144,7 @@ class Executor:
         began = self._stopwatch.mark()
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
         if trains := self._schedule.trains(g):
-            specs = self._specs(Op.RECV_F, key)
+            specs = self._messages.specs(Op.RECV_F, key)
             with self._saved.around_forward(action, inputs, [spec.needs_gradient for spec in specs], store):
                 leave = state.input_gradients.setdefault(key, {}).__setitem__
                 outputs = self._compute(action, entrances(inputs, specs, leave), store)
@@ -162,7 +162,7 @@ class Executor:
         if stage.is_last and not stage.has_loss:
             self._head.spread(action, *outputs)
         elif not stage.is_last:
-            self._hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
+            self._messages.hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
 
     def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
         """Runs what F runs and R repeats: returns the stage's outputs, or what the last one's loss needs of them."""
@@ -171,28 +171,15 @@ class Executor:
         return self._losses.compute(outputs, self._state, key) if self._stages[g].has_loss else outputs
 
     def _inputs(self, action: Action) -> Tensors:
-        """Returns the inputs of F: received, or passed on by stages of this rank; the first stage has none, or what the
-        rows of a spread embedding give."""
+        """Returns the inputs of F; the first stage has none, or what the rows of a spread embedding give."""
         if action.stage == 0:
             return (self._head.embedded(action),) if self._schedule.spreads_embedding else ()
-        awaited = awaited_send(action, self._schedule)
-        regular = self._receive(awaited) if awaited else self._state.handed.pop(key_of(action))
-        inputs = (*regular, *self._skips.take(Op.SEND_F, action))
+        inputs = self._messages.take_inputs(action)
         if not self._saved.is_offloaded(action):
             return inputs
         inputs = tuple(tensor.clone() for tensor in inputs)  # to be moved to the host, which no buffer can be
-        self._release(self._received(action))
+        self._messages.release(self._messages.received(action))
         return inputs
-
-    def _received(self, action: Action) -> list[Message]:
-        """Returns the messages that `action` works on."""
-        awaited = awaited_send(action, self._schedule)
-        skips = self._skips.received(Op.SEND_F if action.op is Op.F else Op.SEND_B, action)
-        return [*([] if awaited is None else [awaited]), *skips]
-
-    def _release(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            self._transport.release(message)
 
     def _replay(self, action: Action) -> None:
         """Runs R, under the autocast of F, since both belong to one step."""
@@ -204,30 +191,30 @@ class Executor:
         self._stopwatch.record(action, began)
 
     def _end_forward_only(self, action: Action) -> None:
-        self._release(self._received(action))
+        self._messages.release(self._messages.received(action))
         if action.slice == self._schedule.slice_counts[action.microbatch] - 1:
             self._state.stores.pop((action.stage, action.microbatch)).free()
 
     def _backward(self, action: Action) -> None:
-        self._release(self._differentiate(action))
+        self._messages.release(self._differentiate(action))
 
     def _backward_input(self, action: Action) -> None:
         """Runs I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
         with defer_weight_gradients() as work:
             messages = self._differentiate(action)
-        work.append(partial(self._release, messages))
+        work.append(partial(self._messages.release, messages))
         self._state.weights[key_of(action)] = work
 
     def _differentiate(self, action: Action) -> list[Message]:
         """Runs the backward of one slice, and returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
         stage, state = self._stages[g], self._state
-        gradients = () if stage.has_loss else self._output_gradients(action)
+        gradients = () if stage.has_loss else self._messages.take_gradients(action)
         self._saved.await_reload(key)
         began = self._stopwatch.mark()
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
-        of_outputs = zip(self._needing(Op.SEND_F, key), gradients, strict=True)
+        of_outputs = zip(self._messages.needing(Op.SEND_F, key), gradients, strict=True)
         backward(roots, {0: state.loss_gradients.get(m)} if stage.has_loss else dict(of_outputs))
         del roots  # their graph
         if i == 0:
@@ -237,64 +224,22 @@ class Executor:
         self._stopwatch.record(action, began)
         found = state.input_gradients.pop(key, {})
         # taken out, as W may hold the graph that left them
-        sent = [found.pop(index, None) for index in self._needing(Op.RECV_F, key)]
-        full = with_zeros(sent, self._specs(Op.RECV_F, key), self._device)
+        sent = [found.pop(index, None) for index in self._messages.needing(Op.RECV_F, key)]
+        full = with_zeros(sent, self._messages.specs(Op.RECV_F, key), self._device)
         # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
         full = copied_from_messages(full, gradients)
         if g > self._schedule.num_frozen_stages:
-            self._hand_on(Action(Op.SEND_B, g, m, i), full, state.gradients, (g - 1, m, i))
+            self._messages.hand_on(Action(Op.SEND_B, g, m, i), full, state.gradients, (g - 1, m, i))
         elif full:
             self._head.spread(action, *full)
-        received = self._received(action)
+        received = self._messages.received(action)
         if not self._saved.is_offloaded(action):
-            received += self._received(Action(Op.F, g, m, i))
+            received += self._messages.received(Action(Op.F, g, m, i))
         return received
 
     def _backward_weights(self, action: Action) -> None:
         for add_gradient in self._state.weights.pop(key_of(action)):
             add_gradient()
-
-    def _output_gradients(self, action: Action) -> Tensors:
-        """Returns the outputs' gradients, from which B starts: received, or left by stages of this rank."""
-        awaited = awaited_send(action, self._schedule)
-        regular = self._receive(awaited) if awaited else self._state.gradients.pop(key_of(action))
-        return (*regular, *self._skips.take(Op.SEND_B, action))
-
-    def _hand_on(self, send: Action, tensors: Tensors, local: dict[SliceKey, Tensors], key: SliceKey) -> None:
-        """Passes tensors to the next stage in the direction of `send`: as a message, or directly where that stage is
-        here too. Skips are sent to their stages immediately."""
-        tensors = self._skips.hand_on(send, tensors)
-        if self._schedule.placement[key[0]] == self._rank:
-            local[key] = tuple(tensor.detach() for tensor in tensors)
-        else:
-            self._state.outgoing[send] = tensors
-
-    def _send(self, action: Action) -> None:
-        self._transport.send(channel(action, self._schedule), action, self._state.outgoing.pop(action))
-
-    def _post_receive(self, action: Action) -> None:
-        self._posted[action.other_end] = self._stopwatch.mark()
-        specs = [spec for spec in self._specs(action.op, key_of(action)) if spec.peer is None]
-        self._transport.post_receive(channel(action, self._schedule), action.other_end, specs)
-
-    def _specs(self, op: Op, key: SliceKey) -> Sequence[TensorSpec]:
-        """Returns the specs of what a stage receives or sends in such a message, with skips for SEND_F and SEND_B."""
-        g, m, i = key
-        stage, piece = self._stages[g], self._state.batch.slices[m][i]
-        inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
-        specs = stage.receives(piece) if inwards else stage.sends(piece)
-        if inwards and 0 < g == self._schedule.num_frozen_stages:  # nobody below needs their gradients
-            specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
-        return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
-
-    def _needing(self, op: Op, key: SliceKey) -> list[int]:
-        """Returns the indices of those of a stage's inputs or outputs that have gradients."""
-        return [index for index, spec in enumerate(self._specs(op, key)) if spec.needs_gradient]
-
-    def _receive(self, message: Action) -> Tensors:
-        tensors = self._transport.receive(message)
-        self._stopwatch.record(message.other_end, self._posted.pop(message))
-        return tensors
 
     def _reduce(self, action: Action) -> None:
         self._reduce_gradients(action.stage)

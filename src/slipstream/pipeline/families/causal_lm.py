@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     IGNORED,
     CausalLMStage,
-    ModelAnatomy,
-    ModelEnd,
     SelfCheck,
-    StagePart,
     causal_cross_entropy,
     check_carried_state,
     check_compiler,
@@ -26,36 +22,30 @@ from slipstream.model import (
     check_token_ids,
     copy_with_shared_weights,
     find_anatomy,
-    fuse_kernels,
-    meta_model,
     token_cross_entropy,
 )
 from slipstream.model.adapters import (
-    Adapter,
-    adapted_model,
     check_parallel,
-    is_wrapper,
 )
-from slipstream.model.vocabulary import HeadRows, SpreadHead, TiedRows, find_spreadable_head
-from slipstream.parallel import Ranks, part_bounds
+from slipstream.model.vocabulary import HeadNames, find_spreadable_head
+from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import (
     TensorParallel,
-    TensorPlan,
-    adapted_plan,
-    find_tensor_plan,
     vocabulary_cross_entropy,
     vocabulary_token_losses,
 )
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
 from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_layout import WeighedModel, plan_layout
+from slipstream.pipeline.families.causal_lm_weights import load_layers, plan_shares, spread_heads
 from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
-from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
+from slipstream.pipeline.tuning import StartRequest
 from slipstream.pipeline.weights import WeightSource
 from slipstream.pipeline.whole_sequences import (
     check_groups,
@@ -108,6 +98,7 @@ class CausalLMFamily:
                 parallel = options.parallel
                 check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
         self._anatomy = find_anatomy(self.config)
+        self._head_names: HeadNames | None = None  # of a head that is spread
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
 
     def adopt(self, options: PipelineOptions) -> None:
@@ -125,6 +116,22 @@ class CausalLMFamily:
         found: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
         return found
 
+    def start_request(self, num_ranks: int) -> StartRequest:
+        """Returns what a plan of schedule, slices and partition is to be for. Collective, as `planned_vocabulary`."""
+        options = self._options
+        assert options.seq_len is not None
+        return StartRequest(
+            seq_len=options.seq_len,
+            microbatch_size=1,
+            num_microbatches=options.num_microbatches,
+            num_ranks=num_ranks,
+            dtype=options.precision.dtype or str(self.config.dtype or torch.float32).removeprefix("torch."),
+            memory_limit=options.memory.limit,
+            vocabulary=self.planned_vocabulary(num_ranks),
+            parallel=options.parallel,
+            tied=self.is_tied,
+        )
+
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""
         if batch.is_tuple:
@@ -141,60 +148,33 @@ class CausalLMFamily:
         draws = self.adapter is not None and self.adapter.draws
         layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared, draws)
         if layout.spreads_vocabulary:
-            self._names = find_spreadable_head(self.config, self._anatomy)
+            self._head_names = find_spreadable_head(self.config, self._anatomy)
         return layout
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, CausalLMStage], TensorParallel | None]:
         """Returns the stages of this process, of every weight this rank's share, and how they share. Collective."""
-        here, anatomy = layout.stages_of(self._ranks.here(layout.num_ranks)), self._anatomy
+        here = layout.stages_of(self._ranks.here(layout.num_ranks))
         parts = [layer for stage in here for layer in layout.layers[stage]]
-        model = self._load_with_head(parts) if layout.spreads_vocabulary else self._load(parts, anatomy)
+        model = load_layers(self._taken_source(), self._anatomy, parts, self._options, layout.spreads_vocabulary)
         tensor = None
         if self._ranks.tensor.size > 1:
             parallel = self._options.parallel
-            plan = plan_shares(self.config, anatomy, self._ranks.tensor.size, parallel.tensor_plan, self.adapter)
+            plan = plan_shares(self.config, self._anatomy, self._ranks.tensor.size, parallel.tensor_plan, self.adapter)
             tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
             tensor.shard(model)
-        heads = self._spread_heads(model, layout, here) if layout.spreads_vocabulary else {}
-        copies = ((stage, copy_with_shared_weights(model)) for stage in here)
-        stages = {
-            g: CausalLMStage(copy, anatomy, layout.layers[g], self._device, tensor, heads.get(g), self._router_loss)
-            for g, copy in copies
-        }
+        names = self._head_names if layout.spreads_vocabulary else None
+        heads = {} if names is None else spread_heads(model, names, layout.training, here)
+        stages = {}
+        for g in here:
+            of_stage = layout.layers[g], self._device, tensor, heads.get(g), self._router_loss
+            stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
         return stages, tensor
 
-    def _load_with_head(self, layers: list[StagePart]) -> PreTrainedModel:
-        """Returns the layers, and the whole head with an embedding that is tied to it, of which this process then keeps
-        some rows."""
-        ends = self._anatomy.separate_ends | {ModelEnd.HEAD}
-        return self._load([*layers, ModelEnd.HEAD], replace(self._anatomy, separate_ends=ends))
-
-    def _spread_heads(self, model: PreTrainedModel, layout: StageLayout, here: list[int]) -> dict[int, SpreadHead]:
-        """Returns what each of these stages has of the head: an equal number of rows on every rank, or nothing."""
-        head, schedule = model.get_submodule(self._names.head), layout.training
-        if is_wrapper(head):
-            raise SlipstreamError(
-                f"{self._names.head} has an adapter or a trained copy, so its rows can't be spread over the ranks. "
-                "Give vocabulary='whole'."
-            )
-        assert isinstance(head, nn.Linear)
-        parts = enumerate(schedule.vocabulary_stages)
-        ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}
-        name, tied = self._names
-        rows = TiedRows.of_both(head, model.get_submodule(tied), ids) if tied else HeadRows.of_stages(head, ids)
-        return {g: SpreadHead(name, rows.get(g), tied) for g in here}
-
-    def _load(self, layers: list[StagePart], anatomy: ModelAnatomy) -> PreTrainedModel:
+    def _taken_source(self) -> WeightSource:
+        """Returns the source, which then nothing here holds: it may have layers of other ranks."""
         assert self._source is not None
         source, self._source = self._source, None
-        dtype = torch_dtype(self._options.precision.dtype)
-        model = source.load(anatomy, layers, dtype)
-        if dtype is not None:
-            for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
-                parameter.data = parameter.data.to(dtype)
-        if self._options.runtime.fused:  # before it is cut into stages, which then share kernels
-            fuse_kernels(model)
-        return model
+        return source
 
     def losses(self, tensor: TensorParallel | None) -> Losses:
         """Returns how the last stage computes its loss: the one given, or cross-entropy over the whole vocabulary, of
@@ -286,17 +266,3 @@ class CausalLMFamily:
 
     def end(self) -> None:
         """Ends a step: called after its last action."""
-
-
-def plan_shares(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    tensor_ranks: int,
-    tensor_plan: Mapping[str, str] | None,
-    adapter: Adapter | None = None,
-) -> TensorPlan:
-    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
-    plan = find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan)
-    if adapter is None:
-        return plan
-    return adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())

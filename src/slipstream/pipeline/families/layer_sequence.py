@@ -7,14 +7,13 @@ from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, LayerRange, Tensors, cross_entropy
+from slipstream.model import IGNORED, LayerRange, cross_entropy
 from slipstream.model.saving import RecomputePolicy, compiled_modules
 from slipstream.model.sequential import (
     BatchSlice,
-    LayerBoundary,
     SequentialStage,
     ShapeTracer,
     as_value,
@@ -26,8 +25,14 @@ from slipstream.model.sequential import (
     flatten_layers,
 )
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows, rows_of
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, rows_of
 from slipstream.pipeline.execution.losses import Losses, SliceLosses
+from slipstream.pipeline.families.sequence_checks import (
+    check_batch,
+    check_default_loss,
+    check_options,
+    check_sliced_targets,
+)
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
@@ -44,31 +49,12 @@ class SequenceFamily:
     default_slices = 1
 
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
-        _refuse_options_of_causal_lms(options)
-        if ranks.tensor.size > 1:
-            raise SlipstreamError(
-                f"an nn.Sequential on a mesh with tp={ranks.tensor.size}: nothing says how its layers could be shared. "
-                "Use tp=1."
-            )
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
+        check_options(model, options, ranks.tensor.size)
         self._options, self._ranks = options, ranks
         self._has_segments = options.memory.recompute == "segments"
-        if self._has_segments and options.memory.offload:
-            raise SlipstreamError(
-                f"memory.recompute='segments' with memory.offload={options.memory.offload}: leave one of the two out."
-            )
         self._layers = flatten_layers(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
-        if options.router_loss != "none":
-            raise SlipstreamError(f"router_loss={options.router_loss!r}: an option of causal LMs. Leave it out.")
-        if options.vocabulary == "spread":
-            raise SlipstreamError("vocabulary='spread': an nn.Sequential has no head that is known. Leave it out.")
-        if isinstance(options.loss_fn, SequenceLoss):
-            raise SlipstreamError("loss_fn=SequenceLoss(...): a loss of token sequences, for causal LMs. Leave it out.")
-        if options.rates is not None:
-            raise SlipstreamError("rates=...: of an nn.Sequential each sequence is a microbatch. Leave it out.")
         self._check_count(options.slices if options.microbatches is None else "of microbatches")
         self.compiled = tuple(compiled_modules(model))
         model.to(torch_dtype(options.precision.dtype))
@@ -147,10 +133,10 @@ class SequenceFamily:
         refuse_values(batch)
         if batch.position_ids is not None or batch.document_ids is not None:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
-        _check_rows(inputs, targets, len(microbatches))
+        check_batch(inputs, targets, len(microbatches))
         length = sum(microbatches[0].slices)
         if self._is_sliced:
-            _check_tokens(targets, length)
+            check_sliced_targets(targets, length)
         rows = rows_of(microbatches)
         values = [as_value(tuple(tensor[row] for tensor in inputs), batch.is_tuple) for row in rows]
         bounds = [self._tokens_of(each) for each in microbatches]
@@ -165,7 +151,7 @@ class SequenceFamily:
         for piece, label in zip(chain(*pieces), chain(*labels), strict=True):
             outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
             if self._options.loss_fn is None:
-                _check_classes(outputs, label)
+                check_default_loss(outputs, label)
         num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
         return SplitBatch(pieces, labels, num_valid)
 
@@ -258,17 +244,6 @@ class SequenceFamily:
         return counted_costs(self._tracer.trace(BatchSlice(given.example), training=True))
 
 
-def _refuse_options_of_causal_lms(options: PipelineOptions) -> None:
-    """Raises SlipstreamError for options that an nn.Sequential doesn't have."""
-    theirs = "an option of causal LMs, but the model is an nn.Sequential."
-    if options.seq_len is not None:
-        raise SlipstreamError(f"seq_len={options.seq_len}: {theirs} Leave it out.")
-    options.parallel.refuse(("sequence_parallel", "tensor_plan"), theirs)
-    options.runtime.refuse(("fused",), theirs)
-    options.memory.refuse(("limit",), "not for an nn.Sequential.")
-    options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")
-
-
 def _row(sequences: Sequences, number: int) -> WholeBatch:
     """Returns one of the sequences as a batch of one row."""
     given, targets = sequences.inputs[number], sequences.targets[number]
@@ -282,38 +257,3 @@ def _row(sequences: Sequences, number: int) -> WholeBatch:
 
 def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
-
-
-def _check_rows(inputs: Tensors, targets: Tensor, num_microbatches: int) -> None:
-    named = [("targets", targets), *(("inputs", tensor) for tensor in inputs)]
-    rows = inputs[0].shape[0] if inputs[0].dim() else 0
-    for name, tensor in named:
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise SlipstreamError(
-                f"{name} of shape {tuple(tensor.shape)} for a batch of {rows} rows: dim 0 of every tensor is the batch."
-            )
-    check_rows(rows, num_microbatches, "rows")
-
-
-def _check_tokens(targets: Tensor, length: int) -> None:
-    if targets.is_floating_point():
-        raise SlipstreamError(
-            f"targets of {targets.dtype} in token slices: such a loss is a mean over rows, and every slice has a part "
-            "of each. Leave slices out."
-        )
-    if targets.dim() < 2 or targets.shape[1] != length:
-        raise SlipstreamError(
-            f"targets of shape {tuple(targets.shape)} for {length} tokens in slices: give (rows, {length}, ...)."
-        )
-
-
-def _check_classes(outputs: LayerBoundary, targets: Tensor) -> None:
-    """Raises SlipstreamError where the default loss isn't for these outputs and targets."""
-    shapes = [tuple(spec.shape) for spec in outputs.specs]
-    fits = not outputs.is_tuple and len(shapes[0]) > 1 and (shapes[0][0], *shapes[0][2:]) == tuple(targets.shape)
-    if not fits or targets.is_floating_point():
-        raise SlipstreamError(
-            f"the sequence returns {' and '.join(map(str, shapes))} for targets of {tuple(targets.shape)} "
-            f"{targets.dtype}, but the default loss is the cross-entropy of (rows, classes, ...) with class numbers "
-            "(rows, ...). Give a loss_fn."
-        )

@@ -1,5 +1,5 @@
 """Measures what a rank holds, and keeps schedules within a memory limit."""
 
+from slipstream.pipeline.memory.limited_steps import LimitedSteps
 from slipstream.pipeline.memory.memory_limit import MemoryLimit
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
-from slipstream.pipeline.memory.row_account import both_backwards, rows_to_rehearse

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Never, TypeVar
+from typing import Any, Literal, Never
 
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -34,8 +34,6 @@ from slipstream.pipeline.saving.update_rule import (
 )
 from slipstream.watchdog import counted_off
 
-_Result = TypeVar("_Result")
-
 
 def save_loop(
     engine: Engine,
@@ -57,7 +55,7 @@ def save_loop(
         rule = describe_rule(optimizer, scheduler)
         return list(training_shards(_kept(engine), optimizer)), rule, encode(dict(facts), "facts")
 
-    shards, rule, kept = _on_all(ranks, prepared)
+    shards, rule, kept = ranks.world.done_by_all(prepared)
     _check_alike(ranks, {"step": step, **rule})
     shards += _buffers(engine, writes=True)
     with counted_off("saving"):
@@ -95,7 +93,7 @@ def load_loop(
             if problem := _problem(saved, engine, everywhere) or check_rule(saved.facts["loop"], optimizer, scheduler):
                 raise SlipstreamError(f"{saved.folder} {problem}.")
 
-        _on_all(ranks, checked)
+        ranks.world.done_by_all(checked)
         load_training(checkpoints, saved, parts, optimizer, buffers)
     loop = saved.facts["loop"]
     restore_rule(loop, optimizer, scheduler)
@@ -179,18 +177,6 @@ def _check_alike(ranks: Ranks, mine: Mapping[str, Any]) -> None:
                     f"the {what} of rank {rank} differs from that of rank 0: {other[what]} and {value}. Every rank "
                     "saves the same step, with an optimizer of equal options and a scheduler of equal progress."
                 )
-
-
-def _on_all(ranks: Ranks, act: Callable[[], _Result]) -> _Result:
-    """Returns what this rank's call returns. The SlipstreamError of any rank is raised on all. Collective."""
-    result, problem = None, None
-    try:
-        result = act()
-    except SlipstreamError as error:
-        problem = str(error)
-    if found := next(filter(None, ranks.world.gather(problem)), None):
-        raise SlipstreamError(found)
-    return result  # type: ignore[return-value]
 
 
 def _refuse(problem: str) -> Never:

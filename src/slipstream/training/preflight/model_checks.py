@@ -24,8 +24,8 @@ from slipstream.model import (
 )
 from slipstream.model.adapters import Adapter, find_frozen, find_targets, freeze, trained_text
 from slipstream.pipeline.families import planned_vocabulary
-from slipstream.pipeline.families.causal_lm import plan_shares
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
+from slipstream.pipeline.families.causal_lm_weights import plan_shares
 from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import Tuner

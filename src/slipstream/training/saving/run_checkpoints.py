@@ -87,7 +87,7 @@ class RunCheckpoints:
         with counted_off("verifying checkpoints"):
             if self._wanted != "last-good":
                 return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
-            before = self._world.gather(self._failures.earlier_than() if self._world.rank == 0 else None)[0]
+            before = self._world.decided(self._failures.earlier_than)
             if before is not None:
                 self._progress.say(f"the same step has failed twice: only a checkpoint before step {before} is good")
             return self._checkpoints.find(self._wanted, before)

@@ -1,0 +1,68 @@
+"""Seeds dropout by place, so that replays draw what forwards drew, and every cut of a model the same (rule 10)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.model.hooks.shared_layers import TensorParallelLayers
+from slipstream.model.hooks.token_slice import current_slice
+
+_SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
+
+
+class LayerSeeds:
+    """Keys the random state by layer, and by the part of a layer, as the forward of a slice goes through a stage.
+
+    Args:
+        model: whose mode says whether anything is drawn.
+        draws: whether its layers draw random numbers in training.
+        num_layers: of the whole model.
+        shared: the ranks that share its layers.
+    """
+
+    def __init__(self, model: nn.Module, draws: bool, num_layers: int, shared: TensorParallelLayers | None) -> None:
+        self._model, self._draws, self._num_layers, self._shared = model, draws, num_layers, shared
+
+    @property
+    def are_used(self) -> bool:
+        """Whether the next forward draws random numbers."""
+        return self._draws and self._model.training
+
+    def install(self, model: nn.Module, shared: TensorParallelLayers) -> None:
+        """Installs the exchange between ranks that share layers: dropout differs from where they begin to compute
+        different things, to where they compute the same."""
+        shared.install(model, partial(self._seed_part, "own", shared.rank), partial(self._seed_part, "shared"))
+
+    def watch(self, layer: nn.Module, index: int, middle: nn.Module | None) -> None:
+        """Seeds where a layer begins, and at `middle`, where its second half does if it can run on another stage."""
+        layer.register_forward_pre_hook(partial(self.enter, index))
+        if middle is not None and self._draws:
+            middle.register_forward_pre_hook(partial(self._enter_second_half, index))
+
+    def enter(self, layer: int, *_: Any) -> None:
+        """Keys the random state by layer, -1 before the first, the number of layers after the last."""
+        current_slice().enter_layer(layer)
+        self._seed(layer, *self._tokens_here(layer))
+
+    def _enter_second_half(self, layer: int, *_: Any) -> None:
+        """Makes dropout the same whether the first half ran here or on another stage."""
+        current_slice().parts_of_layer = _SECOND_HALF
+        self._seed(layer, "feed-forward", *self._tokens_here(layer))
+
+    def _seed(self, *place: str | int) -> None:
+        if self.are_used:
+            torch.manual_seed(current_slice().seed(*place))
+
+    def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
+        """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""
+        is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self._num_layers
+        return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
+
+    def _seed_part(self, *place: str | int) -> None:
+        context = current_slice()
+        context.parts_of_layer += 1
+        self._seed(context.layer, context.parts_of_layer, *place)

@@ -1,0 +1,210 @@
+"""Every rank's ordered actions as data, and the text form of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from slipstream.schedule.action import BACKWARDS, COMMUNICATION, NUMBER, Action, Op, ScheduleError
+
+SliceCounts = int | Sequence[int]  # of every microbatch alike, or of each
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every rank's actions, in order. The order itself is checked by `validate`.
+
+    Args:
+        name: one line of text.
+        actions: for every pipeline rank, what it runs.
+        placement: the rank that holds each stage.
+        num_microbatches: microbatches of a step.
+        num_slices: token slices of each microbatch, or the most that one has.
+        slice_counts: where microbatches differ, the token slices of each; not given: all have `num_slices`.
+        reach: `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows
+            shorten it); None means that every slice attends to all earlier ones.
+        num_frozen_stages: the first stages, of which nothing is trained: they have forwards alone, and no gradient is
+            sent to them.
+
+    Raises:
+        ScheduleError: the counts, the placement and the reach do not fit together.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    num_microbatches: int
+    num_slices: int
+    reach: tuple[tuple[int, ...], ...] | None = None
+    slice_counts: tuple[int, ...] = ()
+    num_frozen_stages: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name.splitlines()) != 1 or self.name.strip() != self.name:
+            raise ScheduleError(f"A schedule's name is one line of text, not {self.name!r}.")
+        counts = self.num_stages, self.num_ranks, self.num_microbatches, self.num_slices
+        if min(counts) < 1:
+            rule = "A schedule needs at least one stage, rank, microbatch and slice"
+            raise ScheduleError(f"{rule}, but {self.name} has {', '.join(map(str, counts))}.")
+        self._check_slice_counts()
+        if not 0 <= self.num_frozen_stages < self.num_stages:
+            raise ScheduleError(
+                f"{self.name} has {self.num_frozen_stages} frozen stages of {self.num_stages}; at least the last one "
+                "has backwards."
+            )
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < self.num_ranks:
+                raise ScheduleError(f"Stage {stage} is placed on rank {rank}; the ranks are 0 to {self.num_ranks - 1}.")
+        if self.reach is not None:
+            self._check_reach(self.reach)
+
+    def _check_slice_counts(self) -> None:
+        counts = self.slice_counts or (self.num_slices,) * self.num_microbatches
+        if len(counts) != self.num_microbatches or min(counts) < 1 or max(counts) != self.num_slices:
+            raise ScheduleError(
+                f"{self.name} has slices {' '.join(map(str, counts))}; give {self.num_microbatches} microbatches 1 to "
+                f"{self.num_slices} slices each, and at least one of them {self.num_slices}."
+            )
+        object.__setattr__(self, "slice_counts", counts)
+
+    def _check_reach(self, reach: tuple[tuple[int, ...], ...]) -> None:
+        if tuple(map(len, reach)) != self.slice_counts:
+            wanted = f"{list(self.slice_counts)}" if self.is_ragged else f"{self.num_slices}"
+            raise ScheduleError(
+                f"reach has rows of {[len(row) for row in reach]} slices; it needs one row of "
+                f"{wanted} for each of {self.num_microbatches} microbatches."
+            )
+        for microbatch, row in enumerate(reach):
+            for i, first in enumerate(row):
+                if not 0 <= first <= i:
+                    rule = f"slice {i} attends to itself and earlier slices, so it must be 0 to {i}"
+                    raise ScheduleError(f"reach[{microbatch}][{i}] is {first}; {rule}.")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether microbatches differ in their number of slices."""
+        return min(self.slice_counts) < self.num_slices
+
+    @property
+    def microbatch_slices(self) -> list[tuple[int, int]]:
+        """The (microbatch, slice) of every slice, in order."""
+        return [(m, i) for m, count in enumerate(self.slice_counts) for i in range(count)]
+
+    @cached_property
+    def positions(self) -> dict[Action, tuple[int, int]]:
+        """The place of each action: (rank, index in that rank's order)."""
+        return {action: (rank, i) for rank, row in enumerate(self.actions) for i, action in enumerate(row)}
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The ops that occur."""
+        return frozenset(action.op for row in self.actions for action in row)
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether sends and receives are written out."""
+        return not self.ops.isdisjoint(COMMUNICATION)
+
+    @property
+    def vocabulary_stages(self) -> tuple[int, ...]:
+        """The stage next to which each rank has its rows of the vocabulary, if these are spread: the rank's last."""
+        return tuple(max(g for g, there in enumerate(self.placement) if there == r) for r in range(self.num_ranks))
+
+    @cached_property
+    def spreads_vocabulary(self) -> bool:
+        """Whether every rank computes the logits of its rows of the head, rather than the last stage all of them."""
+        return Op.V in self.ops
+
+    @cached_property
+    def spreads_embedding(self) -> bool:
+        """Whether these rows embed tokens too, rather than the first stage all of them."""
+        return Op.E in self.ops
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether there is any backward; evaluation runs forwards only."""
+        return not self.ops.isdisjoint(BACKWARDS)
+
+    def trains(self, stage: int) -> bool:
+        """Returns whether a stage has backwards."""
+        return self.has_backward and stage >= self.num_frozen_stages
+
+    def text(self, action: Action) -> str:
+        """Returns the action's text as this schedule writes it."""
+        return action.text(self.num_slices)
+
+    def __str__(self) -> str:
+        """Returns the text form that `Schedule.parse` reads: a header, then one line per rank."""
+        fields: dict[str, Iterable[object]] = {"schedule": [self.name], "placement": self.placement}
+        slices = self.slice_counts if self.is_ragged else [self.num_slices]
+        fields |= {"microbatches": [self.num_microbatches], "slices": slices}
+        fields |= {"frozen stages": [self.num_frozen_stages]} if self.num_frozen_stages else {}
+        fields |= {f"reach {m}": row for m, row in enumerate(self.reach or ())}
+        fields |= {f"rank {rank}": map(self.text, row) for rank, row in enumerate(self.actions)}
+        return "\n".join(f"{key}: {' '.join(map(str, words))}".rstrip() for key, words in fields.items())
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Reads the text form back. Unknown, missing and repeated lines raise ScheduleError."""
+        fields = _fields(text)
+        reach = [key for key in fields if key.startswith("reach ")]
+        ranks = [key for key in fields if key.startswith("rank ")]
+        frozen = [key for key in fields if key == "frozen stages"]
+        wanted = ["schedule", "placement", "microbatches", "slices", *frozen]
+        wanted += [f"reach {m}" for m in range(len(reach))] + [f"rank {rank}" for rank in range(len(ranks))]
+        if list(fields) != wanted:
+            raise ScheduleError(
+                f"The schedule's lines are {', '.join(fields)}; they must be, in this order: schedule, "
+                "placement, microbatches, slices, reach 0, reach 1, ... (or no reach), rank 0, rank 1, ..."
+            )
+        slices = _numbers("slices", fields)
+        return cls(
+            name=fields["schedule"],
+            actions=tuple(_actions(key, fields) for key in ranks),
+            placement=_numbers("placement", fields),
+            num_microbatches=_numbers("microbatches", fields, single=True)[0],
+            num_slices=max(slices),
+            reach=tuple(_numbers(key, fields) for key in reach) or None,
+            slice_counts=slices if len(slices) > 1 else (),
+            num_frozen_stages=_numbers("frozen stages", fields, single=True)[0] if frozen else 0,
+        )
+
+
+_EXAMPLES = {"slices": "4' for all microbatches, or 'slices: 3 1 2"}
+
+
+def _fields(text: str) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for line in filter(str.strip, text.splitlines()):
+        key, colon, value = line.partition(":")
+        if not colon or key in fields:
+            problem = "comes twice" if colon else "has no colon"
+            raise ScheduleError(f"The line {line!r} {problem}. Lines look like 'rank 0: 0F0.0 0B0.0'.")
+        fields[key] = value.strip()
+    return fields
+
+
+def _numbers(key: str, fields: dict[str, str], single: bool = False) -> tuple[int, ...]:
+    words = fields[key].split()
+    if not words or not all(re.fullmatch(NUMBER, word) for word in words) or (single and len(words) > 1):
+        several = f"whole numbers, as in '{key}: {_EXAMPLES.get(key, '0 1')}'"
+        example = f"one whole number, as in '{key}: 4'" if single else several
+        raise ScheduleError(f"'{key}: {fields[key]}' needs {example}.")
+    return tuple(map(int, words))
+
+
+def _actions(key: str, fields: dict[str, str]) -> tuple[Action, ...]:
+    try:
+        return tuple(map(Action.parse, fields[key].split()))
+    except ScheduleError as error:
+        raise ScheduleError(f"{key}: {error}") from None
