@@ -117,7 +117,7 @@ def test_replicas_share_mixed_sequences() -> None:
 @pytest.mark.parametrize("make", [plain, samples], ids=["texts", "samples"])
 def test_each_held_out_token_counts_once(make: Callable[..., TokenisedText], size: BatchSize, packing: str) -> None:
     """In batches of which the last is filled up, on two replicas, over two sources."""
-    texts = [make([7, 3, 12, 5, 9]), make([4, 8], first=50)]
+    texts = [make([7, 3, 12, 5, 9, 6, 5]), make([4, 8], first=50)]
     if size.tokens and packing == "fixed":
         return
     sequences = sequences_of(texts, packing, 12, seed=None, pads=True)
