@@ -46,7 +46,7 @@ def replicas(folder: Path) -> None:
     pipe = pipeline(mesh=make_mesh(dp=2))
     made = trainer(pipe, arguments(folder / "replicas", max_steps=3, gradient_accumulation_steps=1), **FULL)
     made.train()
-    check_logs(history(made), expected)
+    check_logs(history(made), expected, but="total_flos")  # in which padding counts, of which replicas have less
 
 
 if __name__ == "__main__":
