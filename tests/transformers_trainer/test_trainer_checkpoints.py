@@ -40,6 +40,7 @@ def check_saved(folder: Path, pipe: Pipeline) -> None:
     assert (found - expected)[counts].abs().max() < BOUND
 
 
+@pytest.mark.more
 def test_training_goes_on_to_the_bit_and_the_best_model_is_kept(tmp_path: Path) -> None:
     chosen = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     whole = trainer(dropping(pipeline(num_ranks=2)), saving(tmp_path, **chosen))

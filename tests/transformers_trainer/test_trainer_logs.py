@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from support.architectures import BOUND
+from slipstream import Pipeline
+from support.adapters import PREFIX, adapted, lora
+from support.architectures import BOUND, no_rounding_inside
+from support.options import grouped
 from support.parameters import first_of
 from support.trainers import accuracy, arguments, check_logs, history, pipeline, trainer, unsplit_model, unsplit_trainer
 
@@ -69,3 +73,22 @@ def test_logs_callbacks_and_weights_are_those_of_a_trainer(
     assert mine.num_parameters == recorder.num_parameters
     for name, weight in pipe.named_parameters():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=BOUND)
+
+
+@pytest.mark.more
+def test_an_adapter_is_trained_as_by_a_trainer(tmp_path: Path) -> None:
+    """Its names in PEFT's model are others: weight decay goes by names."""
+    model = adapted(lora())
+    args = arguments(tmp_path, num_train_epochs=1, weight_decay=1.0)
+    with no_rounding_inside():
+        alone = unsplit_trainer(copy.deepcopy(model), args)
+        logs, _ = trained(alone)
+        pipe = Pipeline(model, num_ranks=2, num_microbatches=3, slices=2, **grouped(self_check=False))
+        made = trainer(pipe, args)
+        found, _ = trained(made)
+    check_logs(found, logs)
+    weights = {name.removeprefix(PREFIX): weight for name, weight in alone.model.named_parameters()}
+    for name, weight in pipe.named_parameters():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=BOUND)
+    made.save_model()
+    assert (tmp_path / "adapter_model.safetensors").is_file()

@@ -29,9 +29,9 @@ class PipelineModel(nn.Module):
 
     @cached_property
     def unsplit(self) -> Any:
-        """The unsplit model on the meta device, without memory: for names and counts."""
+        """The unsplit model on the meta device, without memory: for names, which are the Pipeline's, and counts."""
         model = meta_model(self.config)
-        return model if self.pipe.adapter is None else adapted_model(model, self.pipe.adapter)
+        return model if self.pipe.adapter is None else adapted_model(model, self.pipe.adapter).get_base_model()
 
     def forward(self, labels: object = None, **columns: object) -> Never:
         """Raises SlipstreamError: a Pipeline's forward and backward are one call."""

@@ -28,7 +28,8 @@ def stages(folder: Path) -> None:
     assert history(again)[:-1] == history(whole)[:-1]  # the last has the mean of the steps that ran
     mine = dict(again.pipe.named_parameters())
     assert all(mine[name].equal(weight) for name, weight in whole.pipe.named_parameters())
-    assert whole.predict(rows(5)).metrics["test_steps_per_second"] > 0
+    metrics = whole.predict(rows(5)).metrics
+    assert round(metrics["test_steps_per_second"] * metrics["test_runtime"]) == 2
 
 
 def check_saved(folder: Path, pipe: Pipeline) -> None:
@@ -46,7 +47,7 @@ def replicas(folder: Path) -> None:
     pipe = pipeline(mesh=make_mesh(dp=2))
     made = trainer(pipe, arguments(folder / "replicas", max_steps=3, gradient_accumulation_steps=1), **FULL)
     made.train()
-    check_logs(history(made), expected)
+    check_logs(history(made), expected, but="total_flos")  # in which padding counts, of which replicas have less
 
 
 if __name__ == "__main__":
