@@ -111,6 +111,7 @@ class Engine:
             vocabulary=family.planned_vocabulary(num_ranks),
             parallel=options.parallel,
             tied=family.is_tied,
+            trained=family.trained,
         )
         return plan_start(family.config, request, self.ranks, self.device, _log.info)
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import load_config, pretrained_model, random_model
-from slipstream.model.adapters import Adapter
+from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import ParameterShard, RankGroup
 from slipstream.pipeline.answers import ANSWERS, summarise
@@ -148,14 +148,15 @@ class Pipeline:
         reads only its part. `options` are the constructor's. Collective.
 
         With `lora`, a `peft.LoraConfig`, an adapter is added and the weights are frozen. It is drawn by `lora_seed` and
-        the modules' names, so it is the same however the model is cut.
+        the modules' names, so it is the same however the model is cut. Or `lora` is the folder of an adapter by LoRA
+        that PEFT has saved, which is trained further.
 
         `freeze` has patterns of parameters' names, as `fnmatch` has them, such as `model.layers.0.*`: these aren't
         trained. Raises SlipstreamError for one that matches nothing, and where nothing is left to train.
         """
         config = load_config(str(path))
         source = with_frozen(WeightSource(config, partial(pretrained_model, str(path), config)), freeze)
-        return cls(source if lora is None else with_adapter(source, lora, lora_seed), **options)
+        return cls(source if lora is None else with_adapter(source, lora, lora_seed, str(path)), **options)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -423,7 +424,12 @@ class Pipeline:
     @property
     def adapter(self) -> Adapter | None:
         """The adapter of PEFT that is trained, its name and configuration; None where the model has none."""
-        return getattr(self._engine.family, "adapter", None)
+        return self.trained_weights.adapter
+
+    @property
+    def trained_weights(self) -> TrainedWeights:
+        """What was trained of a causal LM when the pipeline was made: all weights, all but some, or an adapter."""
+        return getattr(self._engine.family, "trained", ALL_WEIGHTS)
 
     def save(
         self,

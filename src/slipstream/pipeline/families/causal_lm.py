@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +93,11 @@ class CausalLMFamily:
                 f"router_loss={options.router_loss!r} with a SequenceLoss: its share of a loss of sequences isn't "
                 "defined. Leave router_loss out."
             )
-        if source.adapter is not None:
-            check_parallel(source.adapter, ranks.tensor.size, options.parallel.shard_parameters)
+        if source.trained.adapter is not None:
+            check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard_parameters)
         self.config: PretrainedConfig = source.config
         self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
-        self.compiled, self.adapter = source.compiled, source.adapter
+        self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
@@ -113,6 +114,11 @@ class CausalLMFamily:
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
         self._options = options
+
+    @cached_property
+    def _outline(self) -> PreTrainedModel | None:
+        """The whole model on the meta device, with its adapter and frozen parameters; None where all is trained."""
+        return None if self.trained.are_all else self.trained.apply(meta_model(self.config))
 
     @property
     def is_tied(self) -> bool:
@@ -139,7 +145,9 @@ class CausalLMFamily:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         draws = self.adapter is not None and self.adapter.draws
-        layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared, draws)
+        layout, self._anatomy = plan_layout(
+            self.config, self._anatomy, schedule, slices, self._options, *shared, draws, self._outline
+        )
         if layout.spreads_vocabulary:
             self._names = find_spreadable_head(self.config, self._anatomy)
         return layout
