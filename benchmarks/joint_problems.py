@@ -36,6 +36,7 @@ class RandomUnits:
     latency: float
     num_layers: int = 8
     units_per_layer: int = 2
+    num_frozen_units: int = 0
     bandwidth: float | None = None
 
     @classmethod

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 
 from slipstream import SlipstreamError
 from slipstream.model import ModelEnd, find_anatomy, meta_model
-from slipstream.model.adapters import add_adapter
+from slipstream.model.adapters import add_adapter, quiet_peft
 from slipstream.model.model_loading import pretrained_model
 from support.adapters import lora
 from support.architectures import ARCHITECTURES, build
@@ -19,6 +20,7 @@ from support.architectures import ARCHITECTURES, build
 ADAPTERS = {
     "fused experts": ("mixtral", lora(target_modules="all-linear")),
     "copies of both ends": ("llama", lora(target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"])),
+    "all biases": ("gpt2", lora(target_modules=["c_attn"], layers_to_transform=[1], bias="all", fan_in_fan_out=True)),
     "one layer and a copy": (
         "llama",
         lora(target_modules=["q_proj"], layers_to_transform=[1], modules_to_save=["model.norm"]),
@@ -42,8 +44,9 @@ def test_parts_of_a_model_get_what_the_whole_gets(name: str, tmp_path: Path) -> 
     assert whole
     assert sorted(whole) == sorted(key for part in cut for key in part)
     assert all(torch.equal(whole[key], each) for part in cut for key, each in part.items())
-    copies = {key for key in whole if "lora_" not in key}
-    assert len(copies) == len(adapter.modules_to_save or ())
+    with quiet_peft():
+        own = get_peft_model(build(config), copy.deepcopy(adapter), autocast_adapter_dtype=False).get_base_model()
+    assert sorted(whole) == sorted(name for name, each in own.named_parameters() if each.requires_grad)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream import Memory, Op, Pipeline, SlipstreamError
+from slipstream.model.adapters import quiet_peft
 from support.adapters import PREFIX, SLICES, adapted, lora, pipe_error, whole_gradients
 from support.architectures import (
     ARCHITECTURES,
@@ -252,3 +255,59 @@ def test_an_adapter_that_transformers_added_is_exact() -> None:
     with no_rounding_inside():
         unsplit_step(whole, tokens(), labels_of(tokens()))
     assert pipe_error(make(model), gradients(whole.named_parameters())) < BOUND
+
+
+SAVED = {
+    "llama": lora(use_rslora=True, modules_to_save=["lm_head", "norm"]),
+    "gpt2": lora(target_modules=["c_attn", "c_proj"], bias="all", use_dora=True, fan_in_fan_out=True),
+    "mixtral": lora(target_modules="all-linear"),
+}
+
+
+@pytest.mark.parametrize("architecture", SAVED)
+def test_a_saved_adapter_is_trained_further_as_peft_loads_it(architecture: str, tmp_path: Path) -> None:
+    """Its weights and gradients, on stages of which each reads its own part; and what is saved again is the same."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    build(ARCHITECTURES[architecture]).save_pretrained(base)
+    adapted(SAVED[architecture], architecture).save_pretrained(folder)
+    whole = build(ARCHITECTURES[architecture])
+    with quiet_peft():
+        loaded = peft.PeftModel.from_pretrained(whole, str(folder), is_trainable=True, autocast_adapter_dtype=False)
+    _, expected = whole_gradients(loaded)
+    options = {"num_ranks": 2, "slices": SLICES, "num_microbatches": 2, "dtype": torch.float64, "self_check": False}
+    pipe = Pipeline.from_pretrained(base, lora=folder, schedule="zb-h1", **grouped(**options))
+    assert pipe.adapter is not None
+    assert pipe.adapter.config.base_model_name_or_path == str(base)
+    values = {name.removeprefix(PREFIX): each for name, each in loaded.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter, values[name]), name
+    assert pipe_error(pipe, expected) < BOUND
+    pipe.save_pretrained(tmp_path / "again")
+    first, again = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_an_adapter_of_another_model_is_not_loaded(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    build(ARCHITECTURES["llama"]).save_pretrained(base)
+    with pytest.raises(SlipstreamError, match=r"lora=.*/adapter has no adapter_config.json"):
+        Pipeline.from_pretrained(base, lora=tmp_path / "adapter")
+    adapted(lora(r=4)).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    saved = load_file(file)
+    name = next(name for name in saved if "lora_A" in name)
+    for said, changed in {
+        "lacks": {key: each for key, each in saved.items() if key != name},
+        "has in addition": saved | {"base_model.model.more.lora_A.weight": torch.zeros(1)},
+        "has in another shape": saved | {name: saved[name][:-1].clone()},
+    }.items():
+        save_file(changed, file)
+        with pytest.raises(SlipstreamError, match=f"isn't of an adapter of this model: it {said} base_model"):
+            Pipeline.from_pretrained(base, lora=tmp_path / "adapter")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(SlipstreamError, match="corrupt or truncated"):
+        Pipeline.from_pretrained(base, lora=tmp_path / "adapter")
+    peft.get_peft_model(build(ARCHITECTURES["llama"]), VARIANTS["IA3"]).save_pretrained(tmp_path / "other")
+    with pytest.raises(SlipstreamError, match="by IA3; only one by LORA can be loaded"):
+        Pipeline.from_pretrained(base, lora=tmp_path / "other")

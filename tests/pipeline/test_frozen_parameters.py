@@ -19,6 +19,7 @@ from support.architectures import (
     build,
     gradients,
     labels_of,
+    llama,
     no_rounding_inside,
     tokens,
     unsplit_step,
@@ -63,7 +64,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_gradients_of_the_rest_are_exact(name: str, schedule: str) -> None:
     patterns, num_frozen = PATTERNS[name]
-    pipe = make(patterns, schedule=schedule)
+    stages = 4 if schedule in ("zb-v", "interleaved-1f1b") else 2
+    pipe = make(patterns, schedule=schedule, partition=[4 // stages] * stages)
     assert pipe_error(pipe, expected_gradients(patterns)) < BOUND
     assert pipe.layout.training.num_frozen_stages >= num_frozen
     ran = {span.action.stage for span in pipe.timeline().spans if span.action.op in (Op.B, Op.I, Op.W)}
@@ -91,6 +93,21 @@ def test_a_folder_s_model_is_frozen_too(tmp_path: Path) -> None:
     assert trained == {
         name for name, _ in model.named_parameters() if not name.startswith(tuple(p[:-1] for p in LOWER))
     }
+
+
+def test_layers_are_cut_for_what_is_computed() -> None:
+    """Of eight equal layers, the first of two ranks gets more where they run forwards alone: 6 of them are frozen."""
+    config = llama(num_hidden_layers=8, vocab_size=61)
+    frozen = ["model.embed_tokens*", *(f"model.layers.{layer}.*" for layer in range(6))]
+
+    def cut(**more: Any) -> list[float]:
+        options: dict[str, Any] = {"num_ranks": 2, "slices": 4, "seq_len": 64, "self_check": False}
+        pipe = Pipeline.from_config(config, **grouped(**options), **more)
+        return [each.stop - each.start for each in pipe.layout.layers]
+
+    assert cut()[0] < 5
+    # forwards of 6 layers weigh as much as 2 trained ones, and the head comes on top
+    assert 6 <= cut(freeze=frozen)[0] < 7
 
 
 REFUSED = {

@@ -19,6 +19,7 @@ from slipstream.schedule import (
     add_communication,
     add_offload,
     add_recompute,
+    freeze_stages,
     gpipe,
     make_schedule,
     one_f_one_b,
@@ -74,10 +75,11 @@ def test_activations_have_the_designs_peaks(generator: Callable[..., Schedule]) 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any schedule by name, with recomputation and offloading."""
+    """Any schedule by name, with frozen stages, recomputation and offloading."""
     name = draw(st.sampled_from(sorted(GENERATORS)))
     p, m, s = (draw(st.integers(1, 4)) for _ in range(3))
     schedule = make_schedule(name, p, m, s, draw(st.sampled_from([v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]])))
+    schedule = freeze_stages(schedule, draw(st.integers(0, schedule.num_stages - 1)))
     if draw(st.booleans()):
         schedule = add_recompute(schedule)
     if draw(st.booleans()):
@@ -93,6 +95,8 @@ def footprints_of(schedule: Schedule, kept: int) -> dict[tuple[StageSlice, Op], 
         if unit.recomputed:
             size = {Op.F: kept, Op.RELOAD: kept, Op.OFFLOAD: -kept, Op.R: 10 - kept}.get(op, sizes[op])
             found[unit, op] = Footprint(size, max(size, 0))
+        if unit.stage < schedule.num_frozen_stages:
+            found[unit, op] = Footprint(0, 0)
     return found
 
 
@@ -263,6 +267,27 @@ def test_inputs_on_the_host_leave_their_buffers_after_the_forward() -> None:
 def test_slices_of_other_lengths_have_buffers_of_their_own() -> None:
     schedule = add_communication(gpipe(2, 1, 2))
     assert pool_bytes(schedule, 0, table(2, 2, message_bytes=[10, 30])) == 2 * (10 + 30)
+
+
+def test_a_frozen_stage_keeps_a_microbatch_s_context_until_its_last_forward() -> None:
+    """Two stages a rank, the first three frozen: rank 0 has the stages 0 and 2, rank 1 the stages 1 and 3."""
+    schedule = freeze_stages(make_schedule("interleaved-1f1b", 2, 4, 2, 2), 3)
+    found = MemoryTable(footprints_of(schedule, 0), context=dict.fromkeys(range(4), 5), message_bytes=[7, 7])
+    first, _ = memory_of(schedule, found)
+    assert {moment.during[MemoryKind.ACTIVATIONS] for moment in first.moments} == {0}
+    forwards = [moment for moment in first.moments if moment.action.op is Op.SEND_F]
+    held = {(each.action.stage, each.action.slice): each.during[MemoryKind.CONTEXT] for each in forwards}
+    assert held == {(stage, index): 5 * (index == 0) for stage in (0, 2) for index in range(2)}
+    assert first.moments[-1].after == pool_bytes(add_communication(schedule), 0, found)
+
+
+def test_the_buffer_of_a_frozen_stage_s_input_is_free_after_its_forward() -> None:
+    whole = gpipe(3, 6, 1)
+    pools = [
+        pool_bytes(add_communication(each), 1, table(3, 1, message_bytes=[10]))
+        for each in (whole, freeze_stages(whole, 2))
+    ]
+    assert pools == [140, 60]  # two inputs and four outputs on their way; with a backward all six inputs stay
 
 
 def test_a_unit_that_the_table_lacks() -> None:

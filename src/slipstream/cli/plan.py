@@ -113,20 +113,36 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with Console(stderr=True).status("counting the model's operations") as status:
-        from slipstream.planning.model_source import model_section
+        from slipstream.planning.model_source import lora_section, model_section
         from slipstream.planning.plan_model import plan as find_plan
 
         def show(what: str, done: int, total: int) -> None:
             status.update(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
 
+        adapter = lora_section(model)
+        if adapter is not None:
+            settings["lora"] = _peft_config(adapter, model_section(model))
         found = find_plan(model, cluster, progress=show, **settings)
     _print(found)
-    write_plan_file(found, model_section(model), output)
+    write_plan_file(found, model_section(model), output, adapter)
     if report is not None:
         from slipstream.planner.report.html_page import write_report
 
         write_report(found, report)
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
+
+
+def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
+    """Returns PEFT's configuration of the adapter that a training configuration describes."""
+    from pydantic import ValidationError
+
+    from slipstream.option_problems import describe_problems
+    from slipstream.training.config import LoraSection
+
+    try:
+        return LoraSection.model_validate(section).peft_config(str(model.get("path")))
+    except ValidationError as error:
+        raise SlipstreamError("\n".join(f"lora: {each}" for each in describe_problems(error, LoraSection))) from None
 
 
 def _print(plan: Plan) -> None:
@@ -144,6 +160,8 @@ def _print(plan: Plan) -> None:
     shared = shared_choices(plan.predictions)
     plans, memory = _tables(plan, shared)
     say(f"{plan.model} on {plan.cluster}, {plan.num_devices:,} devices")
+    for note in plan.trained:
+        say(note)
     console.print(plans)
     if shared:
         say(shared_text(shared))

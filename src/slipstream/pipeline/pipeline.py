@@ -138,14 +138,15 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         reads only its part. `options` are the constructor's. Collective.
 
         With `lora`, a `peft.LoraConfig`, an adapter is added and the weights are frozen. It is drawn by `lora_seed` and
-        the modules' names, so it is the same however the model is cut.
+        the modules' names, so it is the same however the model is cut. Or `lora` is the folder of an adapter by LoRA
+        that PEFT has saved, which is trained further.
 
         `freeze` has patterns of parameters' names, as `fnmatch` has them, such as `model.layers.0.*`: these aren't
         trained. Raises SlipstreamError for one that matches nothing, and where nothing is left to train.
         """
         config = load_config(str(path))
         source = with_frozen(WeightSource(config, partial(pretrained_model, str(path), config)), freeze)
-        return cls(source if lora is None else with_adapter(source, lora, lora_seed), **options)
+        return cls(source if lora is None else with_adapter(source, lora, lora_seed, str(path)), **options)
 
     def step(
         self,

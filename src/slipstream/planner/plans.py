@@ -111,6 +111,7 @@ class Plan:
     gap: float  # by which share one that was not simulated could be faster than the best, at most
     seconds: float  # of the search
     notes: tuple[str, ...] = ()  # the assumptions behind the numbers
+    trained: tuple[str, ...] = ()  # what of the model trains, where that isn't all
 
     @property
     def best(self) -> Prediction:

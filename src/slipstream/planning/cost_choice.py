@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
+from slipstream.model import meta_model
+from slipstream.model.adapters import (
+    ALL_WEIGHTS,
+    Adapter,
+    TrainedWeights,
+    check_method,
+    find_frozen,
+    find_targets,
+)
 from slipstream.planner.costs import (
     AnalyticSource,
     Cluster,
@@ -22,7 +31,7 @@ from slipstream.planner.costs import (
     load_profile,
 )
 from slipstream.planner.search import check_count
-from slipstream.planning.model_source import model_config, model_name
+from slipstream.planning.model_source import frozen_patterns, model_config, model_name
 from slipstream.profiler import count_model, identify_model, newest_costs
 
 _DTYPE = "bfloat16"
@@ -39,12 +48,21 @@ def choose_costs(
     num_nodes: int | None = None,
     num_ranks: int | None = None,
     tensor_parallel: Collection[int] | None = None,
+    freeze: Sequence[str] = (),
+    lora: Any = None,
 ) -> CostSource:
     """Returns what a model's parts cost; the arguments are those of `slipstream.plan`.
 
     Raises:
         SlipstreamError: for input that can't be used, and where nothing is kept of this model.
     """
+    freeze = freeze or frozen_patterns(model)
+    if (freeze or lora is not None) and not _is_counted_on(cluster):
+        given = "lora" if lora is not None else f"freeze={[*freeze]}"
+        raise SlipstreamError(
+            f"{given} with measured costs, which are those of training all weights. Name a cluster such as h100-dgx, "
+            "or leave schedule, slices and partition out of a configuration: `slipstream train` then plans by itself."
+        )
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
@@ -55,7 +73,13 @@ def choose_costs(
         return _profile_source(model, load_profile(path), seq_len, dtype, num_nodes, num_ranks)
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
-    return _analytic_source(model, cluster, seq_len, dtype, num_nodes)
+    assert cluster is not None
+    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora)
+
+
+def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
+    """Returns whether costs are computed for a described cluster."""
+    return cluster is not None and _profile_path(cluster) is None
 
 
 def _profile_path(cluster: str | Path | Cluster) -> Path | None:
@@ -82,19 +106,42 @@ def _profile_source(
 
 
 def _analytic_source(
-    model: Model, cluster: str | Path | Cluster, seq_len: int, dtype: str | None, num_nodes: int | None
+    model: Model,
+    cluster: str | Path | Cluster,
+    seq_len: int,
+    dtype: str | None,
+    num_nodes: int | None,
+    freeze: Sequence[str],
+    lora: Any,
 ) -> AnalyticSource:
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if num_nodes is not None:
         described = described.with_nodes(check_count("num_nodes", num_nodes))
     if isinstance(model, ModelCount):
+        if freeze or lora is not None:
+            raise SlipstreamError("a counted model says itself what is trained; leave freeze and lora out.")
         if dtype not in (None, model.dtype):
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return AnalyticSource(model, described, "counted model")
     dtype = dtype or _DTYPE
     described.device.matmul_flops(dtype, 1)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
-    return AnalyticSource(count_model(config, seq_len, _torch_dtype(dtype)), described, model_name(model, config))
+    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, freeze, lora))
+    return AnalyticSource(count, described, model_name(model, config))
+
+
+def _trained_weights(config: PretrainedConfig, freeze: Sequence[str], lora: Any) -> TrainedWeights:
+    """Returns what is trained. Raises SlipstreamError for patterns or an adapter that don't fit the model."""
+    if lora is None:
+        return TrainedWeights(find_frozen(meta_model(config), freeze)) if freeze else ALL_WEIGHTS
+    if freeze:
+        raise SlipstreamError(
+            f"freeze={[*freeze]} with lora, which freezes all weights: leave freeze out, and choose layers by "
+            "layers_to_transform."
+        )
+    check_method(lora)
+    find_targets(meta_model(config), lora)
+    return TrainedWeights(adapter=Adapter("default", lora))
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -41,6 +41,20 @@ def model_section(model: str | Path | PretrainedConfig | ModelCount) -> dict[str
     return section
 
 
+def frozen_patterns(model: str | Path | PretrainedConfig | ModelCount) -> list[str]:
+    """Returns the `model.freeze` of a training configuration; of anything else nothing."""
+    if isinstance(model, (str, Path)) and Path(model).suffix in _FILES:
+        found: list[str] = model_section(model).get("freeze") or []
+        return found
+    return []
+
+
+def lora_section(model: str | Path) -> dict[str, Any] | None:
+    """Returns the `lora` section of a training configuration; None where there is none."""
+    found = _read(Path(model)).get("lora") if Path(model).suffix in _FILES else None
+    return found if isinstance(found, dict) else None
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")

@@ -21,17 +21,18 @@ def schedule_file(path: Path) -> Path:
     return path.with_suffix(".txt")
 
 
-def write_plan_file(plan: Plan, model: dict[str, Any], path: Path) -> None:
+def write_plan_file(plan: Plan, model: dict[str, Any], path: Path, lora: dict[str, Any] | None = None) -> None:
     """Writes the best plan as a training configuration, without the text to train on and the folder for results.
 
     An order that has no name is written to a text file next to it, which is named without its folder, so that both can
-    be moved together. `model` is the configuration's `model` section.
+    be moved together. `model` is the configuration's `model` section, `lora` that of an adapter.
     """
     schedule = plan.best.configuration.schedule
     if plan.best.joint is not None:
         schedule = schedule_file(path).name
         schedule_file(path).write_text(f"{plan.best.joint.schedule}\n", encoding="utf-8")
-    text = yaml.safe_dump(plan_settings(plan, model, schedule), sort_keys=False, default_flow_style=None, width=120)
+    settings = plan_settings(plan, model, schedule) | ({} if lora is None else {"lora": lora})
+    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
     train = f"slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"
     path.write_text(f"# Written by `slipstream plan`.\n# {train}\n{text}", encoding="utf-8")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ def plan(
     dtype: str | None = None,
     num_nodes: int | None = None,
     num_ranks: int | None = None,
+    freeze: Sequence[str] = (),
+    lora: Any = None,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Plan:
@@ -37,6 +39,9 @@ def plan(
         dtype: the dtype in which the model computes. Default: bfloat16, or with a profile the dtype that was profiled.
         num_nodes: nodes of the cluster. Default: as many as its description says.
         num_ranks: with a profile, the ranks of the pipeline. Default: as many processes as were profiled.
+        freeze: patterns of names of parameters that aren't trained. Default: `model.freeze` of a training
+            configuration.
+        lora: a `peft.LoraConfig`: an adapter is trained, and all of the model's weights are frozen.
         progress: called with what is being done, how many are done, and out of how many (0 where that is unknown).
         **options: the values that a choice may take, such as `tensor_parallel=[1, 2]` or `schedule="1f1b"`;
             `memory_limit`, in bytes of a device; `num_simulated`, `num_best`: the fields of `slipstream.PlanOptions`.
@@ -56,5 +61,7 @@ def plan(
         num_nodes=num_nodes,
         num_ranks=num_ranks,
         tensor_parallel=allowed.tensor_parallel,
+        freeze=freeze,
+        lora=lora,
     )
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)

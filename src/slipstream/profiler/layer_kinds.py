@@ -39,12 +39,15 @@ def why_layers_stay_whole(config: PretrainedConfig) -> str:
     return ""
 
 
-def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def find_layer_kinds(
+    config: PretrainedConfig, anatomy: ModelAnatomy, whole: nn.Module | None = None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the kind of every layer, numbered in the order of their first layers, and the kinds' names.
 
-    Layers are of one kind where their modules, shapes, switches and attention types are equal.
+    Layers are of one kind where their modules, shapes, switches and attention types are equal, and the same of them is
+    trained in the model `whole`, by default everything.
     """
-    layers = anatomy.layers_of(meta_model(config))
+    layers = anatomy.layers_of(meta_model(config) if whole is None else whole)
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
     structures = [(_structure(layer, index), types[index]) for index, layer in enumerate(layers)]
     distinct = list(dict.fromkeys(structures))
@@ -52,14 +55,31 @@ def find_layer_kinds(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[t
     return kinds, _names(kinds, [kind for _, kind in distinct])
 
 
-def find_unit_kinds(config: PretrainedConfig, anatomy: ModelAnatomy, kinds: Sequence[int]) -> tuple[int, ...]:
+def trained_parts(whole: nn.Module, anatomy: ModelAnatomy) -> list[bool]:
+    """Returns whether each part of a model has a trained parameter: embedding, layers or their halves, head."""
+
+    def is_trained(*modules: nn.Module) -> bool:
+        return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
+    units = [[layer] for layer in anatomy.layers_of(whole)]
+    if anatomy.halves:
+        split = [[*parts_of(layer, anatomy.halves)] for (layer,) in units]
+        units = [[child for child, part in parts if part.half is half] for parts in split for half in LayerHalf]
+    ends = ([whole.get_submodule(name) for name in names] for names in (anatomy.before, anatomy.after))
+    before, after = (is_trained(*modules) for modules in ends)
+    return [before, *(is_trained(*modules) for modules in units), after]
+
+
+def find_unit_kinds(
+    config: PretrainedConfig, anatomy: ModelAnatomy, kinds: Sequence[int], whole: nn.Module | None = None
+) -> tuple[int, ...]:
     """Returns the kinds of the halves of each kind of layer, equal where nothing about them differs; () without halves.
 
     A dense layer and one with experts have an attention half in common, for example.
     """
     if not anatomy.halves:
         return ()
-    layers = anatomy.layers_of(meta_model(config))
+    layers = anatomy.layers_of(meta_model(config) if whole is None else whole)
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
     firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
     units = [(half, types[i], _half_structure(layers[i], i, anatomy, half)) for i in firsts for half in LayerHalf]
@@ -86,7 +106,7 @@ def _structure(layer: nn.Module, index: int) -> tuple[Any, ...]:
             if not key.startswith("_") and isinstance(value, (str, bool, int)) and not _is_index(key, value, index)
         }
         parts.append((name, type(module).__qualname__, tuple(sorted(switches.items()))))
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in layer.named_parameters())
     return (*parts, shapes)
 
 

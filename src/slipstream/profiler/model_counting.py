@@ -8,7 +8,7 @@ and described instead by heads, widths and the mask's window, as their number de
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,10 @@ from slipstream.model import (
     copy_with_shared_weights,
     keep_half,
 )
+from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.planner.costs import Amount, ModelCount, OpCount, PartCount
-from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds
+from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds, trained_parts
 from slipstream.profiler.operation_tally import OperationTally, counted_operations
 from slipstream.profiler.recorded_calls import META, ModelCalls, counting_model, record_calls, recording
 from slipstream.schedule import Op
@@ -36,36 +37,67 @@ from slipstream.schedule import Op
 _LENGTHS = (256, 512)  # tokens of the two counts
 
 
-def count_model(config: PretrainedConfig, seq_len: int, dtype: torch.dtype = torch.bfloat16) -> ModelCount:
+def count_model(
+    config: PretrainedConfig,
+    seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    trained: TrainedWeights = ALL_WEIGHTS,
+) -> ModelCount:
     """Returns the operations of a causal LM with this configuration. Not collective; takes seconds and little memory.
 
     Args:
         config: the model's configuration.
         seq_len: the length of a sequence in tokens, up to which attention windows are looked for.
         dtype: the dtype of parameters and activations.
+        trained: what of it is trained. Layers below the lowest trained one have forwards alone, frozen ones above the
+            input gradient alone; what an adapter computes is counted too.
 
     Raises:
         SlipstreamError: the architecture can't be cut into stages, or its attention can't be recorded.
     """
     anatomy = anatomy_with_halves(config)
-    kinds, names = find_layer_kinds(config, anatomy)
-    model = counting_model(config, dtype)
+    model = counting_model(config, dtype, trained)
+    places = _Places(trained_parts(model, anatomy), 2 if anatomy.halves else 1)
+    structures, names = find_layer_kinds(config, anatomy, model)
+    placed = [(kind, places.of_layer(layer)) for layer, kind in enumerate(structures)]
+    distinct = list(dict.fromkeys(placed))
     calls = [record_calls(model, anatomy, length, seq_len) for length in _LENGTHS]
-    layers = [f"{anatomy.layers}.{kinds.index(kind)}" for kind in range(len(names))]
-    width = config.get_text_config().hidden_size
-    counted = [_count_part(model, name, (layer,), calls, width) for name, layer in zip(names, layers, strict=True)]
-    halves = zip(counted, layers, strict=True) if anatomy.halves else ()
+    width, last = config.get_text_config().hidden_size, len(places.trained) - 1
+    layers = {f"{anatomy.layers}.{placed.index(each)}": each for each in distinct}
+    counted = [
+        _count_part(model, names[kind], (layer,), calls, width, gets[0]) for layer, (kind, gets) in layers.items()
+    ]
+    halves = zip(counted, layers.items(), strict=True) if anatomy.halves else ()
     return ModelCount(
-        kinds=kinds,
+        kinds=tuple(map(distinct.index, placed)),
         layers=tuple(counted),
-        embedding=_count_part(model, "embedding", anatomy.before, calls, width),
-        head=_count_part(model, "head", anatomy.after, calls, width),
+        embedding=_count_part(model, "embedding", anatomy.before, calls, width, places.gets_gradient(0)),
+        head=_count_part(model, "head", anatomy.after, calls, width, places.gets_gradient(last)),
         hidden_size=width,
         dtype=str(dtype).removeprefix("torch."),
         dtype_bytes=dtype.itemsize,
         tied=bool(anatomy.tied),
-        halves=tuple(_count_halves(part, model, layer, anatomy.halves, calls, width) for part, layer in halves),
+        halves=tuple(
+            _count_halves(part, model, layer, anatomy.halves, calls, width, gets) for part, (layer, (_, gets)) in halves
+        ),
     )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the parts of a model are, above or below the lowest trained one."""
+
+    trained: list[bool]  # of each part whether it has a trained parameter
+    units_per_layer: int
+
+    def gets_gradient(self, part: int) -> bool:
+        """Returns whether the input of a part has a gradient; the embedding, which has none, counts as if it had."""
+        return any(self.trained[:part]) if part else self.trained[0]
+
+    def of_layer(self, layer: int) -> tuple[bool, ...]:
+        """Returns whether the inputs of a layer's units have gradients."""
+        first = 1 + layer * self.units_per_layer
+        return tuple(map(self.gets_gradient, range(first, first + self.units_per_layer)))
 
 
 def _count_part(
@@ -74,10 +106,11 @@ def _count_part(
     modules: Sequence[str],
     recorded: Sequence[ModelCalls],
     width: int,
+    gets_gradient: bool,
     cut: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> PartCount:
     """Returns the counts of a part, whose modules, once cut, run one after the other at both lengths."""
-    short, long = (_PartRun(model, modules, calls, width, name == "head", cut) for calls in recorded)
+    short, long = (_PartRun(model, modules, calls, width, name == "head", gets_gradient, cut) for calls in recorded)
     num_tokens = long.own.length - short.own.length
 
     def line(op: Op, key: str) -> Amount:
@@ -101,6 +134,8 @@ def _count_part(
         context_bytes=sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in calls) * itemsize,
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
+        num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad),
+        has_backward=long.has_backward,
     )
 
 
@@ -111,6 +146,7 @@ def _count_halves(
     parts: Sequence[LayerPart],
     recorded: Sequence[ModelCalls],
     width: int,
+    gets: Sequence[bool],
 ) -> tuple[PartCount, PartCount]:
     """Returns the counts of a layer's halves, which add up to those of the whole layer.
 
@@ -124,8 +160,8 @@ def _count_halves(
         return copied
 
     attention, other = (
-        _count_part(model, f"{whole.name}, {half.value} half", (layer,), recorded, width, partial(cut_to, half))
-        for half in LayerHalf
+        _count_part(model, f"{whole.name}, {half.value} half", (layer,), recorded, width, own, partial(cut_to, half))
+        for half, own in zip(LayerHalf, gets, strict=True)
     )
     alone = attention.mixed(other, whole, lambda own, others, both: (own + both - others) / 2)
     rest = other.mixed(alone, whole, lambda _, others, both: both - others)
@@ -133,7 +169,11 @@ def _count_halves(
 
 
 class _PartRun:
-    """A part's F, I and W at one length, alone, on meta tensors."""
+    """A part's F, I and W at one length, alone, on meta tensors.
+
+    W is what a backward to the weights and the input does beyond one to the input. Where the input of the lowest
+    trained part has no gradient, I is what remains of the backward that runs.
+    """
 
     def __init__(
         self,
@@ -142,6 +182,7 @@ class _PartRun:
         calls: ModelCalls,
         width: int,
         loss: bool,
+        gets_gradient: bool,
         cut: Callable[[nn.Module], nn.Module],
     ) -> None:
         names = [name for name in calls.arguments if name in modules]  # in the order of their calls
@@ -151,15 +192,21 @@ class _PartRun:
         # rotary tables and the like, which all layers share
         self._shared = [t for _, *arguments in self._modules for t in _tensors(arguments)[1:]]
         self.own = ModelCalls(calls.length, calls.seq_len)
+        self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.has_backward = gets_gradient or bool(self._trained)
         forward, inputs = self._pass(weights=False)
-        self.own.attentions.clear()
         _, backward = self._pass(weights=True)
-        # what the whole backward does beyond the input gradient is W's
-        self.ops = {Op.F: forward, Op.I: inputs, Op.W: backward - inputs}
+        weights = backward - inputs
+        if not gets_gradient:
+            _, backward = self._pass(weights=True, gets_gradient=False)
+            inputs = backward - weights
+        self.ops = {Op.F: forward, Op.I: inputs, Op.W: weights if self._trained else OperationTally()}
 
-    def _pass(self, weights: bool) -> tuple[OperationTally, OperationTally]:
+    def _pass(self, weights: bool, gets_gradient: bool = True) -> tuple[OperationTally, OperationTally]:
         """Returns the tallies of the forward and the backward."""
-        for parameter in self.parameters:
+        self.own.attentions.clear()
+        self._gets_gradient = gets_gradient
+        for parameter in self._trained:
             parameter.requires_grad_(weights)
             parameter.grad = torch.zeros_like(parameter) if weights else None
         saved = SavedStorages([*self.parameters, *self._shared])
@@ -170,10 +217,11 @@ class _PartRun:
             META,
         ):
             output, source = self._forward()
+        if not output.requires_grad:
+            self.saved_bytes = 0
+            return forward, OperationTally()
         saved.pack(source)
         self.saved_bytes = saved.num_bytes
-        if not output.requires_grad:
-            return forward, OperationTally()
         with counted_operations(self._width) as backward, META:
             output.backward(torch.empty_like(output))  # type: ignore[no-untyped-call]
         return forward, backward
@@ -183,7 +231,7 @@ class _PartRun:
         results: list[Tensor] = []
         source = None
         for module, args, kwargs in self._modules:
-            args, kwargs = _fresh(args), _fresh(kwargs)
+            args, kwargs = _fresh(args, self._gets_gradient), _fresh(kwargs, self._gets_gradient)
             if self._loss and results:  # the head reads the norm's output
                 args, kwargs = with_hidden_states(args, kwargs, results[-1])
             source = hidden_states(args, kwargs) if source is None else source
@@ -195,13 +243,17 @@ class _PartRun:
         return results[0] if len(results) == 1 else sum(results[1:], results[0]), source
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value: Any, gets_gradient: bool) -> Any:
     """Returns the arguments as leaves, which get a gradient where they can."""
     if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.is_floating_point() and value.dim() == 3)
+        return value.detach().requires_grad_(gets_gradient and value.is_floating_point() and value.dim() == 3)
     if isinstance(value, tuple):
-        return tuple(item.detach() if isinstance(item, Tensor) and len(value) == 2 else _fresh(item) for item in value)
-    return {key: _fresh(item) for key, item in value.items()} if isinstance(value, dict) else value
+        fresh = [_fresh(item, gets_gradient) for item in value]
+        return tuple(
+            item.detach() if isinstance(item, Tensor) and len(value) == 2 else new
+            for item, new in zip(value, fresh, strict=True)
+        )
+    return {key: _fresh(item, gets_gradient) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, meta_model
+from slipstream.model.adapters import TrainedWeights
 from slipstream.model.hooks.layer_arguments import Arguments
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
@@ -54,11 +55,11 @@ def recording(calls: ModelCalls) -> Iterator[None]:
         _current.pop()
 
 
-def counting_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the model on the meta device, with attention that `record_calls` sees."""
+def counting_model(config: PretrainedConfig, dtype: torch.dtype, trained: TrainedWeights) -> PreTrainedModel:
+    """Returns the model on the meta device, with its adapter, and with attention that `record_calls` sees."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    model = meta_model(config, dtype, attn_implementation=NAME)
+    model = trained.apply(meta_model(config, dtype, attn_implementation=NAME))
     for module in model.modules():
         if hasattr(module, "rope_type"):  # undecorated: its frequencies would depend on positions, which have no values
             module.forward = inspect.unwrap(type(module).forward).__get__(module)
@@ -137,7 +138,8 @@ def _attention(
     """Records the call and returns a (b, T, heads, value width) tensor without computing it."""
     window = attention_mask if isinstance(attention_mask, AttentionWindow) else AttentionWindow()
     shapes = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
-    _current[-1].attentions.append(AttentionCall(*shapes, window))
+    has_gradient = any(each.requires_grad for each in (query, key, value))
+    _current[-1].attentions.append(AttentionCall(*shapes, window, has_gradient))
     output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2), None
 

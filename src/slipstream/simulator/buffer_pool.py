@@ -17,8 +17,8 @@ def pool_bytes(schedule: Schedule, rank: int, tables: MemoryTables, windows: Win
 
     One for every receive from when it is posted until the backward of its slice is done (W's where it is split, since
     a forward's input and an output's gradient belong to a weight gradient's factors; F's where the input is moved to
-    the host), and one for every send until as many later ones have gone out on its channel as its window is wide. Those
-    of a spread head's messages come from the same pool (`VocabularyBuffers`).
+    the host or no backward comes), and one for every send until as many later ones have gone out on its channel as its
+    window is wide. Those of a spread head's messages come from the same pool (`VocabularyBuffers`).
     """
     windows = windows or send_windows(schedule)
     used: Counter[float] = Counter()  # buffers by size, which are reused and never freed
@@ -55,5 +55,7 @@ def _released(action: Action, schedule: Schedule) -> set[Action]:
     """Returns the receives whose buffers are free after an action."""
     if action.op in (Op.B, Op.W):
         return {action.with_op(Op.RECV_F), action.with_op(Op.RECV_B)}
-    offloaded = action.op is Op.F and action.with_op(Op.OFFLOAD) in schedule.positions
-    return {action.with_op(Op.RECV_F)} if offloaded else set()
+    if action.op is not Op.F:
+        return set()
+    is_done = action.stage < schedule.num_frozen_stages or action.with_op(Op.OFFLOAD) in schedule.positions
+    return {action.with_op(Op.RECV_F)} if is_done else set()

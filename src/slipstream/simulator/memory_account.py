@@ -106,9 +106,11 @@ def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -
         peak = max(peak, held + during)
         held += made
         held += footprint.leaves
-        if action.op is Op.F and key not in left:
-            left[key] = schedule.slice_counts[action.microbatch]
-            held += table.context[action.stage]
+        if action.op is Op.F:
+            if key not in left:
+                left[key] = schedule.slice_counts[action.microbatch]
+                held += table.context[action.stage]
+            held -= table.context[action.stage] if ends_context(action, schedule) else 0
         elif action.op in (Op.B, Op.I):
             is_first = left[key] == schedule.slice_counts[action.microbatch]
             held += table.context_gradients[action.stage] if is_first else 0
@@ -119,6 +121,11 @@ def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -
             away -= footprint.leaves
             most_away = max(most_away, away)
     return peak, most_away
+
+
+def ends_context(forward: Action, schedule: Schedule) -> bool:
+    """Returns whether keys and values of a microbatch are freed after a forward: the last, where no backward comes."""
+    return forward.stage < schedule.num_frozen_stages and forward.slice == schedule.slice_counts[forward.microbatch] - 1
 
 
 class _Account:
@@ -210,9 +217,11 @@ class _Account:
         key = stage, microbatch = action.stage, action.microbatch
         num_slices = self.schedule.slice_counts[microbatch]
         context, gradients = self.table.context.get(stage, 0), self.table.context_gradients.get(stage, 0)
-        if action.op is Op.F and key not in self.left:
-            self.left[key] = num_slices
-            self.held[MemoryKind.CONTEXT] += context
+        if action.op is Op.F:
+            if key not in self.left:
+                self.left[key] = num_slices
+                self.held[MemoryKind.CONTEXT] += context
+            self.held[MemoryKind.CONTEXT] -= context if ends_context(action, self.schedule) else 0
         elif action.op in (Op.B, Op.I):
             self.held[MemoryKind.CONTEXT_GRADIENTS] += gradients if self.left[key] == num_slices else 0
             self.left[key] -= 1
@@ -223,14 +232,15 @@ class _Account:
     def _hand_over(self, action: Action, unit: StageSlice) -> None:
         """Counts a result until it is sent or, if the next stage is on this rank, until that no longer needs it.
 
-        Hidden states are the next stage's first activation. A gradient belongs to the factors of W.
+        Hidden states are the next stage's first activation, unless that is frozen. A gradient belongs to the factors of
+        W.
         """
         payload = self.table.payload(action.slice)
-        stage, last = action.stage, self.schedule.num_stages - 1
-        made = (action.op is Op.F and stage < last) + (action.op in (Op.B, Op.I) and stage > 0)
+        stage, last, frozen = action.stage, self.schedule.num_stages - 1, self.schedule.num_frozen_stages
+        made = (action.op is Op.F and stage < last) + (action.op in (Op.B, Op.I) and stage > frozen)
         taken = 0
         if stage - 1 in self.stages:
-            taken += action.op is Op.F if unit.offloaded else action.op in (Op.B, Op.I)
+            taken += action.op is Op.F if unit.offloaded or stage < frozen else action.op in (Op.B, Op.I)
         if stage + 1 in self.stages:
             taken += action.op in (Op.B, Op.W)
         self.held[MemoryKind.MESSAGES] += (made - taken) * payload

@@ -22,7 +22,7 @@ class MemoryKind(StrEnum):
     ACTIVATIONS = "activations"  # saved: from F, or R, to B or I; not while they are on the host
     WEIGHT_INPUTS = "inputs of W"  # what I leaves: activations and output gradients that weight gradients need
     VOCABULARY = "parts of the head"  # of a spread one: the probabilities of a rank's rows, from V to VW
-    CONTEXT = "context"  # K and V: from a microbatch's first F on the stage to its last B or I there
+    CONTEXT = "context"  # K and V: from a microbatch's first F on the stage to its last B or I there, or last F
     CONTEXT_GRADIENTS = "context gradients"  # from its first B or I to its last
     WORKSPACE = "workspace"  # what the running action has made so far
 

@@ -76,7 +76,7 @@ class _Simulation:
             start = max(start, self.end[before] if here else self._arrival(before, rank))
         end = self.free[rank] = self.end[action] = start + self.cost.seconds(action)
         self.spans.append(Span(rank, action, start, end))
-        if self.schedule.has_backward and (step := activation_step(self.spans[-1], self.schedule, self.cost)):
+        if self.schedule.trains(action.stage) and (step := activation_step(self.spans[-1], self.schedule, self.cost)):
             time, change = step
             held = self.memory[rank][-1][1] if self.memory[rank] else 0
             self.memory[rank].append((time, held + change))

@@ -34,7 +34,7 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
         settings["loss_fn"] = preference_loss(config.preference)
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
-        adapter = {} if lora is None else {"lora": lora.peft_config(path), "lora_seed": config.training.seed}
+        adapter = {} if lora is None else {"lora": lora.source(path), "lora_seed": config.training.seed}
         return Pipeline.from_pretrained(path, freeze=config.model.freeze, **adapter, **settings)
     model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
     return Pipeline.from_config(model_config, seed=config.training.seed, freeze=config.model.freeze, **settings)

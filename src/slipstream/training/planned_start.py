@@ -16,7 +16,8 @@ from transformers import AutoConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import find_anatomy
+from slipstream.model import find_anatomy, meta_model
+from slipstream.model.adapters import Adapter, TrainedWeights, find_frozen
 from slipstream.parallel import Ranks
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -153,9 +154,17 @@ def _plan(
     vocabulary = ranks.decided(
         lambda: planned_vocabulary(model_config, anatomy, num_ranks, config.parallel.tensor, options)
     )
-    request = replace(request, vocabulary=vocabulary, tied=bool(anatomy.tied))
+    trained = ranks.decided(lambda: _trained_weights(config, model_config))
+    request = replace(request, vocabulary=vocabulary, tied=bool(anatomy.tied), trained=trained)
     with progress.waiting("planning: what the model's parts cost, then the search"):
         return plan_start(model_config, request, ranks, device, progress.say)
+
+
+def _trained_weights(config: Config, model_config: Any) -> TrainedWeights:
+    """Returns what the run trains."""
+    if config.lora is not None:
+        return TrainedWeights(adapter=Adapter("default", config.lora.peft_config(str(config.model.path))))
+    return TrainedWeights(find_frozen(meta_model(model_config), config.model.freeze, "model.freeze"))
 
 
 def facts_of_documents(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -169,6 +178,14 @@ def facts_of_documents(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         "recompute": settings["memory"].recompute,
         "rates": settings["rates"].to_json(),
     }
+
+
+def earlier_choices(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the schedule and slices that a checkpoint's facts say; None where the run trains other parts of the model
+    than before, for which another cut is best, and of which other stages have no backward."""
+    before = (facts.get("settings") or {}).get("model", {}).get("freeze", [])
+    tuned: Mapping[str, Any] | None = facts["tuned"]
+    return tuned if sorted(before) == sorted(config.model.freeze) else None
 
 
 def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,6 +226,8 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
         "training": {"seq_len": training.seq_len, **_batch(config), "precision": training.precision},
         "plan": {"predicted": {name: float(f"{getattr(plan, name):.6g}") for name in ("seconds", "bound", "ideal")}},
     }
+    if config.lora is not None:
+        settings["lora"] = config.lora.model_dump(mode="json", exclude_defaults=True)
     if rates is not None:
         settings["data"] = {"packing": config.data.packing}
         settings["plan"]["rates"] = rates.to_json()

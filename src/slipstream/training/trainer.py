@@ -21,7 +21,7 @@ from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, load_
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.metrics import DiskTrouble, Reporter, StepRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
-from slipstream.training.planned_start import facts_of_documents, start_settings
+from slipstream.training.planned_start import earlier_choices, facts_of_documents, start_settings
 from slipstream.training.preferences import load_with_reference, mean_rewards, reward_sums
 from slipstream.training.resuming import RunState
 from slipstream.training.run_folder import RunFolder
@@ -50,7 +50,7 @@ class Trainer:
         saved = self._checkpoints.find_start()
         self._sequences = load_sequences(config, self._folder.inputs, progress.say)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
-        earlier = saved.facts["tuned"] if saved else None
+        earlier = earlier_choices(config, saved.facts) if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
         self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
         self._validator = Validator(

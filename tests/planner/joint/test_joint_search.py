@@ -36,6 +36,7 @@ class ToyCosts:
     attention: float = 0.3
     overhead: float = 2.0
     units_per_layer: int = 2
+    num_frozen_units: int = 0
     latency: float = 0.5
     bandwidth: float | None = None
     handling: float = 0.0

@@ -22,6 +22,7 @@ from slipstream.planner.costs import (
     ModelCount,
     OpCount,
     PartCount,
+    partition_of,
 )
 from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
 from slipstream.planner.plans import Configuration, Plan
@@ -70,7 +71,27 @@ def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str
     )
 
 
+def with_frozen(model: ModelCount, num_frozen: int) -> ModelCount:
+    """The model with the embedding and the first layers frozen, so that they have no backward."""
+
+    def frozen(part: PartCount) -> PartCount:
+        ops = {Op.F: part.ops[Op.F], Op.I: OpCount(), Op.W: OpCount()}
+        calls = tuple(replace(call, has_gradient=False) for call in part.attentions)
+        sizes = {"num_frozen": part.num_parameters, "activation_bytes": 0.0}
+        return replace(part, ops=ops, attentions=calls, has_backward=False, **sizes)  # type: ignore[arg-type]
+
+    (layer,), num_layers = model.layers, len(model.kinds)
+    return replace(
+        model,
+        kinds=tuple(int(index >= num_frozen) for index in range(num_layers)),
+        layers=(frozen(layer), layer),
+        embedding=frozen(model.embedding),
+    )
+
+
 SMALL = gpt(num_layers=6, hidden=64, heads=4, vocab=512)
+PARTLY = with_frozen(SMALL, 4)
+MODELS = SMALL, PARTLY
 
 
 def small_cluster(num_nodes: int = 2, devices_per_node: int = 2, memory: float = 1e9) -> Cluster:
@@ -109,17 +130,18 @@ def everything(space: PlanSpace) -> dict[Configuration, float]:
 
 
 @cache
-def bounds() -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
+def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
+    model = MODELS[number]
     options = PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4))
-    space = PlanSpace(source(), SEQ_LEN, 8, options)
-    exact = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), slicing=("exact",)))
+    space = PlanSpace(source(model), SEQ_LEN, 8, options)
+    exact = PlanSpace(source(model), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), slicing=("exact",)))
     return space, [*space.bounded(), *exact.bounded()]
 
 
 @examples(60)
-@given(choice=st.integers(0, 10**9))
-def test_no_simulation_beats_a_bound(choice: int) -> None:
-    space, found = bounds()
+@given(choice=st.integers(0, 10**9), number=st.integers(0, 1))
+def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
+    space, found = bounds(number)
     seconds, size, configuration = found[choice % len(found)]
     candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
@@ -131,10 +153,10 @@ def test_no_simulation_beats_a_bound(choice: int) -> None:
 
 
 @examples(60)
-@given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)))
-def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: float) -> None:
+@given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)), number=st.integers(0, 1))
+def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: float, number: int) -> None:
     """Not even where device and host have just the memory that the configuration takes without messages."""
-    space, found = bounds()
+    space, found = bounds(number)
     _, _, configuration = found[choice % len(found)]
     candidate = SimulatedConfiguration.of(space, configuration)
     peaks, away = zip(
@@ -143,7 +165,7 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: fl
     assert max(peaks) <= max(candidate.peaks())
     cluster = small_cluster()
     cluster = replace(cluster, device=replace(cluster.device, host_memory=max(away) * (1 + spare)))
-    limited = PlanSpace(source(cluster=cluster), SEQ_LEN, 8, PlanOptions(memory_limit=max(peaks) * (1 + spare)))
+    limited = PlanSpace(source(MODELS[number], cluster), SEQ_LEN, 8, PlanOptions(memory_limit=max(peaks) * (1 + spare)))
     assert may_fit(limited, configuration)
 
 
@@ -408,6 +430,40 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
     run = pipe.layout.training
     computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]
     assert [list(row) for row in candidate.schedule.actions] == computed
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str) -> None:
+    """Five frozen layers of six: the first stage gets more of them, and runs forwards alone, as in the Pipeline."""
+    partly, stages = with_frozen(SMALL, 5), 2 if schedule == "zb-v" else 1
+    configuration = Configuration(1, 2, 1, stages, schedule, 1, 3, "none", 0.0, False)
+    spaces = [PlanSpace(source(model, small_cluster(1)), SEQ_LEN, 4, PlanOptions()) for model in (partly, SMALL)]
+    frozen, whole = (SimulatedConfiguration.of(space, configuration) for space in spaces)
+    assert frozen.step()[0] < whole.step()[0]
+    if stages == 1:
+        moved = replace(frozen.cut, bounds=whole.cut.bounds)  # where the cut for training everything is slower
+        assert frozen.cut.bounds[1] > whole.cut.bounds[1]
+        spaces[0].cut = lambda _: moved  # type: ignore[method-assign]
+        assert SimulatedConfiguration.of(spaces[0], configuration).step()[0] > frozen.step()[0]
+    pipe = Pipeline.from_config(
+        llama(num_hidden_layers=6),
+        freeze=["model.embed_tokens*", *(f"model.layers.{layer}.*" for layer in range(5))],
+        schedule=schedule,
+        num_ranks=2,
+        stages_per_rank=stages,
+        num_microbatches=4,
+        slices=3,
+        partition=list(partition_of(frozen.cut.bounds, 1)),
+        runtime=Runtime(self_check=False),
+    )
+    assert frozen.cut.num_frozen == pipe.layout.num_frozen_stages > 0
+    computed = [[a for a in row if a.op not in COMMUNICATION] for row in pipe.layout.training.actions]
+    assert [list(row) for row in frozen.schedule.actions] == computed
+    trained = partly.layers[1].num_parameters + partly.head.num_parameters
+    state = frozen.space.source.state
+    assert sum(frozen.table.optimizer.values()) == state.optimizer * trained
+    assert sum(size for (_, op), size in frozen.table.gradients.items() if op is not Op.I) == state.gradients * trained
+    assert sum(frozen.table.parameters.values()) == state.weights * partly.num_parameters
 
 
 # --- what is found jointly -------------------------------------------------------------------------------------------

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.papers.formulas import GPT, SECONDS_PER_DAY
+from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.model import find_anatomy
+from slipstream.model.adapters import Adapter, find_frozen, freeze
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -155,6 +157,15 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
         partition=partition,
     )
     inputs = tokens(batch=2)
+    products = products_of(lambda: pipe.step(inputs, inputs))
+    again, _ = recomputed_flops(figures.count, pipe.layout, [SlicedMicrobatch(2, (16, 16, 20, 12))], 1)
+    forward = 2 * 64 * sum(n * part.ops["F"].flops.per_token for n, part in figures.count.counted(range(4)))
+    assert products == 3 * forward + again
+    assert (again > 0) == (recompute != "none")
+
+
+def products_of(step: Callable[[], object]) -> float:
+    """The FLOPs of every product outside attention that a step runs."""
 
     def added(into: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:  # weight gradients, added in place
         del into
@@ -165,13 +176,49 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
 
     counts = {torch.ops.aten.addmm_: added, torch.ops.aten.bmm: batched}
     with FlopCounterMode(display=False, custom_mapping=counts) as counter:
-        pipe.step(inputs, inputs)
+        step()
     found = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
-    products = sum(flops for op, flops in found.items() if "attention" not in op)
-    again, _ = recomputed_flops(figures.count, pipe.layout, [SlicedMicrobatch(2, (16, 16, 20, 12))], 1)
-    forward = 2 * 64 * sum(n * part.ops["F"].flops.per_token for n, part in figures.count.counted(range(4)))
-    assert products == 3 * forward + again
-    assert (again > 0) == (recompute != "none")
+    return sum(flops for op, flops in found.items() if "attention" not in op)
+
+
+ADAPTER = Adapter("default", LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+LOW = ["model.embed_tokens*", "model.layers.0.*"]
+ONE = "an adapter of one layer"
+PARTS: dict[str, tuple[list[str], Adapter | None]] = {
+    "the lower part": (LOW, None),
+    "parts of layers": ([*LOW, "model.layers.1.self_attn*", "*gate_proj*"], None),
+    "all but the head": (["model.*"], None),
+    "an adapter": ([], ADAPTER),
+    ONE: (
+        [],
+        replace(ADAPTER, config=LoraConfig(r=4, target_modules=["down_proj"], layers_to_transform=[2])),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.more] * (name not in ("parts of layers", ONE))) for name in PARTS]
+)
+def test_products_are_those_that_run_where_weights_are_frozen(name: str) -> None:
+    """Every product outside attention, as PyTorch runs it; and of attention's, which calls have a backward."""
+    patterns, adapter = PARTS[name]
+    config = ARCHITECTURES["llama"]
+    model: Any = AutoModelForCausalLM.from_config(config)
+    freeze(model, find_frozen(model, patterns))
+    if adapter is not None:
+        model = get_peft_model(model, adapter.config)
+    settings: dict[str, Any] = {"slices": [16, 16, 20, 12], "num_ranks": 2, "runtime": Runtime(self_check=False)}
+    pipe = Pipeline(model, schedule="zb-h1", **settings)
+    figures = FlopsMeter(config, 64, 2, 2, PEAK, pipe.trained_weights)
+    found = products_of(lambda: pipe.step(tokens(batch=2), tokens(batch=2)))
+    count = figures.count
+    backward = sum(call.has_gradient for kind in count.parts for call in count.of_kind[kind].attentions)
+    assert found == 2 * 64 * sum(n * part.step_products.per_token for n, part in count.counted(range(4)))
+    assert figures.run.num_trained == sum(each.numel() for _, each in pipe.named_parameters() if each.requires_grad)
+    assert figures.run.num_parameters == sum(each.numel() for _, each in pipe.named_parameters())
+    scores = 2 * 2 * 4 * (8 + 8) * 64 * 65 // 2  # of a layer: two rows, four heads, keys and values of 8
+    assert figures.run.model_flops == found + (4 + 2 * backward) * scores == figures.of_step(1.0).model_flops
+    assert figures.time_to_train(1000, 1.0).ptdp is None
 
 
 @pytest.mark.more

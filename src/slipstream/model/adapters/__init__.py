@@ -13,3 +13,5 @@ from slipstream.model.adapters.adapted_modules import (
 from slipstream.model.adapters.adapter_check import Adapter, adapter_of, check_method, check_parallel
 from slipstream.model.adapters.adapter_loading import adapted_model, add_adapter, find_targets, quiet_peft
 from slipstream.model.adapters.frozen_parameters import find_frozen, freeze, trained_text
+from slipstream.model.adapters.saved_adapter import check_saved_weights, load_saved_weights, read_adapter_config
+from slipstream.model.adapters.trained_weights import ALL_WEIGHTS, TrainedWeights

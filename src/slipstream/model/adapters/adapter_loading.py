@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters.adapter_check import Adapter, check_tied
+from slipstream.model.adapters.saved_adapter import load_saved_weights, saved_names
 from slipstream.model.hooks import keyed_seed
 
 
@@ -24,6 +26,7 @@ class Targets(NamedTuple):
     parameters: dict[str, str]  # fused weights that get factors, by the names of modules around them
     copies: list[str]  # modules of which a copy is trained
     config: Any  # PEFT's, in which names of fused experts have become those of their parameters
+    saved: dict[str, str]  # under which name PEFT saves each parameter
 
 
 @contextmanager
@@ -52,14 +55,14 @@ def find_targets(whole: PreTrainedModel, config: Any) -> Targets:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # is refused below
-            converted = adapted_model(whole, Adapter("default", config)).peft_config["default"]
+            adapted = adapted_model(whole, adapter := Adapter("default", config))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise SlipstreamError(
             f"the adapter can't be added to {type(whole).__name__}: {error} The model's modules with weights are "
             f"{', '.join(linear)}; or give target_modules=all-linear."
         ) from None
     check_tied(whole)
-    found = Targets([], {}, [], converted)
+    found = Targets([], {}, [], adapted.peft_config["default"], saved_names(adapted, adapter))
     for name, module in whole.named_modules():
         if hasattr(module, "parameter_name"):
             found.parameters[name] = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
@@ -80,11 +83,13 @@ def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
         return get_peft_model(model, copy.deepcopy(adapter.config), **settings)
 
 
-def add_adapter(model: PreTrainedModel, whole: PreTrainedModel, config: Any, seed: int) -> None:
+def add_adapter(
+    model: PreTrainedModel, whole: PreTrainedModel, config: Any, seed: int, saved: str | Path | None = None
+) -> None:
     """Adds an adapter by LoRA to what there is of a model, in place, and freezes the rest.
 
-    Each module's adapter is drawn by the seed and the module's name, so that any cut of the model gives the same.
-    `whole` is the model on the meta device, which is changed.
+    Each module's adapter is drawn by the seed and the module's name, so that any cut of the model gives the same; or it
+    is read from the folder `saved`. `whole` is the model on the meta device, which is changed.
     """
     here = {name for name, module in model.named_modules() if next(module.parameters(), None) is not None}
     targets = find_targets(whole, config)
@@ -101,6 +106,10 @@ def add_adapter(model: PreTrainedModel, whole: PreTrainedModel, config: Any, see
     for name in targets.copies:
         if name in here:
             _train_copy(model, name)
+    if config.bias == "all":
+        _train_biases(model)
+    if saved is not None:
+        load_saved_weights(saved, model, targets.saved)
 
 
 def _add_factors(model: PreTrainedModel, config: Any, modules: list[str], weights: list[str]) -> None:
@@ -112,6 +121,13 @@ def _add_factors(model: PreTrainedModel, config: Any, modules: list[str], weight
     own.modules_to_save = None
     with quiet_peft():
         peft.get_peft_model(model, own, autocast_adapter_dtype=False)
+
+
+def _train_biases(model: PreTrainedModel) -> None:
+    """Trains every bias, as PEFT does, but those of modules beside which a copy is trained: these aren't used."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias") and ".original_module." not in name:
+            parameter.requires_grad_(True)
 
 
 def _train_copy(model: PreTrainedModel, name: str) -> None:

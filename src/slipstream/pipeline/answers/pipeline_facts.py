@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from slipstream.model.adapters import Adapter
+from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.engine import Engine
@@ -136,4 +136,9 @@ class PipelineFacts:
     @property
     def adapter(self) -> Adapter | None:
         """The adapter of PEFT that is trained, its name and configuration; None where the model has none."""
-        return getattr(self._engine.family, "adapter", None)
+        return self.trained_weights.adapter
+
+    @property
+    def trained_weights(self) -> TrainedWeights:
+        """What was trained of a causal LM when the pipeline was made: all weights, all but some, or an adapter."""
+        return getattr(self._engine.family, "trained", ALL_WEIGHTS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
@@ -22,6 +23,7 @@ from slipstream.model import (
     check_token_ids,
     copy_with_shared_weights,
     find_anatomy,
+    meta_model,
     token_cross_entropy,
 )
 from slipstream.model.adapters import (
@@ -82,11 +84,11 @@ class CausalLMFamily:
                 f"router_loss={options.router_loss!r} with a SequenceLoss: its share of a loss of sequences isn't "
                 "defined. Leave router_loss out."
             )
-        if source.adapter is not None:
-            check_parallel(source.adapter, ranks.tensor.size, options.parallel.shard_parameters)
+        if source.trained.adapter is not None:
+            check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard_parameters)
         self.config: PretrainedConfig = source.config
         self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
-        self.compiled, self.adapter = source.compiled, source.adapter
+        self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
@@ -104,6 +106,11 @@ class CausalLMFamily:
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
         self._options = options
+
+    @cached_property
+    def _outline(self) -> PreTrainedModel | None:
+        """The whole model on the meta device, with its adapter and frozen parameters; None where all is trained."""
+        return None if self.trained.are_all else self.trained.apply(meta_model(self.config))
 
     @property
     def is_tied(self) -> bool:
@@ -130,6 +137,7 @@ class CausalLMFamily:
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
             tied=self.is_tied,
+            trained=self.trained,
         )
 
     def length(self, batch: WholeBatch) -> int:
@@ -146,7 +154,9 @@ class CausalLMFamily:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         draws = self.adapter is not None and self.adapter.draws
-        layout, self._anatomy = plan_layout(self.config, self._anatomy, schedule, slices, self._options, *shared, draws)
+        layout, self._anatomy = plan_layout(
+            self.config, self._anatomy, schedule, slices, self._options, *shared, draws, self._outline
+        )
         if layout.spreads_vocabulary:
             self._head_names = find_spreadable_head(self.config, self._anatomy)
         return layout

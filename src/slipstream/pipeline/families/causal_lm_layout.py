@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
@@ -47,8 +47,12 @@ def plan_layout(
     tensor_ranks: int = 1,
     reduces: bool = False,
     draws: bool = False,
+    whole: PreTrainedModel | None = None,
 ) -> tuple[StageLayout, ModelAnatomy]:
-    """Returns the layout, and the anatomy with `halves` if they are needed; `draws`: an adapter has dropout.
+    """Returns the layout, and the anatomy with `halves` if they are needed.
+
+    With `draws` an adapter has dropout; `whole` is the model on the meta device, with its adapter and its frozen
+    parameters, where not all of it is trained.
 
     Raises SlipstreamError, with what was given, allowed, and to type, where the options don't fit together.
     """
@@ -65,7 +69,7 @@ def plan_layout(
             )
         check_spread(config, tensor_ranks, schedule.num_ranks, options)
         _check_spread_embedding(anatomy, schedule)
-    model = WeighedModel(config, anatomy, seq_len, has_head=not spreads)
+    model = WeighedModel(config, anatomy, seq_len, has_head=not spreads, whole=whole)
     model.uses_randomness |= draws
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
@@ -182,12 +186,20 @@ class WeighedModel:
     """A model that isn't in memory, its layers weighed by the multiplications that a token needs.
 
     These are the products with weights and, where `seq_len` is known, those of attention in sequences of that length.
+    Where all weights are trained, backwards have twice as many and count nothing; else a third of all is the weight:
+    below the lowest trained parameter of the forward alone, above it of the gradients that are computed, too.
     """
 
     def __init__(
-        self, config: PretrainedConfig, anatomy: ModelAnatomy, seq_len: int | None, has_head: bool = True
+        self,
+        config: PretrainedConfig,
+        anatomy: ModelAnatomy,
+        seq_len: int | None,
+        has_head: bool = True,
+        whole: PreTrainedModel | None = None,
     ) -> None:
-        self.config, self.anatomy, self._module = config, anatomy, meta_model(config)
+        self.config, self.anatomy, self.trains_all = config, anatomy, whole is None
+        self._module = meta_model(config) if whole is None else whole
         self.layers = anatomy.layers_of(self._module)
         self.uses_randomness = uses_randomness(self._module)
         self._seq_len, self._text = seq_len, config.get_text_config()
@@ -212,9 +224,30 @@ class WeighedModel:
                 if half is not None:
                     parts = [child for child, part in parts_of(layer, halves) if part.half is half]
                 attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
-                costs.append(sum(map(self._multiplications, parts)) + attended)
-        costs[-1] += self.head_products if self._has_head else 0.0
+                costs.append(self._step_share(parts, attended))
+        if self._has_head:
+            costs[-1] += self._step_share([self._module.get_submodule(name) for name in self.anatomy.after], 0.0)
         return costs
+
+    def _step_share(self, parts: Sequence[nn.Module], attended: float) -> float:
+        """Returns a third of a step's multiplications of a token with these modules and with what it attends to."""
+        forward = sum(map(self._multiplications, parts))
+        if self.trains_all:
+            return forward + attended
+        trained = sum(self._multiplications(part, trained=True) for part in parts)
+        has_backward = bool(trained) or self.has_gradient(parts)
+        inputs = forward if self.has_gradient(parts) else 0.0
+        return (forward + inputs + trained + attended * (3 if has_backward else 1)) / 3
+
+    def has_gradient(self, parts: Sequence[nn.Module]) -> bool:
+        """Returns whether anything before a layer, or these parts of it, is trained."""
+        own = {id(parameter) for part in parts for parameter in part.parameters()}
+        ends = [self._module.get_submodule(name) for name in self.anatomy.before]
+        if any(parameter.requires_grad for end in ends for parameter in end.parameters()):
+            return True
+        inside = (parameter for layer in self.layers for parameter in layer.parameters())
+        before = takewhile(lambda parameter: id(parameter) not in own, inside)
+        return any(parameter.requires_grad for parameter in before)
 
     @property
     def head_products(self) -> float:
@@ -252,9 +285,17 @@ class WeighedModel:
             keys = window - window**2 / (2 * length)
         return self.score_products(layer) * keys
 
-    def _multiplications(self, module: nn.Module) -> float:
-        """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to."""
+    def _multiplications(self, module: nn.Module, trained: bool = False) -> float:
+        """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to.
+
+        With `trained`, those that lead to weight gradients. What a trained copy has replaced doesn't count.
+        """
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
         used = min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)
-        return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in module.parameters() if p.dim() > 1)
+        matrices = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.dim() > 1 and not (trained and not parameter.requires_grad) and "original_module." not in name
+        ]
+        return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in matrices)

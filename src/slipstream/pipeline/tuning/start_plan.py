@@ -10,11 +10,14 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.errors import SlipstreamError
 from slipstream.messages import HEADER_BYTES
+from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.tuning.partly_trained import trains_a_part
 from slipstream.pipeline.tuning.slicings import granularity_for
 from slipstream.planner.costs import StageParts, StateBytes, head_part_memory, memory_table
 from slipstream.planner.joint import (
@@ -27,7 +30,7 @@ from slipstream.planner.joint import (
     find_vocabulary_plan,
 )
 from slipstream.planner.steps import StageRates, fit_rates
-from slipstream.profiler import ProfileSettings, find_costs, why_layers_stay_whole
+from slipstream.profiler import ProfileSettings, count_model, find_costs, why_layers_stay_whole
 from slipstream.schedule import Schedule, add_recompute
 from slipstream.simulator import memory_of
 
@@ -52,6 +55,7 @@ class StartRequest:
         parallel: how ranks that share layers share them.
         tied: whether the head's weight embeds too.
         longest: tokens of the longest sequence for which costs are wanted. None: `seq_len`.
+        trained: what of the model is trained.
     """
 
     seq_len: int
@@ -64,6 +68,7 @@ class StartRequest:
     parallel: Parallelism = Parallelism()
     tied: bool = False
     longest: int | None = None
+    trained: TrainedWeights = ALL_WEIGHTS
 
     @property
     def granularity(self) -> int:
@@ -106,7 +111,8 @@ def plan_start(
     """
     told = _Told(say)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured)
-    units = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
+    measured = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
+    units: ProfileUnits = ranks.decided(lambda: _of_what_is_trained(measured, config, request, say))
     if units.units_per_layer == 1 and ranks.leads:
         say(f"layers are planned whole: {why_layers_stay_whole(config)}")
     problem = JointProblem(
@@ -128,6 +134,25 @@ def plan_start(
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen
+
+
+def _of_what_is_trained(
+    units: ProfileUnits, config: PretrainedConfig, request: StartRequest, say: Callable[[str], None]
+) -> ProfileUnits:
+    """Returns the costs of the units for what is trained, as far as the model's operations can be counted."""
+    if request.trained.are_all:
+        return units
+    try:
+        whole, part = (count_model(config, request.seq_len, trained=each) for each in (ALL_WEIGHTS, request.trained))
+    except SlipstreamError as error:
+        say(f"it is planned as if all weights were trained: {error}")
+        return units
+    below = max(0, part.num_frozen_parts - 1) / part.units_per_layer
+    say(
+        f"it is planned for {part.num_trained:,} trained parameters of {part.num_parameters:,}: {below:g} layers below "
+        "them have forwards alone, and measured times are scaled to what is computed"
+    )
+    return trains_a_part(units, whole, part)
 
 
 def _most_bytes(

@@ -57,7 +57,9 @@ def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[
 
     with quiet_peft():
         adapted: Any = get_peft_model(model, copy.deepcopy(adapter.config), autocast_adapter_dtype=False)
-    expected = {name for name, each in adapted.get_base_model().named_parameters() if each.requires_grad}
+    named = adapted.get_base_model().named_parameters()
+    # with bias="all" PEFT trains biases that a copy has replaced, too
+    expected = {name for name, each in named if each.requires_grad and ".original_module." not in name}
     if other := sorted(expected ^ trained.keys()):
         raise SlipstreamError(f"the checkpoint's weights aren't those of its adapter: {other[0]} is in one of the two.")
     adapted.get_base_model().load_state_dict(dict(trained), strict=False)

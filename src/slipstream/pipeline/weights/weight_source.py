@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, StagePart, meta_model
-from slipstream.model.adapters import Adapter, adapter_of, add_adapter, check_method, find_frozen, freeze
+from slipstream.model.adapters import (
+    ALL_WEIGHTS,
+    Adapter,
+    TrainedWeights,
+    adapted_model,
+    adapter_of,
+    add_adapter,
+    check_method,
+    check_saved_weights,
+    find_frozen,
+    freeze,
+    read_adapter_config,
+)
 from slipstream.model.saving import compiled_modules
 
 
@@ -20,19 +33,27 @@ class WeightSource(NamedTuple):
     config: PretrainedConfig
     load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
-    adapter: Adapter | None = None  # that the model has, or is to have
+    trained: TrainedWeights = ALL_WEIGHTS
 
 
-def with_adapter(source: WeightSource, config: Any, seed: int) -> WeightSource:
-    """Returns a source whose model gets an adapter, by a LoraConfig of PEFT; raises SlipstreamError where it can't."""
+def with_adapter(source: WeightSource, lora: Any, seed: int, base: str) -> WeightSource:
+    """Returns a source whose model, which is at `base`, gets an adapter: by a LoraConfig of PEFT, or of a saved folder.
+
+    Raises SlipstreamError where it can't be trained, or a folder's isn't one of this model.
+    """
+    saved = lora if isinstance(lora, (str, Path)) else None
+    config = lora if saved is None else read_adapter_config(saved, base)
     check_method(config)
+    adapter = Adapter("default", config)
+    if saved is not None:
+        check_saved_weights(saved, adapted_model(meta_model(source.config), adapter), adapter)
 
     def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
         model = source.load(anatomy, parts, dtype)
-        add_adapter(model, meta_model(source.config), config, seed)
+        add_adapter(model, meta_model(source.config), config, seed, saved)
         return model
 
-    return source._replace(load=load, adapter=Adapter("default", config))
+    return source._replace(load=load, trained=TrainedWeights(adapter=adapter))
 
 
 def with_frozen(source: WeightSource, patterns: Sequence[str]) -> WeightSource:
@@ -49,7 +70,7 @@ def with_frozen(source: WeightSource, patterns: Sequence[str]) -> WeightSource:
         freeze(model, names)
         return model
 
-    return source._replace(load=load)
+    return source._replace(load=load, trained=TrainedWeights(names))
 
 
 def in_memory(model: object) -> WeightSource:
@@ -80,4 +101,5 @@ def in_memory(model: object) -> WeightSource:
             "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "
             "Leave it out, or disable it on the model, and give memory=slipstream.Memory(recompute='full')."
         )
-    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)), adapter)
+    trained = TrainedWeights.of(model, adapter)
+    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)), trained)

@@ -37,10 +37,11 @@ def memory_table(
     """
     length = sum(slices)
     of_stage = cache(partial(_footprints, costs, recompute, slices, schedule.ops))
-    numbers, context, context_gradients = (
+    numbers, trained, context, context_gradients = (
         [float(value(stage)) for stage in map(alike, stages)]
         for value in (
             cache(costs.num_parameters),
+            cache(costs.num_trained),
             cache(partial(costs.context_bytes, length=length)),
             cache(partial(costs.context_gradient_bytes, length=length)),
         )
@@ -51,7 +52,7 @@ def memory_table(
         for like, op, footprint in of_stage(alike(stage))
     }
     making: set[tuple[int, Op]] = {(each.stage, each.op) for each in schedule.positions if each.op in (Op.B, Op.W)}
-    gradients = {(g, op): state.gradients * numbers[g] for g, op in making}
+    gradients = {(g, op): state.gradients * trained[g] for g, op in making}
     # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
     first = {
         (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
@@ -66,7 +67,7 @@ def memory_table(
         message_bytes=[float(costs.message_bytes(length)) for length in slices],
         parameters={g: state.weights * n for g, n in enumerate(numbers)},
         gradients=gradients,
-        optimizer={g: state.optimizer / optimizer_shards * n for g, n in enumerate(numbers)},
+        optimizer={g: state.optimizer / optimizer_shards * n for g, n in enumerate(trained)},
     )
 
 

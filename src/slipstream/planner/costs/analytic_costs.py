@@ -25,7 +25,7 @@ from slipstream.planner.costs.cluster import Cluster, LinkKind
 from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.planner.costs.pipeline_costs import pipeline_costs
 from slipstream.planner.costs.stage_basis import Stage
-from slipstream.schedule import Action, Op
+from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost
 
 
@@ -92,10 +92,17 @@ class AnalyticCosts:
         """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
         return self.model.parts_of(stage)
 
+    def has_backward(self, stage: Stage) -> bool:
+        """Returns whether a stage has a trained parameter, or one below it has."""
+        return self.model.has_backward(stage)
+
     # --- seconds -----------------------------------------------------------------------------------------------------
 
     def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
-        """Returns the time of F, B, I or W; ints give a number, integer arrays an array."""
+        """Returns the time of F, B, I or W; ints give a number, integer arrays an array. It is 0 for a backward that
+        doesn't run, as nothing up to there is trained."""
+        if op in BACKWARDS and not self.has_backward(layers):
+            return 0.0
         parts = self.model.counted(layers)
         return self.cluster.device.action_seconds + sum(n * self.part_seconds(p, op, length, context) for n, p in parts)
 
@@ -138,12 +145,13 @@ class AnalyticCosts:
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
         """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients."""
         in_layer = 1 if part.is_half else 2 if part.attentions else 0
-        times = {Op.F: in_layer or int(part is self.model.embedding), Op.I: in_layer or int(part is self.model.head)}
+        times = {Op.F: in_layer or int(part is self.model.embedding)}
+        times |= {Op.I: in_layer or int(part is self.model.head)} if part.has_backward else {}
         return times.get(op, 0) * self.cluster.all_reduce_seconds(self.message_bytes(length), self.tensor_parallel)
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
         """Returns the time of an attention call's scores in F, I or W, without the projections around it."""
-        if op is Op.W:
+        if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
         device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
         num_scores = call.window.scores(context + length) - call.window.scores(context)
@@ -153,16 +161,16 @@ class AnalyticCosts:
         return 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
-        """Returns the time of AdamW whose state is spread over `shards` replicas: it reads and writes the parameters
-        and its state, and reads gradients."""
-        state, number = StateBytes.of(self.model.dtype), self.num_parameters(layers)
+        """Returns the time of AdamW whose state is spread over `shards` replicas: it reads and writes the trained
+        parameters and its state, and reads gradients."""
+        state, number = StateBytes.of(self.model.dtype), self.num_trained(layers)
         written = state.weights * number + state.optimizer * number / shards
         return (2 * written + state.gradients * number) / self.cluster.device.bytes_per_second
 
     def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
         """Returns the time of the all-reduce of a stage's gradients between the replicas, whose ranks are
         tensor_parallel apart."""
-        num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_parameters(layers)
+        num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_trained(layers)
         return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.tensor_parallel))
 
     def cost(self, partition: Sequence[float], slices: Sequence[int]) -> ClusterCost:
@@ -183,6 +191,10 @@ class AnalyticCosts:
         """Returns the number of a stage's parameters."""
         return sum(n * part.num_parameters for n, part in self.model.counted(layers)) / self.tensor_parallel
 
+    def num_trained(self, layers: Stage) -> float:
+        """Returns the number of a stage's parameters that are trained."""
+        return sum(n * part.num_trained for n, part in self.model.counted(layers)) / self.tensor_parallel
+
     def activation_bytes(self, layers: Stage, length: int) -> float:
         """Returns what a slice's F keeps for its backward without recomputation, except keys and values.
 
@@ -192,15 +204,19 @@ class AnalyticCosts:
         for number, part in self.model.counted(layers):
             wide = min(norm_inputs / (2 if part.is_half else 1), part.activation_bytes)
             per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
-            total += number * self.microbatch_size * (length * per_token + part.state_bytes)
+            states = part.state_bytes if part.has_backward else 0.0
+            total += number * self.microbatch_size * (length * per_token + states)
         return total
 
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
         """Returns what F keeps of it until R: states that it leaves to the next slice, the stage's input, which for the
         first stage are tokens; with "selective" also the outputs of matrix products and attention."""
+        if not self.has_backward(layers):
+            return 0.0
         kept = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
         if recompute == "selective":
-            products = sum(number * part.product_bytes for number, part in self.model.counted(layers))
+            counted = self.model.counted(layers)
+            products = sum(number * part.product_bytes for number, part in counted if part.has_backward)
             kept += self.microbatch_size * length * products / self.tensor_parallel
         states = sum(number * part.state_bytes for number, part in self.model.counted(layers))
         return kept + self.microbatch_size * states
@@ -208,6 +224,7 @@ class AnalyticCosts:
     def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
         """Returns what the actions of a slice keep, and hold while they run."""
         made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(layers, length)
+        made = made if self.has_backward(layers) else 0.0
         num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
         return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
 
@@ -218,7 +235,8 @@ class AnalyticCosts:
 
     def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns their gradients in float32, kept from a microbatch's first backward to its last."""
-        return self.context_bytes(layers, length) * 4 / self.model.dtype_bytes
+        per_token = sum(number * part.context_gradient_bytes for number, part in self.model.counted(layers))
+        return self.microbatch_size * length * per_token / self.tensor_parallel * 4 / self.model.dtype_bytes
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the

@@ -10,7 +10,6 @@ from slipstream.planner.costs.analytic_costs import AnalyticCosts
 from slipstream.planner.costs.cluster import Cluster
 from slipstream.planner.costs.operation_counts import ModelCount, StateBytes
 from slipstream.planner.costs.profile import Profile
-from slipstream.schedule import Op
 
 StageCosts: TypeAlias = AnalyticCosts | Profile
 
@@ -50,20 +49,36 @@ class AnalyticSource:
         return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
-        """Returns the seconds of three forwards' products at one device's peak: the numerator of MFU, if known."""
+        """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
+
+        They are those of three forwards; where parts are frozen, of the forward and of the gradients that are needed.
+        """
         flops = 0.0
         for number, part in self.model.counted(self.model.whole):
-            flops += number * part.ops[Op.F].flops.at(num_sequences * seq_len)
+            flops += number * part.step_products.at(num_sequences * seq_len)
             for call in part.attentions:
                 scores = number * num_sequences * call.num_heads * float(call.window.scores(seq_len))
-                flops += 2 * scores * (call.key_width + call.value_width)
-        return 3 * flops / self.cluster.device.flops[self.model.dtype]
+                flops += call.step_flops(scores)
+        return flops / self.cluster.device.flops[self.model.dtype]
 
     def larger(self, most: int) -> Iterator[CostSource]:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         for doublings in range(1, most.bit_length()):
             larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
             yield AnalyticSource(self.model, larger, self.name)
+
+    def trained(self) -> tuple[str, ...]:
+        """Returns a sentence about what trains and where the backward ends; nothing where all weights train."""
+        model = self.model
+        if model.num_trained == model.num_parameters:
+            return ()
+        layers = max(0, model.num_frozen_parts - 1) / model.units_per_layer
+        ends = "the embedding has" if not layers else f"the embedding and the first {layers:g} layers have"
+        ends = f"{ends} forwards alone, keep nothing and are sent no gradient"
+        return (
+            f"{model.num_trained:,} of {model.num_parameters:,} parameters train: gradients and optimizer state are "
+            f"theirs alone, and frozen layers have no weight gradient{f'; {ends}' if model.num_frozen_parts else ''}.",
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Returns the assumptions on which the numbers rest, as sentences."""
@@ -115,6 +130,9 @@ class ProfileSource:
 
     def larger(self, most: int) -> Iterator[CostSource]:
         return iter(())
+
+    def trained(self) -> tuple[str, ...]:
+        return ()
 
     def notes(self) -> tuple[str, ...]:
         off, link = f"{self.profile.error:.1%}", "computed from the measured link, without overlap."

@@ -27,7 +27,8 @@ class Amount:
 
 _NONE = Amount()
 _AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
-_SIZES = ("num_parameters", "activation_bytes", "context_bytes", "product_bytes", "state_bytes")  # of a PartCount
+# of a PartCount
+_SIZES = ("num_parameters", "num_frozen", "activation_bytes", "context_bytes", "product_bytes", "state_bytes")
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,22 @@ class AttentionCall:
     key_width: int
     value_width: int
     window: AttentionWindow
+    has_gradient: bool = True  # whether what it attends with is differentiated
+
+    def step_flops(self, num_scores: float) -> float:
+        """Returns the FLOPs that so many scores take in a step: of the products with keys and with values, and where
+        there is a gradient of twice as many backward."""
+        forward = 2 * num_scores * (self.key_width + self.value_width)
+        return 3 * forward if self.has_gradient else forward
 
 
 @dataclass(frozen=True)
 class PartCount:
-    """A layer of one kind or one of its halves, the embedding, or the norm and head with the loss."""
+    """A layer of one kind or one of its halves, the embedding, or the norm and head with the loss.
+
+    A part below the lowest one with a trained parameter has no backward: its I and W count nothing, and nothing is
+    kept for them. A frozen one above has I alone.
+    """
 
     name: str
     num_parameters: int
@@ -84,6 +96,31 @@ class PartCount:
     product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
     state_bytes: float = 0.0  # of each slice and row: what the slice leaves to the next besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
+    num_frozen: int = 0  # of its parameters, those that aren't trained
+    has_backward: bool = True  # whether it, or a part below, has a trained one
+
+    @property
+    def num_trained(self) -> int:
+        """The number of its parameters that are trained."""
+        return self.num_parameters - self.num_frozen
+
+    @property
+    def step_products(self) -> Amount:
+        """The FLOPs of a step's matrix products: of F, and of I and W where they run.
+
+        Each of these takes as much as F, so that all three take three times F. Of a part with frozen parameters, I and
+        W are as they were counted.
+        """
+        forward = self.ops[Op.F].flops
+        if not self.num_frozen:
+            return Amount(3 * forward.constant, 3 * forward.per_token)
+        each = [self.ops[op].flops for op in (Op.F, Op.I, Op.W)]
+        return Amount(sum(one.constant for one in each), sum(one.per_token for one in each))
+
+    @property
+    def context_gradient_bytes(self) -> float:
+        """Per token: keys and values that have gradients, in the dtype of the model."""
+        return self.context_bytes if any(call.has_gradient for call in self.attentions) else 0.0
 
     def mixed(self, other: PartCount, third: PartCount, mix: Callable[[float, float, float], float]) -> PartCount:
         """Returns the part whose every number is `mix` of this part's, the other's and the third's."""
@@ -101,7 +138,8 @@ class PartCount:
         parts = (self, other, third)
         numbers: dict[str, Any] = {name: mix(*(getattr(part, name) for part in parts)) for name in _SIZES}
         ops = {op: counts(*(part.ops[op] for part in parts)) for op in self.ops}
-        return replace(self, **numbers | {"ops": ops, "num_parameters": round(numbers["num_parameters"])})
+        counts_of = {name: round(numbers[name]) for name in ("num_parameters", "num_frozen")}
+        return replace(self, **numbers | counts_of, ops=ops)
 
 
 @dataclass(frozen=True)
@@ -151,6 +189,22 @@ class ModelCount:
         """Returns the parts of a stage as (how many, part), equal ones together; of layers their halves, if known."""
         kinds = Counter(self.parts[part] for part in self.parts_of(stage))
         return tuple((number, self.of_kind[kind]) for kind, number in sorted(kinds.items()))
+
+    def has_backward(self, stage: Stage) -> bool:
+        """Returns whether a stage has a trained parameter, or one below it has."""
+        return self.parts_of(stage).stop > self.num_frozen_parts
+
+    @cached_property
+    def num_frozen_parts(self) -> int:
+        """The number of first parts without a backward."""
+        return next(number for number, kind in enumerate(self.parts) if self.of_kind[kind].has_backward)
+
+    @property
+    def num_trained(self) -> int:
+        """The parameters of the whole model that are trained, a tied weight counted once."""
+        total = sum(number * part.num_trained for number, part in self.counted(self.whole))
+        is_tied = self.tied and self.embedding.num_trained > 0
+        return total - (self.head_weight if is_tied else 0)
 
     @property
     def num_parameters(self) -> int:

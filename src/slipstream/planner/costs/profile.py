@@ -172,6 +172,12 @@ class Profile:
         vocabulary = self.model.vocab_size / self.tensor_parallel
         return 4 * self.microbatch_size * length * vocabulary if has_head else 0.0
 
+    def has_backward(self, stage: Stage) -> bool:
+        return True
+
+    def num_trained(self, layers: Stage) -> int:
+        return self.num_parameters(layers)
+
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 

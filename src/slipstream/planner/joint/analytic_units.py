@@ -45,6 +45,10 @@ class AnalyticUnits:
         return self.costs.model.units_per_layer
 
     @property
+    def num_frozen_units(self) -> int:
+        return self.costs.model.num_frozen_parts
+
+    @property
     def latency(self) -> float:
         return self._link[0]
 
@@ -66,8 +70,10 @@ class AnalyticUnits:
 
     def state_bytes(self) -> Floats:
         state = StateBytes.of(self.costs.model.dtype)
-        each = state.weights + state.gradients + state.optimizer / self.optimizer_shards
-        return each * self._of_kinds(self.costs.num_parameters)[self._kinds]
+        trained = state.gradients + state.optimizer / self.optimizer_shards
+        sizes = state.weights * self._of_kinds(self.costs.num_parameters)
+        found: Floats = (sizes + trained * self._of_kinds(self.costs.num_trained))[self._kinds]
+        return found
 
     def handling_seconds(self, lengths: Ints) -> Floats:
         seconds: Floats = np.asarray(self.costs.handling_seconds(lengths), float)
@@ -100,8 +106,8 @@ class AnalyticUnits:
         return tables
 
     def _seconds(self, unit: StageParts, op: Op, lengths: Ints, contexts: Ints) -> Floats:
-        seconds = np.asarray(self.costs.seconds(unit, op, lengths, contexts)) - self._fixed
-        return np.broadcast_to(seconds, lengths.shape)
+        seconds = np.asarray(self.costs.seconds(unit, op, lengths, contexts))
+        return np.broadcast_to(np.maximum(seconds - self._fixed, 0.0), lengths.shape)
 
     @property
     def _fixed(self) -> float:
@@ -109,11 +115,13 @@ class AnalyticUnits:
 
     @cached_property
     def _bytes_per_token(self) -> tuple[Floats, Floats]:
-        """What each unit keeps for its backward, and its keys and values with their gradients."""
+        """What each unit keeps for its backward, and its keys and values with their gradients; nothing of a unit that
+        has no backward, which keeps them for its forwards alone."""
         costs = self.costs
         none, one = (self._of_kinds(partial(costs.activation_bytes, length=length)) for length in (0, 1))
         context = self._of_kinds(partial(costs.context_bytes, length=1))
         context = context + self._of_kinds(partial(costs.context_gradient_bytes, length=1))
+        context = context * self._of_kinds(costs.has_backward)
         return (one - none)[self._kinds], context[self._kinds]
 
     @cached_property

@@ -73,12 +73,14 @@ class PlacementSearch:
 
     def plan_in(self, candidate: Candidate, schedule: Schedule) -> JointPlan:
         """Returns the candidate in an order."""
+        seconds = simulate(schedule, self._table(candidate)).makespan
+        bound = step_lower_bound(*self._counts(candidate), self._table(candidate), split=self.problem.split)
         return JointPlan(
             schedule=schedule,
             partition=partition_of(candidate.bounds, self.problem.costs.units_per_layer),
             slices=candidate.slices,
-            seconds=simulate(schedule, self._table(candidate)).makespan,
-            bound=step_lower_bound(*self._counts(candidate), self._table(candidate), split=self.problem.split),
+            seconds=seconds,
+            bound=min(bound, seconds),  # which counts the backwards of frozen stages, if next to nothing
             ideal=self.problem.ideal(self.units(candidate.slices)),
             recompute=self.recompute,
         )
@@ -105,6 +107,7 @@ class PlacementSearch:
                 )
             except SlipstreamError:  # no room for one microbatch
                 break
+            found = self.units(candidate.slices).without_frozen_backwards(found, candidate.bounds)
             if self.memory is None or self.memory.fits(candidate, found):
                 return found
         assert self.memory is not None

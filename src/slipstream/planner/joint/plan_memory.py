@@ -47,7 +47,8 @@ class PlanMemory:
     def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
         """Returns the order that holds least: one microbatch after the other, with whole backwards."""
         counts = self._problem.num_microbatches, len(candidate.slices)
-        return OrderingProblem(self._placement, *counts, units.table(candidate.bounds)).whole
+        order = OrderingProblem(self._placement, *counts, units.table(candidate.bounds)).whole
+        return units.without_frozen_backwards(order, candidate.bounds)
 
     def least_bytes(self, candidate: Candidate, units: SlicedUnits) -> Floats:
         """Returns what each rank holds in that order, without what only the account counts."""

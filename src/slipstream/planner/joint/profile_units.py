@@ -27,6 +27,10 @@ class ProfileUnits:
         return self.profile.units_per_layer
 
     @property
+    def num_frozen_units(self) -> int:
+        return 0
+
+    @property
     def latency(self) -> float:
         return self.profile.link.latency if self.profile.link else 0.0
 

@@ -50,7 +50,8 @@ class QuickOrder:
         if room is not None and (np.bincount(self._ranks, held.sum(axis=1)) > room).any():
             return dict.fromkeys(rules or self.rules, np.inf)
         times = {op: units.stage_seconds(op, bounds) for op in (Op.F, Op.B, Op.I, Op.W)}
-        one = _with_times(self._one, times, units.message_seconds, 1, None)
+        needless = units.frozen_stages(bounds)  # stages to which no gradient is sent
+        one = _with_times(self._one, times, units.message_seconds, 1, None, needless)
         _, alone = place(one, np.arange(float(len(one.seconds))), 0.0, 0.0)
         stages, microbatches, slices = self._shape
         starts = np.broadcast_to(alone.reshape(3, stages, 1, slices), (3, *self._shape)).ravel()
@@ -61,7 +62,8 @@ class QuickOrder:
         for rule in rules or self.rules:
             if rule.splitting not in graphs:
                 flags = self._split[rule.splitting]
-                own = _with_times(self._graphs[rule.splitting], times, units.message_seconds, microbatches, flags)
+                whole = self._graphs[rule.splitting]
+                own = _with_times(whole, times, units.message_seconds, microbatches, flags, needless)
                 graphs[rule.splitting] = own if room is None else _with_memory(own, held, microbatches, flags, room)
             graph = graphs[rule.splitting]
             priority = starts + rule.lag * period * self._microbatch - rule.hurry * alone.max() * backward
@@ -71,15 +73,24 @@ class QuickOrder:
 
 
 def _with_times(
-    graph: ActionGraph, times: dict[Op, Floats], messages: Floats, num_microbatches: int, split: Flags | None
+    graph: ActionGraph,
+    times: dict[Op, Floats],
+    messages: Floats,
+    num_microbatches: int,
+    split: Flags | None,
+    num_frozen: int,
 ) -> ActionGraph:
-    """Returns the graph with the seconds of each stage's ops on each slice, and of each slice's message."""
+    """Returns the graph with the seconds of each stage's ops on each slice, and of each slice's message, of which those
+    to frozen stages aren't sent."""
     forward, whole, inputs, weights = (
         np.repeat(times[op][:, None], num_microbatches, axis=1).ravel() for op in (Op.F, Op.B, Op.I, Op.W)
     )
     flags = np.ones(len(forward), np.bool_) if split is None else split
     seconds = np.concatenate([forward, np.where(flags, inputs, whole), np.where(flags, weights, 0)])
     carried = np.tile(messages, len(seconds) // len(messages)) * (graph.channel >= 0)
+    if num_frozen:
+        first, of_stage = len(forward), len(forward) // len(times[Op.F])
+        carried[first : first + (num_frozen + 1) * of_stage] = 0.0
     return graph._replace(seconds=seconds, link_seconds=carried, link_occupied=carried * 0)
 
 

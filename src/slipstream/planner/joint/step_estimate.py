@@ -23,7 +23,8 @@ def rank_bounds(units: SlicedUnits, bounds: Sequence[int], ranks: Ints, num_micr
     link = units.message_seconds[0] * (np.diff(ranks, prepend=ranks[0]) != 0)
     ahead = forward[:, 0] + link
     back = np.minimum(whole, inputs)
-    behind = back[:, 0] + link
+    # no gradient is sent to a stage without backwards
+    behind = back[:, 0] + link * (np.arange(len(link)) > units.frozen_stages(bounds))
     head, tail = np.full(num_ranks, np.inf), np.full(num_ranks, np.inf)
     np.minimum.at(head, ranks, np.cumsum(ahead) - forward[:, 0])
     np.minimum.at(tail, ranks, np.cumsum(behind) - back[:, 0])

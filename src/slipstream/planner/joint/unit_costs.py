@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.costs import OPS, WITH_MESSAGES, messages_of_stages
-from slipstream.schedule import Op
+from slipstream.schedule import Action, Op, Schedule, freeze_stages
 from slipstream.simulator import TableCost
 
 
@@ -31,6 +31,11 @@ class UnitCosts(Protocol):
     @property
     def units_per_layer(self) -> int:
         """2 where layers can be cut in half, else 1."""
+        ...
+
+    @property
+    def num_frozen_units(self) -> int:
+        """The first units up to which nothing is trained: stages of these alone have no backwards."""
         ...
 
     @property
@@ -103,9 +108,20 @@ class SlicedUnits:
     def stage_seconds(self, op: Op, bounds: Sequence[int]) -> Floats:
         """Returns the seconds of an op, (stages, slices); stage g has the units bounds[g] to bounds[g+1] - 1."""
         seconds = _of_stages(self._prefixes[op], bounds)
-        if op not in WITH_MESSAGES:
-            return seconds
-        return seconds + np.outer(messages_of_stages(len(bounds) - 1), self._handling)
+        if op in WITH_MESSAGES:
+            seconds = seconds + np.outer(messages_of_stages(len(bounds) - 1), self._handling)
+        if op is not Op.F:
+            seconds[: self.frozen_stages(bounds)] = 0.0
+        return seconds
+
+    def frozen_stages(self, bounds: Sequence[int]) -> int:
+        """Returns the number of the first stages that have no backwards."""
+        return sum(bound <= self.costs.num_frozen_units for bound in bounds[1:])
+
+    def without_frozen_backwards(self, schedule: Schedule, bounds: Sequence[int]) -> Schedule:
+        """Returns the schedule without the backwards of frozen stages."""
+        number = self.frozen_stages(bounds)
+        return freeze_stages(schedule, number) if number > schedule.num_frozen_stages else schedule
 
     @cached_property
     def _handling(self) -> Floats:
@@ -120,6 +136,7 @@ class SlicedUnits:
         if not self.recompute:
             return np.zeros(len(bounds) - 1)
         largest: Floats = _of_stages(self._whole, bounds).max(axis=1)
+        largest[: self.frozen_stages(bounds)] = 0.0
         return largest
 
     @cached_property
@@ -133,7 +150,9 @@ class SlicedUnits:
     def unit_work(self) -> Floats:
         """Returns the seconds of a microbatch's forwards and backwards of each unit, whole or split, (units,)."""
         forward, whole, inputs, weights = (np.diff(self._prefixes[op][0], axis=0) for op in (Op.F, Op.B, Op.I, Op.W))
-        work: Floats = (forward + np.minimum(whole, inputs + weights)).sum(axis=1)
+        backward = np.minimum(whole, inputs + weights)
+        backward[: self.costs.num_frozen_units] = 0.0
+        work: Floats = (forward + backward).sum(axis=1)
         return work
 
     def table(self, bounds: Sequence[int]) -> TableCost:
@@ -142,13 +161,30 @@ class SlicedUnits:
         for op in OPS:
             for (stage, index), seconds in np.ndenumerate(self.stage_seconds(op, bounds)):
                 times[stage, index, op] = max(float(seconds), 1e-9)
-        return TableCost(
+        return _TrainedStages(
+            num_frozen=self.frozen_stages(bounds),
             times=times,
             message_bytes=[float(each) for each in self.costs.message_bytes(self._lengths)],
             latency=self.costs.latency,
             bandwidth=self.costs.bandwidth,
             activations={key: float(size) for key, size in np.ndenumerate(self.stage_activations(bounds))},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainedStages(TableCost):
+    """Costs of which gradients that nobody needs are no part, also where an order has them still."""
+
+    num_frozen: int
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        return 0.0 if self._is_needless(send) else super().link_seconds(send, source, destination)
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return 0.0 if self._is_needless(send) else super().link_occupied(send, source, destination)
+
+    def _is_needless(self, send: Action) -> bool:
+        return send.op is Op.SEND_B and send.stage <= self.num_frozen
 
 
 def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:

@@ -34,7 +34,7 @@ class MarkedActions:
     stage: Ints
     slice: Ints
     opens: Flags  # the first forward of a microbatch on the stage
-    closes: Flags  # the last B or I of one
+    closes: Flags  # the last B or I of one, or the last F of a stage without backwards
     reduces: Flags  # the first B or W of the stage
 
 
@@ -44,18 +44,19 @@ def marked_actions(shape: ScheduleShape) -> MarkedActions:
     arrays = cached_schedule(shape)
     op, stage, chain = arrays.op, arrays.stage, arrays.stage * shape.num_microbatches + arrays.microbatch
     opens = _firsts(chain, op == _F)
-    closes = _firsts(chain[::-1], ((op == _B) | (op == _I))[::-1])[::-1]
+    last = np.where(stage < shape.num_frozen, op == _F, (op == _B) | (op == _I))
+    closes = _firsts(chain[::-1], last[::-1])[::-1]
     return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, _firsts(stage, (op == _B) | (op == _W)))
 
 
 def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
     """Returns a lower bound of each rank's message buffers (see `slipstream.simulator.buffer_pool.pool_bytes`).
 
-    What a forward received stays until its slice's backward is done, unless it is offloaded; and the last few sends of
-    a channel may still be on their way.
+    What a forward received stays until its slice's backward is done, unless it is offloaded or no backward comes; and
+    the last few sends of a channel may still be on their way.
     """
     awaited, channel, num_channels = arrays.messages
-    received = (arrays.op == _F) & (awaited >= 0)
+    received = (arrays.op == _F) & (awaited >= 0) & (arrays.stage >= arrays.schedule.num_frozen_stages)
     done = (arrays.op == _B) | (arrays.op == _W)
     key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
     stays = np.zeros(key.max(axis=0) + 1, bool)

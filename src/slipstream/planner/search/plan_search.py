@@ -105,7 +105,8 @@ def search_plans(
         num_simulated=run.num_simulated,
         gap=run.gap(best[0]),
         seconds=time.perf_counter() - began,
-        notes=source.notes(),
+        notes=source.trained() + source.notes(),
+        trained=source.trained(),
     )
 
 
@@ -204,7 +205,7 @@ class _PlanSearch:
 
     def _schedule(self, configuration: Configuration) -> SimulatedConfiguration:
         self.num_scheduled += 1
-        self.num_units += prod(self.space.shape(configuration)[1:])
+        self.num_units += prod(self.space.shape(configuration).counts)
         return SimulatedConfiguration.of(self.space, configuration)
 
     def predictions(self) -> Iterator[Prediction]:

@@ -119,9 +119,13 @@ class PlanSpace:
         return found
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
-        c = configuration
-        num_microbatches = self.global_batch // (c.data_parallel * c.microbatch_size)
-        return ScheduleShape(c.schedule, c.pipeline_parallel, num_microbatches, c.num_slices, c.stages_per_rank)
+        c, number = configuration, self.num_microbatches(configuration)
+        frozen = self.cut(c).num_frozen
+        return ScheduleShape(c.schedule, c.pipeline_parallel, number, c.num_slices, c.stages_per_rank, frozen)
+
+    def num_microbatches(self, configuration: Configuration) -> int:
+        """Returns the microbatches of each pipeline."""
+        return self.global_batch // (configuration.data_parallel * configuration.microbatch_size)
 
     # --- what stages cost --------------------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class PlanSpace:
     def _exact(self, c: Configuration) -> tuple[int, ...] | None:
         """Returns the exact slicing for stages like the slowest one of the configuration's cut."""
         stage = self._slowest(self.cut(c))
-        num_passes = self.shape(c).num_microbatches * c.stages_per_rank
+        num_passes = self.num_microbatches(c) * c.stages_per_rank
         return self.choices.exact(c.tensor_parallel, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
 
     def actions(self, configuration: Configuration) -> ActionArrays:
@@ -193,7 +197,8 @@ class PlanSpace:
         rows = [costs.seconds(layers, op, length, context) for op in _COMPUTE]
         rows += [costs.reduce_seconds(layers, op, length) for op in _REDUCE]
         for what in self.source.recomputations:
-            rows.append(0.0 if what == "none" else costs.replay_seconds(layers, what, length, context))
+            replays = what != "none" and costs.has_backward(layers)
+            rows.append(costs.replay_seconds(layers, what, length, context) if replays else 0.0)
         return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
 
     def _first_alike(self, stage: Stage) -> Stage:
@@ -221,7 +226,7 @@ class PlanSpace:
         largest = np.zeros(cut.num_ranks)
         np.maximum.at(largest, list(cut.placement), kept["none"])
         context = cut.per_stage(partial(costs.context_bytes, length=length))
-        return StageSizes(cut.per_stage(costs.num_parameters), context, kept, largest)
+        return StageSizes(cut.per_stage(costs.num_parameters), cut.per_stage(costs.num_trained), context, kept, largest)
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 

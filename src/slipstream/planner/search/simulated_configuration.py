@@ -116,15 +116,15 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
     c, cut, state, shape = configuration, space.cut(configuration), space.source.state, space.shape(configuration)
     sizes, slices = space.sizes(cut), np.array(space.slices(c))
-    per_parameter = state.weights + state.optimizer / c.optimizer_shards
     bound = MemoryBound(
         whole=np.outer(sizes.kept["none"], slices / space.seq_len),
         kept=np.outer(sizes.kept[c.recompute], slices / space.seq_len),
         context=sizes.context,
-        gradients=state.gradients * sizes.parameters,
+        gradients=state.gradients * sizes.trained,
         offloads=bool(c.offload),
     )
-    if (bound.peaks(shape) + per_parameter * cut.per_rank(sizes.parameters)).max() > space.memory:
+    kept = state.weights * sizes.parameters + state.optimizer / c.optimizer_shards * sizes.trained
+    if (bound.peaks(shape) + cut.per_rank(kept)).max() > space.memory:
         return False
     host = space.source.host
     return c.offload < 1 or host is None or bound.away(shape) <= host.capacity

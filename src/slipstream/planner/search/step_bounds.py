@@ -37,6 +37,16 @@ class PlacedPartition:
         return [self.placement.index(rank) for rank in range(self.num_ranks)]
 
     @cached_property
+    def trains(self) -> Flags:
+        """Marks the stages that have backwards."""
+        return np.array([self.costs.has_backward(stage) for stage in self.stages])
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """The number of first stages that have none."""
+        return int(np.argmax(self.trains))
+
+    @cached_property
     def sends_back(self) -> Flags:
         """Marks the stages that send their input gradient to another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
@@ -52,9 +62,11 @@ class PlacedPartition:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """The parameters of each stage, and the bytes of one microbatch's keys and values and of what its F keep."""
+    """The parameters of each stage, how many of them are trained, and the bytes of one microbatch's keys and values and
+    of what its F keep."""
 
     parameters: Floats
+    trained: Floats
     context: Floats
     kept: dict[str, Floats]  # by kind of recomputation
     largest: Floats  # without recomputation, of each rank's largest stage
@@ -128,14 +140,16 @@ class ConfigurationGroup:
         the first microbatch there are no gradients yet.
         """
         sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
-        per_parameter = state.weights + (state.gradients if self.num_microbatches > 1 else 0)
-        per_parameter += state.optimizer / configuration.optimizer_shards
+        per_trained = state.gradients if self.num_microbatches > 1 else 0
+        per_trained += state.optimizer / configuration.optimizer_shards
         # a backward has all of its slice's activations, whatever was dropped or offloaded before
         slices = self.times.slices
         activations = sizes.largest * max(slices) / sum(slices)
         if not configuration.offload:
             activations = np.maximum(activations, per_rank(sizes.kept[configuration.recompute]))
-        return float((per_parameter * per_rank(sizes.parameters) + per_rank(sizes.context) + activations).max())
+        context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
+        kept = state.weights * per_rank(sizes.parameters) + per_trained * per_rank(sizes.trained)
+        return float((kept + context + activations).max())
 
 
 def _sums_before(seconds: Floats) -> Floats:

@@ -2,6 +2,14 @@
 
 FLOPs are those of matrix products, two for a multiplication with its addition (PTD-P appendix A), in any precision.
 They are counted by running the model's code; PTD-P's formulas for a GPT of the same size are given for comparison.
+
+Where all weights are trained, a step takes three times the FLOPs of its forwards: a backward computes a gradient of the
+input and one of the weights, each as large. With frozen weights, of T tokens of which a layer sees S scores,
+
+    model FLOPs = sum over parts of  T (F + I [a trained weight is below, or in it] + W) + S (f + 2 f [the same])
+
+where F, I and W are a token's products forward, to the input and to the trained weights alone, and f those of a score.
+A part's own I is counted as far down as its lowest trained weight. What an adapter computes is part of all three.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from itertools import islice
 from transformers import PretrainedConfig
 
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
+from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
 from slipstream.planner.costs import AttentionCall, ModelCount, PartCount
@@ -30,6 +39,7 @@ class RunFigures:
     """The figures of a whole run. FLOPs are those of a step."""
 
     num_parameters: int
+    num_trained: int  # of them
     num_devices: int
     tokens_per_step: int
     model_flops: float  # of whole sequences
@@ -43,8 +53,9 @@ class RunFigures:
 class StepFigures:
     """The figures of one step of all devices; figures per device are means.
 
-    `model_flops` are what the mathematics needs: forward, and twice as much backward. `hardware_flops` add what is
-    recomputed (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates over the devices' peak.
+    `model_flops` are what the mathematics needs: forward, and twice as much backward, or less where weights are frozen.
+    `hardware_flops` add what is recomputed (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates over the
+    devices' peak.
     """
 
     tokens_per_second: float
@@ -61,12 +72,12 @@ class TrainingTime:
     """The seconds that training on some number of tokens takes."""
 
     measured: float  # at the step's rate
-    ptdp: float  # 8TP/(nX), which leaves out attention's scores
+    ptdp: float | None  # 8TP/(nX), which leaves out attention's scores; None where weights are frozen
 
     def describe(self, tokens: int) -> str:
         """Returns a line that says how long training on `tokens` takes, as measured and by the rule of PTD-P."""
-        measured, by_rule = long_duration_text(self.measured), long_duration_text(self.ptdp)
-        return f"{tokens:,} tokens take {measured} at this rate (8TP/(nX): {by_rule})"
+        by_rule = "" if self.ptdp is None else f" (8TP/(nX): {long_duration_text(self.ptdp)})"
+        return f"{tokens:,} tokens take {long_duration_text(self.measured)} at this rate{by_rule}"
 
 
 class FlopsMeter:
@@ -81,19 +92,27 @@ class FlopsMeter:
         batch_size: sequences of a step, over all replicas.
         num_devices: devices of the whole mesh.
         peak: the peak of one device; see `find_peak`.
+        trained: what of the model is trained.
 
     Raises:
         SlipstreamError: if the operations of the architecture can't be counted.
     """
 
     def __init__(
-        self, config: PretrainedConfig, seq_len: int, batch_size: int, num_devices: int, peak: DevicePeak
+        self,
+        config: PretrainedConfig,
+        seq_len: int,
+        batch_size: int,
+        num_devices: int,
+        peak: DevicePeak,
+        trained: TrainedWeights = ALL_WEIGHTS,
     ) -> None:
-        self.count, self._seq_len, self._batch_size = count_model(config, seq_len), seq_len, batch_size
+        self.count, self._seq_len = count_model(config, seq_len, trained=trained), seq_len
+        self._batch_size = batch_size
         counted = self.count.counted(self.count.whole)
         self._whole = _Forward.of((part, None) for number, part in counted for _ in range(number))
-        self._products = self._whole.products * batch_size * seq_len
-        self._scores = batch_size * self._whole.scores(0, seq_len)
+        self._products = sum(number * part.step_products.per_token for number, part in counted)  # of a token
+        model_flops = batch_size * (self._products * seq_len + self._whole.step_scores(seq_len))
         self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # what was recomputed last
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
@@ -102,9 +121,10 @@ class FlopsMeter:
         forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # of a token
         self.run = RunFigures(  # they hold for every step
             num_parameters=self.count.num_parameters,
+            num_trained=self.count.num_trained,
             num_devices=num_devices,
             tokens_per_step=batch_size * seq_len,
-            model_flops=3 * (self._products + self._scores),
+            model_flops=model_flops,
             peak_flops=peak.flops,
             peak_source=peak.source,
             ptdp_num_parameters=weights * (1 + 13 / (12 * hidden) + ends),
@@ -127,16 +147,15 @@ class FlopsMeter:
             documents: the tokens of each document of the whole batch, which attends to itself alone. Default: every
                 sequence is one document, of `seq_len` tokens.
         """
-        run, tokens, products, scores = self.run, self.run.tokens_per_step, self._products, self._scores
-        if documents is not None:
-            tokens = sum(documents)
-            products = tokens * self._whole.products
-            scores = sum(self._whole.scores(0, length) for length in documents)
+        run, whole = self.run, self._whole
+        lengths = [self._seq_len] * self._batch_size if documents is None else documents
+        tokens = sum(lengths)
+        scores = sum(whole.scores(0, length) for length in lengths)
+        model = tokens * self._products + sum(map(whole.step_scores, lengths))
         ran = layout, tuple(microbatches), tokens
         if self._counted[0] != ran:
             self._counted = ran, self._recomputed(layout, microbatches, tokens)
         products_again, scores_again, in_whole_rows = self._counted[1]
-        model = 3 * (products + scores)
         hardware = model + products_again + scores_again * scores / in_whole_rows
         device_seconds = seconds * run.num_devices
         return StepFigures(
@@ -166,9 +185,10 @@ class FlopsMeter:
         """
         run = self.run
         achieved = 4 / 3 * run.model_flops / (run.num_devices * seconds_per_step)
+        by_rule = 8 * tokens * run.num_parameters / (run.num_devices * achieved)
         return TrainingTime(
             measured=tokens / run.tokens_per_step * seconds_per_step,
-            ptdp=8 * tokens * run.num_parameters / (run.num_devices * achieved),
+            ptdp=by_rule if run.num_trained == run.num_parameters else None,
         )
 
 
@@ -213,11 +233,18 @@ class _Forward:
 
     def scores(self, first: int, end: int) -> float:
         """Returns the FLOPs of one sequence's queries in [first, end): the products with keys and with values."""
-        total = 0.0
-        for call, number in self.calls.items():
-            num_scores = number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
-            total += 2 * num_scores * (call.key_width + call.value_width)
-        return total
+        each = self._num_scores(first, end).items()
+        return sum(2 * number * (call.key_width + call.value_width) for call, number in each)
+
+    def step_scores(self, length: int) -> float:
+        """Returns the FLOPs of the scores of a whole sequence in a step, with the backward where there is one."""
+        return sum(call.step_flops(number) for call, number in self._num_scores(0, length).items())
+
+    def _num_scores(self, first: int, end: int) -> dict[AttentionCall, float]:
+        return {
+            call: number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
+            for call, number in self.calls.items()
+        }
 
 
 def _repeated(

@@ -56,7 +56,8 @@ class Reporter:
         training, peak = config.training, find_peak(device, compute_dtype(config))
         try:
             length, number = map(round, sequence)
-            self._figures = FlopsMeter(pipe.config, length, number, self._world.size, peak)
+            counted = pipe.config, length, number, self._world.size, peak
+            self._figures = FlopsMeter(*counted, pipe.trained_weights)
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
         self._disk = DiskTrouble(progress.say)

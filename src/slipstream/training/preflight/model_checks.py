@@ -22,7 +22,15 @@ from slipstream.model import (
     meta_model,
     trust_remote_code,
 )
-from slipstream.model.adapters import Adapter, find_frozen, find_targets, freeze, trained_text
+from slipstream.model.adapters import (
+    Adapter,
+    adapted_model,
+    check_saved_weights,
+    find_frozen,
+    find_targets,
+    freeze,
+    trained_text,
+)
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.causal_lm_weights import plan_shares
@@ -104,9 +112,21 @@ def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
-    whole = meta_model(model_config)
-    find_targets(whole, config.lora.peft_config(str(config.model.path)))
+    whole, adapter = meta_model(model_config), Adapter("default", config.lora.peft_config(str(config.model.path)))
+    find_targets(whole, adapter.config)
+    if config.lora.path is not None:
+        _check_saved_adapter(config.lora.path, config.training.output)
+        check_saved_weights(config.lora.path, adapted_model(meta_model(model_config), adapter), adapter)
     progress.say(f"lora: {trained_text(whole)}")
+
+
+def _check_saved_adapter(path: str, output: Path) -> None:
+    """Raises SlipstreamError for an adapter in the folder whose adapter the run replaces."""
+    if Path(path).resolve().is_relative_to(output.resolve()):
+        raise SlipstreamError(
+            f"lora.path={path} is in training.output={output}, where the run writes its own adapter; give another "
+            "--training.output, or go on with the run itself by --checkpoint.resume=latest"
+        )
 
 
 def _check_frozen(patterns: Sequence[str], model_config: Any, progress: Progress) -> None:

@@ -46,9 +46,9 @@ def check_optimizer(config: Config, model_config: Any) -> None:
 
 def _dims(config: Config, model_config: Any) -> set[int]:
     """Returns the numbers of dimensions of what is trained."""
-    lora = config.lora
-    if lora is None:
+    if config.lora is None:
         return {parameter.ndim for parameter in meta_model(model_config).parameters()}
+    lora = config.lora.peft_config(str(config.model.path))
     dims = {1, 2} if lora.use_dora or lora.bias != "none" else {2}
     copies = tuple(lora.modules_to_save or ())
     whole = meta_model(model_config).named_modules() if copies else ()

@@ -1,0 +1,141 @@
+"""Measured costs of training all weights become those of training a part, as counted products say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from slipstream.pipeline.tuning.partly_trained import trains_a_part
+from slipstream.planner.costs import (
+    OPS,
+    Amount,
+    Hardware,
+    MeasuredStage,
+    ModelCount,
+    ModelIdentity,
+    OpCount,
+    PartCount,
+    Profile,
+    StageParts,
+    StateBytes,
+    choose_stages,
+    fit_times,
+    memory_table,
+    part_kinds,
+)
+from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
+from slipstream.schedule import BACKWARDS, Op
+from slipstream.simulator import memory_of
+from support.hand_made_plan import MODEL
+
+LENGTH, LAYERS = 64, 6
+SECONDS = {Op.F: 1.0, Op.B: 2.1, Op.I: 1.25, Op.W: 0.75}  # of a token in a layer; a head takes 0.4 of it
+WEIGHTS = {"embedding": 0.0, "layer": 1.0, "head": 0.4}
+NAMES = ("embedding", *["layer"] * LAYERS, "head")
+WHOLE = replace(MODEL, kinds=(0,) * LAYERS)
+STATE = StateBytes.of("float32")
+
+
+def measured(stage: range) -> MeasuredStage:
+    size = sum(WEIGHTS[NAMES[part]] for part in stage)
+    points = [(length, context) for length in (1, 16, 64) for context in (0, 48) if length + context <= LENGTH]
+    values = {op: {(i, j): SECONDS[op] * (size * i + 0.01) for i, j in points} for op in OPS}
+    return MeasuredStage(
+        first=stage.start,
+        last=stage.stop - 1,
+        fits={op: fit_times(values[op]) for op in OPS},
+        points=dict.fromkeys(OPS, ()),
+        activation_bytes=tuple((length, round(100 * size * length)) for length in (1, 16, 64)),
+        context_bytes=8 * sum(NAMES[part] == "layer" for part in stage),
+        context_gradient_bytes=16 * sum(NAMES[part] == "layer" for part in stage),
+        num_parameters=200_000_000 * len(stage),
+    )
+
+
+PROFILE = Profile(
+    hardware=Hardware("cpu", "a processor", cores=2, threads=1, processes=2),
+    model=ModelIdentity("llama", LAYERS, 4096, 61, "abc"),
+    versions={},
+    dtype="float32",
+    dtype_bytes=4,
+    microbatch_size=1,
+    seq_len=LENGTH,
+    kinds=(0,) * LAYERS,
+    kind_names=("layer",),
+    units_per_layer=1,
+    stages=tuple(map(measured, choose_stages(part_kinds((0,) * LAYERS, 1)))),
+    optimizer_seconds=1e-9,
+)
+
+
+def partly_trained() -> ModelCount:
+    """Embedding and three layers without a backward, then an adapter in each layer, whose products are 2% of it."""
+
+    def frozen(part: PartCount, has_backward: bool, more: float = 0.0) -> PartCount:
+        forward = part.ops[Op.F]
+        added = OpCount(flops=Amount(0, more * forward.flops.per_token))
+        full = replace(forward, flops=Amount(0, (1 + more) * forward.flops.per_token))
+        ops = {Op.F: full, Op.I: full if has_backward else OpCount(), Op.W: added}
+        adapter = round(more * part.num_parameters)
+        calls = tuple(replace(call, has_gradient=has_backward) for call in part.attentions)
+        sizes = {"num_parameters": part.num_parameters + adapter, "num_frozen": part.num_parameters}
+        return replace(part, ops=ops, attentions=calls, has_backward=has_backward, **sizes)  # type: ignore[arg-type]
+
+    layer = WHOLE.layers[0]
+    return replace(
+        WHOLE,
+        kinds=(0, 0, 0, 1, 1, 1),
+        layers=(frozen(layer, False), frozen(layer, True, 0.02)),
+        embedding=frozen(WHOLE.embedding, False),
+        head=frozen(WHOLE.head, True),
+    )
+
+
+def test_times_are_scaled_to_what_is_computed() -> None:
+    everything = ProfileUnits(PROFILE, STATE)
+    units = trains_a_part(everything, WHOLE, partly_trained())
+    assert units.num_frozen_units == 4
+    lengths, contexts = np.array([32, 32]), np.array([0, 32])
+    before, now = ({op: each.seconds(op, lengths, contexts)[0] for op in OPS} for each in (everything, units))
+    below, above, head = slice(0, 4), slice(4, 7), 7
+    assert np.allclose(now[Op.F][below], before[Op.F][below])
+    assert np.allclose(now[Op.F][above], 1.02 * before[Op.F][above])
+    for op in (Op.B, Op.I, Op.W):
+        assert not now[op][below].any()
+    assert np.allclose(now[Op.I][above], 1.02 * before[Op.I][above])
+    assert np.allclose(now[Op.W][above], 0.02 * before[Op.W][above])
+    assert np.allclose(now[Op.B][above], (1.02 * 1.25 + 0.02 * 0.75) / 2 * before[Op.B][above])
+    assert not now[Op.W][head].any()
+    assert np.allclose(now[Op.I][head], before[Op.I][head])
+    adapter = 3 * 4_000_000
+    size = STATE.weights * (8 * 200_000_000 + adapter) + (STATE.gradients + STATE.optimizer) * adapter
+    assert units.state_bytes().sum() == size
+    for kept in (units.activation_bytes(lengths)[0], units.kept_bytes(lengths)[0]):
+        assert not kept[below].any()
+        assert kept[above].all()
+
+
+def planned(units: ProfileUnits) -> JointPlan:
+    return find_joint_plan(JointProblem(units, LENGTH, 2, 2, granularity=16, longest_slice=32, effort=1e6))
+
+
+def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
+    everything = ProfileUnits(PROFILE, STATE)
+    units = trains_a_part(everything, WHOLE, partly_trained())
+    for_all, plan = planned(everything), planned(units)
+    assert plan.partition != for_all.partition
+    assert plan.ideal <= plan.bound <= plan.seconds < for_all.seconds
+    ran = {action.stage for action in plan.schedule.positions if action.op in BACKWARDS}
+    assert min(ran) == plan.schedule.num_frozen_stages > 0
+    stages = StageParts.of_partition(plan.partition, LAYERS, 1)
+    table = memory_table(units.profile, stages, plan.schedule, plan.slices, "none", STATE)
+    whole = memory_table(PROFILE, stages, plan.schedule, plan.slices, "none", STATE)
+    adapter = 3 * 4_000_000
+    assert sum(table.optimizer.values()) == STATE.optimizer * adapter
+    assert sum({stage: size for (stage, _), size in table.gradients.items()}.values()) == STATE.gradients * adapter
+    for g in range(plan.schedule.num_frozen_stages):
+        assert table.context_gradients[g] == table.optimizer[g] == 0
+        assert all(each.leaves == 0 for (unit, op), each in table.footprints.items() if unit.stage == g and op is Op.F)
+    peaks = ([rank.peak for rank in memory_of(plan.schedule, each)] for each in (table, whole))
+    assert all(less < more for less, more in zip(*peaks, strict=True))
