@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
@@ -12,7 +11,12 @@ from slipstream.model import check_length, load_config, longest_sequence
 from slipstream.training.config import Config
 from slipstream.training.data import TokenisedText, load_texts
 from slipstream.training.data.samples import ChatTemplate, OpenSource
-from slipstream.training.exports.evaluation_settings import held_out_file, settings_of_model, settings_of_run
+from slipstream.training.exports.evaluation_settings import (
+    check_file,
+    held_out_file,
+    settings_of_model,
+    settings_of_run,
+)
 from slipstream.training.exports.lone_model import LoneModel
 from slipstream.training.exports.model_choice import OpenedModel
 from slipstream.training.exports.pair_loss import (
@@ -117,7 +121,7 @@ def _read(config: Config, opened: OpenedModel, asked: Asked, progress: Progress)
                 "settings of preference without FILE: the run has held out no pairs of answers; give one"
             )
         return texts
-    _check_file(held_out_file(config))
+    check_file(held_out_file(config))
     source = config.data.validation_source or config.data
     found = (OpenSource if config.preference is None else PairSource).of(source, progress.say)
     progress.say(found.describe())
@@ -127,15 +131,6 @@ def _read(config: Config, opened: OpenedModel, asked: Asked, progress: Progress)
     if not (text.lengths > 1).any():
         raise SlipstreamError(f"{asked.file} has no document of two tokens, of which the second could be predicted")
     return [text]
-
-
-def _check_file(file: Path | None) -> None:
-    if file is not None and not file.is_file():
-        raise SlipstreamError(
-            f"there is no file {file}; give a text, or a table ending in .json, .jsonl, .csv or .parquet"
-        )
-    if file is not None and file.stat().st_size == 0:
-        raise SlipstreamError(f"{file} is empty; give a file with text")
 
 
 def _check_vocabulary(text: TokenisedText, model: str) -> None:

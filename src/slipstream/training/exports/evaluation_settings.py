@@ -29,6 +29,8 @@ def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed
     data = values["data"]
     if sources := data.pop("sources", None):
         data |= {name: value for name, value in sources[0].items() if name in SourceSection.model_fields}
+    if file is not None and not (data.get("dataset") or any(each.startswith("--data.dataset=") for each in typed)):
+        check_file(Path(file))  # of a data set it may be the name of a split
     # The template of the run is in its tokenizer; the file may be gone.
     data |= {"streaming": False, "chat_template": None}
     values["data"] = data | ({} if file is None else {"validation": file})
@@ -73,3 +75,13 @@ def held_out_file(config: Config) -> Path | None:
     """Returns the file that is evaluated; None where it is a split of a data set."""
     names = [Path(str(config.data.validation))] if config.data.validation is not None else config.data.files or []
     return next((name for name in names if name.suffix or name.exists()), None)
+
+
+def check_file(file: Path | None) -> None:
+    """Raises SlipstreamError for a file that isn't there, or that is empty."""
+    if file is not None and not file.is_file():
+        raise SlipstreamError(
+            f"there is no file {file}; give a text, or a table ending in .json, .jsonl, .csv or .parquet"
+        )
+    if file is not None and file.stat().st_size == 0:
+        raise SlipstreamError(f"{file} is empty; give a file with text")
