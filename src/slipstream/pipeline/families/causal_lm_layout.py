@@ -235,9 +235,8 @@ class WeighedModel:
         if self.trains_all:
             return forward + attended
         trained = sum(self._multiplications(part, trained=True) for part in parts)
-        has_backward = bool(trained) or self.has_gradient(parts)
-        inputs = forward if self.has_gradient(parts) else 0.0
-        return (forward + inputs + trained + attended * (3 if has_backward else 1)) / 3
+        sends_back = self.has_gradient(parts)
+        return (forward * (2 if sends_back else 1) + trained + attended * (3 if sends_back or trained else 1)) / 3
 
     def has_gradient(self, parts: Sequence[nn.Module]) -> bool:
         """Returns whether anything before a layer, or these parts of it, is trained."""
