@@ -38,12 +38,13 @@ from slipstream.parallel.tensor import (
 )
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
 from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
-from slipstream.pipeline.families.causal_lm_layout import WeighedModel, plan_layout
+from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.causal_lm_weights import load_layers, plan_shares, spread_heads
 from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
+from slipstream.pipeline.families.weighed_model import WeighedModel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.sequences import Sequences, consecutive_groups

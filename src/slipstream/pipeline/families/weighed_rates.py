@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.model import LayerPart, LayerRange
-from slipstream.pipeline.families.causal_lm_layout import WeighedModel
+from slipstream.pipeline.families.weighed_model import WeighedModel
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op
 

@@ -1,0 +1,142 @@
+"""Weighs the layers of a causal LM that isn't in memory, by multiplications."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import (
+    LayerHalf,
+    LayerPart,
+    ModelAnatomy,
+    find_halves,
+    meta_model,
+    parts_of,
+    uses_randomness,
+)
+from slipstream.planner.costs import AttentionWindow
+
+_WITHOUT_SCORES = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers by transformers' names
+
+
+class WeighedModel:
+    """A model that isn't in memory, its layers weighed by the multiplications that a token needs.
+
+    These are the products with weights and, where `seq_len` is known, those of attention in sequences of that length.
+    Where all weights are trained, backwards have twice as many and count nothing; else a third of all is the weight:
+    below the lowest trained parameter of the forward alone, above it of the gradients that are computed, too.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        anatomy: ModelAnatomy,
+        seq_len: int | None,
+        has_head: bool = True,
+        whole: PreTrainedModel | None = None,
+    ) -> None:
+        self.config, self.anatomy, self.trains_all = config, anatomy, whole is None
+        self._module = meta_model(config) if whole is None else whole
+        self.layers = anatomy.layers_of(self._module)
+        self.uses_randomness = uses_randomness(self._module)
+        self._seq_len, self._text = seq_len, config.get_text_config()
+        self._has_head = has_head  # of whichever stage is last
+
+    def halves_or_none(self) -> tuple[LayerPart, ...]:
+        """Returns the parts of half layers, none where the architecture has none: nobody asked for them."""
+        try:
+            return find_halves(self.config, self.anatomy)
+        except SlipstreamError:
+            return ()
+
+    def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
+        """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
+
+        The last one's include those of the head, unless that is spread over all ranks.
+        """
+        costs = []
+        for index, layer in enumerate(self.layers):
+            for half in LayerHalf if halves else (None,):
+                parts = [layer]
+                if half is not None:
+                    parts = [child for child, part in parts_of(layer, halves) if part.half is half]
+                attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
+                costs.append(self._step_share(parts, attended))
+        if self._has_head:
+            costs[-1] += self._step_share([self._module.get_submodule(name) for name in self.anatomy.after], 0.0)
+        return costs
+
+    def _step_share(self, parts: Sequence[nn.Module], attended: float) -> float:
+        """Returns a third of a step's multiplications of a token with these modules and with what it attends to."""
+        forward = sum(map(self._multiplications, parts))
+        if self.trains_all:
+            return forward + attended
+        trained = sum(self._multiplications(part, trained=True) for part in parts)
+        has_backward = bool(trained) or self.has_gradient(parts)
+        inputs = forward if self.has_gradient(parts) else 0.0
+        return (forward + inputs + trained + attended * (3 if has_backward else 1)) / 3
+
+    def has_gradient(self, parts: Sequence[nn.Module]) -> bool:
+        """Returns whether anything before a layer, or these parts of it, is trained."""
+        own = {id(parameter) for part in parts for parameter in part.parameters()}
+        ends = [self._module.get_submodule(name) for name in self.anatomy.before]
+        if any(parameter.requires_grad for end in ends for parameter in end.parameters()):
+            return True
+        inside = (parameter for layer in self.layers for parameter in layer.parameters())
+        before = takewhile(lambda parameter: id(parameter) not in own, inside)
+        return any(parameter.requires_grad for parameter in before)
+
+    @property
+    def head_products(self) -> float:
+        """The multiplications of a token with what follows the layers."""
+        return sum(self._multiplications(self._module.get_submodule(name)) for name in self.anatomy.after)
+
+    def score_products(self, layer: int) -> float:
+        """The multiplications of a token with a key and a value that it sees, in a layer; 0 where it has none."""
+        text = self._of_layer(layer)
+        kinds = getattr(text, "layer_types", None)
+        if not hasattr(text, "num_attention_heads") or (kinds is not None and kinds[layer] in _WITHOUT_SCORES):
+            return 0.0
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return float(2 * text.num_attention_heads * width)
+
+    def window(self, layer: int) -> AttentionWindow:
+        """Returns the keys that a layer's attention sees."""
+        text = self._of_layer(layer)
+        kinds, width = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+        slides = width is not None and (kinds is None or "sliding" in kinds[layer])
+        return AttentionWindow("sliding", width) if slides else AttentionWindow()
+
+    def _of_layer(self, layer: int) -> PretrainedConfig:
+        """Returns the layer's own configuration where sizes vary from layer to layer."""
+        is_varied = getattr(self._text, "is_heterogeneous", False)
+        return self._text.per_layer_config[layer] if is_varied else self._text
+
+    def _attended(self, layer: int) -> float:
+        """Returns the multiplications of a token with the keys and the values that it sees on average."""
+        length, window = self._seq_len, self.window(layer).width
+        if length is None:
+            return 0.0
+        keys = length / 2
+        if window is not None and window < length:
+            keys = window - window**2 / (2 * length)
+        return self.score_products(layer) * keys
+
+    def _multiplications(self, module: nn.Module, trained: bool = False) -> float:
+        """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to.
+
+        With `trained`, those that lead to weight gradients. What a trained copy has replaced doesn't count.
+        """
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
+        used = min(1.0, (getattr(self._text, "num_experts_per_tok", None) or 1) / experts)
+        matrices = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if parameter.dim() > 1 and not (trained and not parameter.requires_grad) and "original_module." not in name
+        ]
+        return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in matrices)
