@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.data import TokenBatch, load_texts, sequences_of
-from slipstream.training.exports import Asked, TextLoss, evaluate_model, opened_model
+from slipstream.training.exports import EvaluationRequest, TextLoss, evaluate_model, opened_model
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 
@@ -122,23 +122,23 @@ def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str])
 def test_an_evaluation_finds_the_validation_loss(finished: tuple[Path, str], files: Path, is_named: bool) -> None:
     output, _ = finished
     (measured,) = [line["validation_loss"] for line in records_of(output) if "validation_loss" in line]
-    asked = Asked(str(files / "held-out.jsonl") if is_named else None, seq_len=None, slice_len=40)
+    request = EvaluationRequest(str(files / "held-out.jsonl") if is_named else None, seq_len=None, slice_len=40)
     with opened_model(str(output), False, Progress(None)) as opened:
-        found = evaluate_model(opened, asked, Progress(None))
+        found = evaluate_model(opened, request, Progress(None))
         assert isinstance(found, TextLoss)
         assert found.loss == pytest.approx(measured, rel=1e-5)
-        every = replace(asked, settings=["--data.loss=all"])
+        every = replace(request, settings=["--data.loss=all"])
         if is_named:
             all_tokens = evaluate_model(opened, every, Progress(None))
             assert isinstance(all_tokens, TextLoss)
             assert all_tokens.num_predicted > 1.5 * found.num_predicted
             with pytest.raises(SlipstreamError, match=r"doesn't take --training.steps=3: give settings of"):
-                evaluate_model(opened, replace(asked, settings=["--training.steps=3"]), Progress(None))
+                evaluate_model(opened, replace(request, settings=["--training.steps=3"]), Progress(None))
         else:
             with pytest.raises(SlipstreamError, match=r"--data.loss=all without FILE: what the run held out"):
                 evaluate_model(opened, every, Progress(None))
             with pytest.raises(SlipstreamError, match=r"packing=fixed with preference|no pairs of answers"):
-                evaluate_model(opened, replace(asked, settings=["--preference.beta=1"]), Progress(None))
+                evaluate_model(opened, replace(request, settings=["--preference.beta=1"]), Progress(None))
 
 
 @pytest.mark.more

@@ -43,7 +43,7 @@ def evaluate(
     Runs in this process alone.
     """
     from slipstream.launch import Progress, make_console
-    from slipstream.training.exports import Asked, PairLoss, evaluate_model, opened_model
+    from slipstream.training.exports import EvaluationRequest, PairLoss, evaluate_model, opened_model
     from slipstream.training.preferences import describe_rewards
 
     progress, settings = Progress(make_console()), [*context.args]
@@ -52,7 +52,7 @@ def evaluate(
     if column is not None:
         settings.append(f"--data.text_column={column}")
     with opened_model(model, remote_code, progress, best) as opened:
-        found = evaluate_model(opened, Asked(file, seq_len, slice_len, settings, reference), progress)
+        found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
     if isinstance(found, PairLoss):
         progress.say(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
         progress.say(f"loss: {found.loss:.4f} per pair")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.exports import check_export_folder, choose_checkpoint, opened_model
+from slipstream.training.exports.evaluation_settings import settings_of_model
 from slipstream.training.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 from support.parameters import first_of
@@ -267,6 +268,11 @@ def test_a_long_text_is_cut_at_the_longest_sequence(run: RunFolder, tmp_path: Pa
     num_tokens, predicted, _ = evaluated(run.model, file)
     assert num_tokens > 3 * 64
     assert predicted == num_tokens - -(-num_tokens // 64)
+
+
+def test_sequences_of_an_evaluation_may_be_shorter_than_the_slices_of_a_training() -> None:
+    found = settings_of_model("model", "rows.jsonl", 5, ["--data.loss=all"])
+    assert (found.training.seq_len, found.data.loss, found.data.packing) == (5, "all", "none")
 
 
 def test_a_model_that_is_being_written_is_not_taken(run: RunFolder, tmp_path: Path) -> None:

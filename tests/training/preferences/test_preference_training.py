@@ -23,7 +23,7 @@ from slipstream.launch import Progress
 from slipstream.training.config import load_config
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import TokenisedText, load_texts
-from slipstream.training.exports import Asked, PairLoss, evaluate_model, opened_model
+from slipstream.training.exports import EvaluationRequest, PairLoss, evaluate_model, opened_model
 from slipstream.training.preferences import load_with_reference, preference_loss
 from slipstream.training.preflight import preflight
 from support.forked import COMMAND, launch
@@ -129,11 +129,11 @@ def test_the_figures_are_those_of_the_exported_model(finished: Path) -> None:
 
 def test_an_evaluation_finds_the_figures_of_the_validation(finished: Path, file: Path, tmp_path: Path) -> None:
     (measured,) = lines_of(finished, "validation_loss")
-    asked = Asked(None, seq_len=None, slice_len=10)
+    request = EvaluationRequest(None, seq_len=None, slice_len=10)
     with opened_model(str(finished), False, Progress(None)) as opened:
-        found = evaluate_model(opened, asked, Progress(None))
+        found = evaluate_model(opened, request, Progress(None))
         with pytest.raises(SlipstreamError, match=r"random weights.* --reference=MODEL, or leave FILE out"):
-            evaluate_model(opened, replace(asked, file=str(file)), Progress(None))
+            evaluate_model(opened, replace(request, file=str(file)), Progress(None))
     assert isinstance(found, PairLoss)
     assert found.loss == pytest.approx(measured["validation_loss"], rel=1e-5)
     assert found.rewards == pytest.approx(measured["rewards"], rel=1e-4)
@@ -141,8 +141,8 @@ def test_an_evaluation_finds_the_figures_of_the_validation(finished: Path, file:
     rows.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:3]))
     settings = ["--preference.beta=0.5"]
     with opened_model(str(finished / "model"), False, Progress(None)) as opened:
-        asked = Asked(str(rows), 64, 10, settings, reference=str(finished / "model"))
-        alike = evaluate_model(opened, asked, Progress(None))
+        request = EvaluationRequest(str(rows), 64, 10, settings, reference=str(finished / "model"))
+        alike = evaluate_model(opened, request, Progress(None))
     assert isinstance(alike, PairLoss)
     assert (alike.num_pairs, alike.loss) == (3, pytest.approx(math.log(2)))
 

@@ -33,7 +33,7 @@ _LONGEST = 2**20  # tokens of a sequence where a model has no limit
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What is to be evaluated, as it was typed.
 
     Attributes:
@@ -51,7 +51,7 @@ class Asked:
     reference: str | None = None
 
 
-def evaluate_model(opened: OpenedModel, asked: Asked, progress: Progress) -> TextLoss | PairLoss:
+def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Progress) -> TextLoss | PairLoss:
     """Returns the loss of a model on a file or on what its run has held out.
 
     Of a run it is what its validation reports, with the run's settings; of another model each document is a sequence.
@@ -59,21 +59,21 @@ def evaluate_model(opened: OpenedModel, asked: Asked, progress: Progress) -> Tex
     Raises:
         SlipstreamError: where there is nothing to evaluate, or the settings, the file and the model don't fit together.
     """
-    config = _settings(opened, asked)
-    texts = _read(config, opened, asked, progress)
+    config = _settings(opened, request)
+    texts = _read(config, opened, request, progress)
     lengths = [length for text in texts for length in text.lengths.tolist()]
     precision = config if opened.run is not None else None
     longest = min(max(lengths), config.training.seq_len)
 
     def loaded(path: str) -> LoneModel:
-        return LoneModel(path, longest, asked.slice_len, precision)
+        return LoneModel(path, longest, request.slice_len, precision)
 
     if config.preference is None:
         training, packing = config.training, config.data.packing
-        return measure_text_loss(loaded(opened.path), texts, packing, training.seq_len, asked.slice_len, progress)
-    references = [find_reference(opened.run, text) if asked.reference is None else None for text in texts]
+        return measure_text_loss(loaded(opened.path), texts, packing, training.seq_len, request.slice_len, progress)
+    references = [find_reference(opened.run, text) if request.reference is None else None for text in texts]
     if any(each is None for each in references):
-        base = loaded(name_reference(config, opened.run, asked.reference))
+        base = loaded(name_reference(config, opened.run, request.reference))
         references = [log_probabilities(base, text, "computing the reference", progress) for text in texts]
         del base
     model = loaded(opened.path)
@@ -81,27 +81,27 @@ def evaluate_model(opened: OpenedModel, asked: Asked, progress: Progress) -> Tex
     return compare_pairs(found, [each for each in references if each is not None], config.preference)
 
 
-def _settings(opened: OpenedModel, asked: Asked) -> Config:
+def _settings(opened: OpenedModel, request: EvaluationRequest) -> Config:
     model_config = load_config(opened.path)
-    if asked.seq_len is not None:
-        if asked.seq_len < 2:
-            raise SlipstreamError(f"--seq-len={asked.seq_len}: a sequence needs 2 tokens, so that one is predicted")
-        check_length(model_config, asked.seq_len, "--seq-len")
+    if request.seq_len is not None:
+        if request.seq_len < 2:
+            raise SlipstreamError(f"--seq-len={request.seq_len}: a sequence needs 2 tokens, so that one is predicted")
+        check_length(model_config, request.seq_len, "--seq-len")
     if opened.run is not None and opened.run.config.is_file():
-        if asked.file is None:
-            _check_settings_alone(asked)
-        return settings_of_run(opened.run, asked.file, asked.seq_len, asked.settings)
-    if asked.file is None:
+        if request.file is None:
+            _check_settings_alone(request)
+        return settings_of_run(opened.run, request.file, request.seq_len, request.settings)
+    if request.file is None:
         raise SlipstreamError("FILE is missing: only a run has held out a text of its own; give a file to evaluate on")
-    seq_len = asked.seq_len or longest_sequence(model_config) or _LONGEST
-    return settings_of_model(opened.path, asked.file, seq_len, asked.settings)
+    seq_len = request.seq_len or longest_sequence(model_config) or _LONGEST
+    return settings_of_model(opened.path, request.file, seq_len, request.settings)
 
 
-def _check_settings_alone(asked: Asked) -> None:
+def _check_settings_alone(request: EvaluationRequest) -> None:
     """Raises SlipstreamError for settings of how a file becomes tokens, which what a run held out already is."""
-    without = [setting for setting in asked.settings if not setting.startswith("--preference.")]
-    if asked.seq_len is not None:
-        without.append(f"--seq-len={asked.seq_len}")
+    without = [setting for setting in request.settings if not setting.startswith("--preference.")]
+    if request.seq_len is not None:
+        without.append(f"--seq-len={request.seq_len}")
     if without:
         raise SlipstreamError(
             f"{without[0]} without FILE: what the run held out is in tokens already, and in sequences as it validates. "
@@ -109,9 +109,9 @@ def _check_settings_alone(asked: Asked) -> None:
         )
 
 
-def _read(config: Config, opened: OpenedModel, asked: Asked, progress: Progress) -> list[TokenisedText]:
+def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progress: Progress) -> list[TokenisedText]:
     """Returns the tokens to evaluate on, source by source."""
-    if asked.file is None:
+    if request.file is None:
         assert opened.run is not None
         texts = [text for text in load_texts(opened.run.inputs, "validation") if (text.lengths > 1).any()]
         if not texts:
@@ -129,7 +129,7 @@ def _read(config: Config, opened: OpenedModel, asked: Asked, progress: Progress)
     text = found.tokenise(opened.tokenizer, template, config.training.seq_len, progress)
     _check_vocabulary(text, opened.path)
     if not (text.lengths > 1).any():
-        raise SlipstreamError(f"{asked.file} has no document of two tokens, of which the second could be predicted")
+        raise SlipstreamError(f"{request.file} has no document of two tokens, of which the second could be predicted")
     return [text]
 
 

@@ -67,7 +67,7 @@ def _parse(values: dict[str, Any], seq_len: int | None, typed: Sequence[str]) ->
         **_ABSENT,
         **({} if seq_len is None else {"seq_len": seq_len}),
     }
-    kept["pipeline"] = {"num_ranks": 1}
+    kept["pipeline"] = {"num_ranks": 1, "slices": 1}
     return parse_config(kept)
 
 
