@@ -85,9 +85,9 @@ def _refused(args: TrainingArguments) -> Iterator[str]:
 def _unknown(args: TrainingArguments) -> Iterator[str]:
     """Yields what is said of arguments that a later version of transformers has, where they are given."""
     known = NOT_REFUSED | REFUSED.keys()
-    for field in fields(args):
+    for field in fields(TrainingArguments):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name not in known and getattr(args, field.name) != default and type(args) is TrainingArguments:
+        if field.name not in known and getattr(args, field.name) != default:
             yield f"{field.name}={getattr(args, field.name)!r}: a SlipstreamTrainer doesn't know it. Leave it out."
 
 
