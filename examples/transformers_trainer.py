@@ -44,6 +44,7 @@ def main(folder: str, num_steps: int = 20) -> None:
         eval_strategy="steps",
         eval_steps=10,
         save_steps=10,
+        use_cpu=not torch.cuda.is_available(),
         report_to="none",
         disable_tqdm=True,
     )

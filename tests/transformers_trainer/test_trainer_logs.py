@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ from support.adapters import PREFIX, adapted, lora
 from support.architectures import BOUND, no_rounding_inside
 from support.options import grouped
 from support.parameters import first_of
-from support.trainers import accuracy, arguments, check_logs, history, pipeline, trainer, unsplit_model, unsplit_trainer
+from support.trainers import (
+    accuracy,
+    arguments,
+    check_logs,
+    history,
+    pipeline,
+    rows,
+    trainer,
+    unsplit_model,
+    unsplit_trainer,
+)
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -73,6 +84,34 @@ def test_logs_callbacks_and_weights_are_those_of_a_trainer(
     assert mine.num_parameters == recorder.num_parameters
     for name, weight in pipe.named_parameters():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=BOUND)
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
+    """Rows without a known number."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(rows(16))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    first_of(
+        [
+            {"optim": "sgd", "optim_args": "momentum=0.9", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
+            {"train_sampling_strategy": "group_by_length"},
+            {"optim": "adafactor"},
+            {"eval_strategy": "steps", "lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
+            {"train_dataset": Stream()},
+        ],
+        0,
+    ),
+)
+def test_other_arguments_do_what_they_do_in_a_trainer(changes: dict[str, Any], tmp_path: Path) -> None:
+    given = {name: changes.pop(name) for name in ("train_dataset",) if name in changes}
+    args = arguments(tmp_path, **{"max_steps": 2, "eval_strategy": "no", "eval_steps": 1} | changes)
+    logs, _ = trained(unsplit_trainer(unsplit_model(), args, **given))
+    found, _ = trained(trainer(pipeline(num_ranks=2), args, **given))
+    check_logs(found, logs)
 
 
 @pytest.mark.more

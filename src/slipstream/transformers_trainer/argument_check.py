@@ -85,9 +85,9 @@ def _refused(args: TrainingArguments) -> Iterator[str]:
 def _unknown(args: TrainingArguments) -> Iterator[str]:
     """Yields what is said of arguments that a later version of transformers has, where they are given."""
     known = NOT_REFUSED | REFUSED.keys()
-    for field in fields(args):
+    for field in fields(TrainingArguments):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        if field.name not in known and getattr(args, field.name) != default and type(args) is TrainingArguments:
+        if field.name not in known and getattr(args, field.name) != default:
             yield f"{field.name}={getattr(args, field.name)!r}: a SlipstreamTrainer doesn't know it. Leave it out."
 
 
@@ -123,7 +123,9 @@ def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
         yield f"ddp_timeout={args.ddp_timeout}: give Pipeline(runtime=slipstream.Runtime(stall_limit=...))."
     processes = math.prod(each.size for each in pipe.axes.values())
     if args.world_size != processes:
-        yield f"the Trainer has {args.world_size} processes, the Pipeline's mesh {processes}: give a mesh of all."
+        on_cpu = pipe.device.type == "cpu" and not args.use_cpu  # then accelerate knows of one process
+        instead = "TrainingArguments(use_cpu=True)" if on_cpu else "a mesh of all processes"
+        yield f"processes of the Trainer: {args.world_size}, of the Pipeline's mesh: {processes}. Give {instead}."
     backend = dist.get_backend() if dist.is_initialized() else None
     if args.ddp_backend is not None and args.ddp_backend != backend:
         yield (

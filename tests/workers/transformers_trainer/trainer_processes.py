@@ -6,12 +6,19 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream import Pipeline, make_mesh
+from slipstream import Pipeline, SlipstreamError, make_mesh
 from support.architectures import BOUND
 from support.trainers import FULL, accuracy, arguments, check_logs, collate, history, pipeline, rows, trainer
+
+
+def unknown_processes(folder: Path) -> None:
+    """On CPUs accelerate knows of one process, unless it is told."""
+    with pytest.raises(SlipstreamError, match=r"of the Pipeline's mesh: 2. Give TrainingArguments\(use_cpu=True\)"):
+        trainer(pipeline(), arguments(folder, use_cpu=False))
 
 
 def stages(folder: Path) -> None:
@@ -51,5 +58,6 @@ def replicas(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    unknown_processes(Path(sys.argv[1]))
     stages(Path(sys.argv[1]))
     replicas(Path(sys.argv[1]))
