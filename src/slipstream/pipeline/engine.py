@@ -355,7 +355,7 @@ class Engine:
         token_ids: Tensor,
         layout: StageLayout | None = None,
     ) -> RehearsedStep:
-        layout = (layout or self.layout).with_all_backwards
+        layout = self.layout if layout is None else layout.with_all_backwards  # of rows: in any order
         return RehearsedStep(
             schedule=layout.training,
             recompute=layout.recompute,
