@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
+from slipstream.errors import SlipstreamError
 from slipstream.model import (
     LayerHalf,
     LayerPart,
@@ -53,8 +54,20 @@ def count_model(
             input gradient alone; what an adapter computes is counted too.
 
     Raises:
-        SlipstreamError: the architecture can't be cut into stages, or its attention can't be recorded.
+        SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its adapter
+            can't be run without weights.
     """
+    try:
+        return _counted(config, seq_len, dtype, trained)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # of PEFT's code on the meta device
+        if trained.adapter is None:
+            raise
+        raise SlipstreamError(f"an adapter by {trained.adapter.method} can't be counted: {error}") from error
+
+
+def _counted(config: PretrainedConfig, seq_len: int, dtype: torch.dtype, trained: TrainedWeights) -> ModelCount:
     anatomy = anatomy_with_halves(config)
     model = counting_model(config, dtype, trained)
     places = _Places(trained_parts(model, anatomy), 2 if anatomy.halves else 1)

@@ -56,7 +56,8 @@ class StageLayout:
 
     @cached_property
     def with_all_backwards(self) -> StageLayout:
-        """The same with backwards of frozen stages, which hold at least as much: what memory is counted by."""
+        """The same with backwards of frozen stages, which hold at least as much: what memory of rows in any order is
+        counted by."""
         return replace(self, num_frozen_stages=0) if self.num_frozen_stages else self
 
     @cached_property

@@ -49,7 +49,6 @@ class LimitedSteps:
         self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], token_ids: Tensor
     ) -> RehearsedStep:
         """Returns the rehearsal of a step in this layout, of one microbatch where all are alike."""
-        layout = layout.with_all_backwards
         return self._rehearsal(
             schedule=layout.training,
             recompute=layout.recompute,
@@ -84,7 +83,8 @@ class LimitedSteps:
             except SlipstreamError:
                 return
             for each in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
-                steps.append((slices, self.rehearsed(each, batch, microbatches, token_ids)))
+                every = each.with_all_backwards  # rows of a step may run in any order
+                steps.append((slices, self.rehearsed(every, batch, microbatches, token_ids)))
         self.limit.rehearse_rows(steps)
 
     def check_sequences(

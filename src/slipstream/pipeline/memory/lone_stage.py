@@ -12,21 +12,32 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
     """Returns the schedule of two microbatches on one stage of `schedule`, alone on its rank.
 
     All slices are treated as `like` is, with backwards whole or split. What the first stage embeds comes from other
-    ranks, and from its own rows where these are next to it.
+    ranks, and from its own rows where these are next to it. A stage of which nothing is trained runs forwards alone.
     """
     placement = _apart(like.stage, schedule) if schedule.spreads_vocabulary else tuple(range(schedule.num_stages))
     last, has_rows = len(placement) - 1, schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
     embeds, own = schedule.spreads_embedding, placement[like.stage]
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(2):
-        rows[own] += _microbatch(like, split, microbatch, last, num_slices, has_rows, has_rows and embeds)
+        parts = last, num_slices, has_rows, has_rows and embeds, schedule.num_frozen_stages
+        rows[own] += _microbatch(like, split, microbatch, *parts)
         if has_rows or (embeds and like.stage == 0):
             for rank, stage in {placement[g]: g for g in range(last + 1)}.items():  # the last of each rank
                 if rank != own:
                     rows[rank] += _sending(stage, microbatch, last, num_slices, embeds)
         if has_rows and embeds and like.stage > 0:
             rows[placement[0]] += (Action(Op.B, 0, microbatch, index) for index in reversed(range(num_slices)))
-    return Schedule("rehearsal", tuple(map(tuple, rows)), placement, num_microbatches=2, num_slices=num_slices)
+    if like.stage < schedule.num_frozen_stages and len(rows) > 1:  # others say that it is a step, not an evaluation
+        rows[(own + 1) % len(rows)].append(Action(Op.B, last, 0, 0))
+    frozen = schedule.num_frozen_stages
+    return Schedule(
+        "rehearsal",
+        tuple(map(tuple, rows)),
+        placement,
+        num_microbatches=2,
+        num_slices=num_slices,
+        num_frozen_stages=frozen,
+    )
 
 
 def _sending(stage: int, microbatch: int, last: int, num_slices: int, embeds: bool) -> Iterator[Action]:
@@ -57,9 +68,10 @@ def _microbatch(
     num_slices: int,
     has_rows: bool,
     looks_up: bool,
+    num_frozen: int,
 ) -> Iterator[Action]:
     """Yields the forwards, then the backwards in reverse, each with the actions that go with it."""
-    not_first, not_last = like.stage > 0, like.stage < last
+    not_first, not_last, trains = like.stage > 0, like.stage < last, like.stage >= num_frozen
     forward = [
         (Op.E, looks_up),
         (Op.RECV_F, not_first),
@@ -71,9 +83,9 @@ def _microbatch(
         (Op.L, has_rows and not not_last),
         (Op.RELOAD, like.offloaded),
         (Op.R, like.recomputed),
-        (Op.RECV_B, not_last),
-        (Op.I if split else Op.B, True),
-        (Op.SEND_B, not_first),
+        (Op.RECV_B, not_last and trains),
+        (Op.I if split else Op.B, trains),
+        (Op.SEND_B, like.stage > num_frozen),
         (Op.W, split),
         (Op.VW, has_rows),
         (Op.EW, looks_up),

@@ -199,7 +199,7 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
     ops = {action.op for action in actions}
     for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
         for split in (False, True):
-            if (Op.I if split else Op.B) in ops:
+            if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
                 _run(step, like, split, transport, [])  # fills what is cached from one step to the next
                 yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport, tensors_alive()))
 

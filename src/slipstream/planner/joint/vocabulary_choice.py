@@ -67,7 +67,7 @@ def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share
     The search is for a model whose head takes no time. Into what it finds, V, L and VW are put where ranks wait
     (`slipstream.schedule.spread_vocabulary`), and the whole is simulated. A memory limit is kept by the whole.
     """
-    without = replace(problem, costs=UnitsWithoutHead(problem.costs, problem.tied), account=_account_of_parts(problem))
+    without = replace(problem, costs=UnitsWithoutHead(problem.costs), account=_account_of_parts(problem))
     found = find_joint_plan(without, on_progress)
     plans = sorted((_spread(problem, plan) for plan in (found, *found.rejected)), key=lambda plan: plan.seconds)
     return replace(plans[0], rejected=tuple(plans[1:]))
@@ -132,7 +132,7 @@ def spread_costs(
     """
     costs, last = problem.costs, len(partition) - 1
     parts = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
-    table = SlicedUnits(UnitsWithoutHead(costs, problem.tied), slices, recompute).table(
+    table = SlicedUnits(UnitsWithoutHead(costs), slices, recompute).table(
         (*(each.start for each in parts), parts[-1].stop)
     )
     lengths, contexts = np.array(slices, np.int64), np.array([0, *accumulate(slices)][:-1], np.int64)
@@ -160,7 +160,6 @@ class UnitsWithoutHead:
     """The costs of a model's units (see `UnitCosts`), of which the head takes nothing."""
 
     costs: UnitCosts
-    tied: bool = False  # so that the first stage has a backward in any case: its gradient goes to the embedding's rows
 
     @property
     def num_layers(self) -> int:
@@ -168,7 +167,7 @@ class UnitsWithoutHead:
 
     @property
     def num_frozen_units(self) -> int:
-        return 0 if self.tied else self.costs.num_frozen_units
+        return 0  # the rows of a head that is trained are next to any stage, also to frozen ones
 
     @property
     def units_per_layer(self) -> int:
