@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from slipstream.cli.model_options import Best, TrustRemoteCode
 from slipstream.cli.number_options import count
+from slipstream.terminal import make_console
 
 
 def evaluate(
@@ -30,7 +31,7 @@ def evaluate(
 
     Of a run, its exported model is taken, else its newest checkpoint. Runs in this process alone.
     """
-    from slipstream.launch import Progress, make_console
+    from slipstream.launch import Progress
     from slipstream.training.exports import measure_text_loss, opened_model, read_text
 
     progress = Progress(make_console())
@@ -38,5 +39,7 @@ def evaluate(
         text = read_text(file, column, opened.tokenizer, progress)
         found = measure_text_loss(opened.path, text, seq_len, slice_len, progress)
     noun = "document" if text.num_documents == 1 else "documents"
-    progress.say(f"text: {text.num_documents:,} {noun}, {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
-    progress.say(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
+    progress.say_result(
+        f"text: {text.num_documents:,} {noun}, {found.num_tokens:,} tokens, {found.num_predicted:,} predicted"
+    )
+    progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")

@@ -48,7 +48,7 @@ class Trainer:
         training, section, world = config.training, config.checkpoint, RankGroup(dist.group.WORLD)
         self._folder = RunFolder(training.output)
         self._checkpoints = Checkpoints(
-            self._folder.checkpoints, world, section.keep, section.keep_every, progress.say, self._note_save
+            self._folder.checkpoints, world, section.keep, section.keep_every, progress.warn, self._note_save
         )
         if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             self._folder.listed.add_folder(self._folder.checkpoints)
@@ -56,7 +56,7 @@ class Trainer:
             self._checkpoints.prepare()
         self._interval = SaveInterval(section.every, section.failures_per_day, world)
         self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
-        self._disk = DiskTrouble(progress.say)
+        self._disk = DiskTrouble(progress.warn)
         self._failures = FailureLog(self._folder.failures)
         with counted_off("verifying checkpoints"):
             saved = self._find_checkpoint(world)
@@ -77,7 +77,7 @@ class Trainer:
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
         self._bad_steps = BadSteps(config, world, device, self._roll_back)
         self._state_check = StateCheck(
-            training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.say
+            training.check_replicas_every, training.corrupt_replicas == "majority", self._shards, world, progress.warn
         )
         if saved is not None:
             self._restore(saved)
@@ -116,9 +116,9 @@ class Trainer:
             with counted_off("saving"):
                 self._checkpoints.close()
         if numbers := self._bad_steps.steps:
-            self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
+            self._progress.warn(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         if best := self._validator.history.describe_best():
-            self._progress.say(best)
+            self._progress.say_result(best)
         self._reporter.close()
         with counted_off("drawing the last step"), self._disk.tolerated("the last step's timeline"):
             draw_last_step(pipe, timeline, self._folder, self._progress)
@@ -157,7 +157,9 @@ class Trainer:
                 break
             yield step
         if self._validator.history.is_out_of_patience:
-            self._progress.say(f"the run ends after step {self._state.step}: {self._validator.history.describe_end()}")
+            self._progress.say_result(
+                f"the run ends after step {self._state.step}: {self._validator.history.describe_end()}"
+            )
 
     def _load_what_is_exported(self) -> None:
         """Loads the best checkpoint where that is to be exported, and says which it is. Collective."""
@@ -170,7 +172,7 @@ class Trainer:
                 raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
             load_run(self._checkpoints, saved, self._pipe, self._optimizer)
             self._state.restore(saved.facts)
-        self._progress.say(f"the model of step {saved.step}, the best that is saved, is exported")
+        self._progress.say_result(f"the model of step {saved.step}, the best that is saved, is exported")
 
     def _find_checkpoint(self, world: RankGroup) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, if any. Collective."""
@@ -179,7 +181,7 @@ class Trainer:
             return None if wanted == "no" else self._checkpoints.find(wanted)
         before = world.gather(self._failures.earlier_than() if world.rank == 0 else None)[0]
         if before is not None:
-            self._progress.say(f"the same step has failed twice: only a checkpoint before step {before} is good")
+            self._progress.warn(f"the same step has failed twice: only a checkpoint before step {before} is good")
         return self._checkpoints.find(wanted, before)
 
     @contextmanager

@@ -52,7 +52,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
     _locate_schedule(values, path.parent)
     for override in overrides:
-        _override(values, override)
+        set_override(values, override)
     _locate_schedule(values, Path())
     _fill_mesh(values)
     return parse_config(values)
@@ -126,8 +126,8 @@ def _num_processes(axis: str) -> int:
     return torch.cuda.device_count()
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    """Sets `a.b=value` in nested dictionaries."""
+def set_override(values: dict[str, Any], override: str) -> None:
+    """Sets `a.b=value` in nested dictionaries. Raises SlipstreamError where it can't be read."""
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
         raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")

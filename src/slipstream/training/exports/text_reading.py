@@ -25,4 +25,4 @@ def read_text(file: Path, column: str, tokenizer: Any, progress: Progress) -> To
         raise SlipstreamError(f"{file} is empty; give a file with text")
     is_table = file.suffix in _TABLES
     section = DataSection(dataset=str(file), text_column=column) if is_table else DataSection(files=[file])
-    return tokenise(tokenizer, read_documents(section, progress.say), progress)
+    return tokenise(tokenizer, read_documents(section, progress.warn), progress)
