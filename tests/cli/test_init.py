@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from slipstream.training.data.tokenizer import train_tokenizer
 from slipstream.training.new_config.data_choice import choose_data
 from slipstream.training.new_config.data_sizes import DataSizes
 from slipstream.training.new_config.training_choice import choose_length
-from support.timeouts import LIMIT
+from support.forked import COMMAND, launch
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SHAPE, "vocab_size": 300, "max_position_embeddings": 64}
@@ -51,7 +50,7 @@ class Ran:
 
     said: str
     config: Path
-    run: subprocess.CompletedProcess[str]
+    run: CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +72,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ran(place: Path) -> Ran:
-    """Text and a model without weights, trained by two processes or as many as were planned."""
-    result = init("shape.json", "book.txt", "--output=text.yaml", "--optimizer.lr=2e-3")
+    """Text and a model without weights, trained by as many processes as were planned, started as torchrun does."""
+    result = init("shape.json", "book.txt", "--output=text.yaml", "--training.steps=12")
     assert result.exit_code == 0, result.exception
-    command = [sys.executable, "-m", "slipstream", "train", "text.yaml", "--quiet"]
-    environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm"}
-    run = subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    return Ran(result.stdout, place / "text.yaml", run)
+    num_ranks = load_config(Path("text.yaml")).num_processes
+    return Ran(result.stdout, place / "text.yaml", launch(num_ranks, COMMAND, "train", "text.yaml", "--quiet"))
 
 
 def test_what_is_written_trains_as_it_is(ran: Ran, place: Path) -> None:
@@ -101,7 +96,7 @@ def test_a_quiet_run_says_its_result_alone(ran: Ran) -> None:
     lines = ran.run.stdout.splitlines()
     steps = load_config(ran.config).training.steps
     assert lines[0].startswith(f"step {steps}/{steps}: loss ")
-    assert lines[1].startswith("the best validation ")
+    assert lines[1].startswith("best validation loss: ")
     assert lines[2:] == ["exported to runs/book/model"]
     assert ran.run.stderr == ""
 
@@ -113,7 +108,7 @@ def test_nothing_is_replaced_unasked(ran: Ran) -> None:
 
 
 def test_every_comment_that_looks_like_a_setting_is_one(place: Path) -> None:
-    text = written("model", "talks.jsonl")
+    text = written("model", "talks.jsonl", "--pipeline.num_ranks=2")
     lines, config = text.splitlines(), Path("tried.yaml")
     assert "data:\n  dataset: talks.jsonl\n" in text
     assert load_config(Path("config.yaml")).model.pretrained
@@ -154,7 +149,7 @@ def test_what_is_given_is_taken(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model", "gone.jsonl"], "there is no file gone.jsonl"),
+        (["model", "gone.jsonl", "--output=x.yaml"], "there is no file gone.jsonl"),
         (["model", "talks.jsonl", "--output=no/x.yaml"], "create it first"),
         (["model", "talks.jsonl", "--output=x.yaml", "--data=books"], "data='books'"),
         (["model", "talks.jsonl", "--output=x.yaml", "--training.seq_len=128"], "at most 64"),

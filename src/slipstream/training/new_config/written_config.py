@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.launch import Progress
-from slipstream.model import check_sliceable, longest_sequence, meta_model
+from slipstream.model import check_length, check_sliceable, longest_sequence, meta_model
+from slipstream.option_problems import records_in
 from slipstream.options import Runtime
 from slipstream.planning.model_source import model_section
 from slipstream.training.config import Config, ModelSection
@@ -75,14 +76,24 @@ def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns settings by section, from `section.key=value`.
 
     Raises:
-        SlipstreamError: for what isn't one, and for a section that is given a value.
+        SlipstreamError: for what isn't one, and for settings that there aren't.
     """
     given: dict[str, Any] = {}
     for override in overrides:
         set_override(given, override)
-    if values := {name: value for name, value in given.items() if not isinstance(value, dict)}:
-        parse_config({**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}, **values})
+    _check_names(given)
     return given
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError for a section or setting that there isn't, before anything is read."""
+    smallest = {**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
+    for name, values in given.items():
+        section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
+        if section is None or not isinstance(values, dict):
+            parse_config({**smallest, name: values})
+        elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
+            parse_config({**smallest, name: smallest.get(name, {}) | unknown})
 
 
 @dataclass(frozen=True)
@@ -139,6 +150,7 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
     is_adapter = "lora" in given or (is_large and not from_random and find_spec("peft") is not None)
     purpose = Purpose(found.are_pairs, found.is_text, from_random, is_adapter, first.num_parameters)
     training = choose_training(purpose, sizes, longest, is_packed, given.get("training", {}))
+    check_length(first.model_config, training.seq_len, "training.seq_len")
     if is_packed and check_sliceable(first.model_config).longest_packed < training.seq_len:
         is_packed = False  # documents would influence each other
     pipeline = PipelineChoice({}, {}, "as given")
