@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from typer.testing import CliRunner, Result
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.planner.costs import load_cluster
 from slipstream.training.config import load_config
 from slipstream.training.data.tokenizer import train_tokenizer
 from slipstream.training.new_config.data_choice import choose_data
 from slipstream.training.new_config.data_sizes import DataSizes
+from slipstream.training.new_config.this_machine import dtype_here, this_machine
 from slipstream.training.new_config.training_choice import choose_length
 from support.forked import COMMAND, launch
 
@@ -146,6 +149,19 @@ def test_what_is_given_is_taken(place: Path) -> None:
     assert config["runtime"] == {"self_check": False}
 
 
+def test_pairs_train_an_adapter_where_the_weights_leave_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.training.new_config.written_config._SHARE", 1e-9)
+    pair = {"prompt": "owl: ", "chosen": "owl", "rejected": "OWL!"}
+    Path("pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 100)
+    text = written("model", "pairs.jsonl", "--overwrite", "--pipeline.num_ranks=2")
+    config = load_config(Path("config.yaml"))
+    assert config.lora is not None
+    assert config.preference is not None
+    assert (config.data.packing, config.training.seq_len, config.training.batch_size) == ("none", 64, 4)
+    assert config.optimizer.lr == 5e-6
+    assert "as all weights with their optimizer don't fit this machine" in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -208,3 +224,15 @@ def test_sequences_have_room_for_what_the_data_has_and_the_model_takes() -> None
     assert choose_length(talks, 512, is_packed=True) == 512
     pairs = DataSizes(np.array([10, 30]), 2, is_text=False, largest=0)
     assert choose_length(pairs, None, is_packed=False) == 64
+
+
+def test_a_gpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there is none here: what torch says of four is put in its place."""
+    facts = {"is_available": True, "device_count": 4, "is_bf16_supported": True}
+    for name, value in facts.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=85e9))
+    found, described = this_machine(), load_cluster("h100-dgx")
+    assert (found.num_devices, found.device.memory, dtype_here()) == (4, 85e9, "bfloat16")
+    assert (found.device.flops, found.inside) == (described.device.flops, described.inside)
