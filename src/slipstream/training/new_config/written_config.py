@@ -32,7 +32,10 @@ from slipstream.training.preflight.text_preparation import check_vocabulary, mak
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
 _BEYOND = 2**20  # tokens, where a model has no longest sequence
-_SMALLEST = {"training": {"output": "runs", "seq_len": 1, "steps": 1}, "pipeline": {"num_ranks": 1, "slices": 1}}
+_SMALLEST: dict[str, dict[str, Any]] = {
+    "training": {"output": "runs", "seq_len": 1, "steps": 1},
+    "pipeline": {"num_ranks": 1, "slices": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _check_names(given: Mapping[str, Any]) -> None:
     """Raises SlipstreamError for a section or setting that there isn't, before anything is read."""
-    smallest = {**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
+    smallest: dict[str, dict[str, Any]] = {**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
     for name, values in given.items():
         section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
         if section is None or not isinstance(values, dict):
