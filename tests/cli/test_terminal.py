@@ -17,8 +17,13 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from slipstream.cli import app
+from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.terminal import Level, at_level, make_console, shows
 
 CONFIG = {
     "model": {
@@ -123,3 +128,112 @@ def test_a_long_run_in_a_pipe_says_its_first_step() -> None:
         for step in range(1, 4):
             show(step, FIGURES)
     assert file.getvalue().splitlines()[1:] == [f"step 1/100000: {'  '.join(FIGURES)}"]
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("debug", ["found", "odd", "waiting", "training: 9", "step 1/9", "step 2/9", "result"]),
+        ("info", ["found", "odd", "waiting", "training: 9", "step 1/9", "step 2/9", "result"]),
+        ("warning", ["odd", "step 2/9", "result"]),
+        ("error", ["step 2/9", "result"]),
+    ],
+)
+def test_each_level_says_less(level: Level, said: list[str]) -> None:
+    file = io.StringIO()
+    with at_level(level):
+        progress = Progress(Console(file=file, width=200))
+        progress.say("found")
+        progress.warn("odd")
+        with progress.waiting("waiting"), progress.counting("waiting too", 1):
+            pass
+        with progress.training(9) as show:
+            show(1, ["loss 2"])
+            show(2, ["loss 1"])
+        progress.say_result("result")
+    lines = [line for line in file.getvalue().splitlines() if line != "waiting too"]
+    assert len(lines) == len(said)
+    assert all(line.startswith(words) for line, words in zip(lines, said, strict=True))
+
+
+def test_a_terminal_shows_no_bar_where_it_is_to_be_quiet() -> None:
+    file = io.StringIO()
+    with at_level("warning"):
+        progress = Progress(Console(file=file, force_terminal=True, highlight=False))
+        with progress.waiting("waiting"), progress.counting("counting", 1), progress.training(9) as show:
+            show(1, ["loss 2"])
+    assert file.getvalue() == "step 1/9: loss 2\n"
+
+
+def test_details_of_every_step_are_said_where_they_are_asked_for() -> None:
+    file = io.StringIO()
+    with at_level("debug"), Progress(Console(file=file, width=200)).training(1000) as show:
+        for step in range(1, 5):
+            show(step, ["loss 2"])
+    assert file.getvalue().splitlines()[1:] == [f"step {step}/1000: loss 2" for step in range(1, 5)]
+
+
+def test_every_command_can_be_told_how_much_to_say() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert {"init", "train", "eval", "timeline"} <= commands.keys()
+    for command in commands.values():
+        assert {"quiet", "log_level"} <= {each.name for each in command.params}
+
+
+@pytest.mark.parametrize(
+    ("words", "is_quiet"),
+    [
+        (["runs", "nothing"], False),
+        (["--quiet", "runs", "nothing"], True),
+        (["runs", "nothing", "-q"], True),
+        (["runs", "nothing", "--log-level=error"], True),
+        (["--log-level=debug", "runs", "nothing", "--quiet"], True),
+    ],
+)
+def test_it_can_be_told_before_and_after_the_commands_name(
+    words: list[str], is_quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+    monkeypatch.setattr("slipstream.run_page.write_run_page", lambda *_: heard.append(shows("info")) or (Path(), 1))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.exception
+    assert heard == [not is_quiet]
+    assert shows("info")  # it holds for the command alone
+    assert not shows("debug")
+
+
+def test_two_answers_to_how_much_are_refused() -> None:
+    result = CliRunner().invoke(app, ["runs", "nothing", "--quiet", "--log-level=debug"])
+    assert isinstance(result.exception, SlipstreamError)
+    assert "--quiet and --log-level=debug both say" in str(result.exception)
+
+
+def test_an_unknown_level_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_LOG_LEVEL", "warn")
+    with pytest.raises(SlipstreamError, match=r"SLIPSTREAM_LOG_LEVEL=warn is no level; did you mean 'warning'\?"):
+        shows("info")
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_coloured"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
+)
+def test_a_pipe_has_colours_where_they_are_asked_for_and_no_bars(
+    asked: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TERM": "xterm", **asked}.items():
+        monkeypatch.setenv(name, value)
+    console = make_console()
+    console.print("words", style="red")
+    with Progress(console).training(9) as show:
+        show(1, ["loss 2"])
+    said = capsys.readouterr().out
+    assert ("\x1b[31m" in said) == is_coloured
+    assert _CONTROL.sub("", said).splitlines() == [
+        "words",
+        "training: 9 steps, of which the first is the slowest",
+        "step 1/9: loss 2",
+    ]
+    assert "\x1b[?25l" not in said  # the cursor stays

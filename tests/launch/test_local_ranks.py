@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.errors import RankFailedError, SlipstreamError
 from slipstream.launch.local_ranks import MALLOC, launch_ranks
+from slipstream.terminal import at_level
 from support.parameters import first_of
 from support.timeouts import LIMIT
 
@@ -156,10 +157,11 @@ def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None
     assert_gone(pids, seconds=2)
 
 
-def test_ranks_get_the_memory_settings_and_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_one_thread_memory_settings_and_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     write = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps(dict(os.environ)))"
-    launch_ranks(["-c", write, str(tmp_path / "environment")], num_ranks=1)
+    with at_level("warning"):
+        launch_ranks(["-c", write, str(tmp_path / "environment")], num_ranks=1)
     environment = (tmp_path / "environment").read_text()
-    for name, value in {**MALLOC, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1"}.items():
+    for name, value in {**MALLOC, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1", "SLIPSTREAM_LOG_LEVEL": "warning"}.items():
         assert f'"{name}": "{value}"' in environment

@@ -15,7 +15,7 @@ from slipstream.training.run_folder import RunFolder
 
 SETTINGS = "training:\n  steps: {steps}\n  output: somewhere\noptimizer:\n  clip_norm: 1.0\n"
 VERSIONS = {"slipstream": "0.1.0", "torch": "2.13.0"}
-RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
+RUN = RunFigures(1000, 1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
 
 
 def start(after: int = 0) -> StartRecord:

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from slipstream.checkpoint import CheckpointFolder, Manifest
 from slipstream.cli import main
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress, make_console
+from slipstream.launch import Progress
 from slipstream.pipeline.saving import describe_model
 from slipstream.schedule import add_communication, gpipe
+from slipstream.terminal import make_console
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
 from slipstream.training.data import load_texts, sequences_of

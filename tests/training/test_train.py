@@ -165,8 +165,13 @@ def test_the_export_has_the_trained_weights(finished: tuple[RunFolder, str]) -> 
 def test_the_numbers_do_not_depend_on_how_it_is_started(
     finished: tuple[RunFolder, str], config: Path, output: RunFolder
 ) -> None:
-    result = run(TORCHRUN, config, "--sample.prompt=null", "--pipeline.schedule=gpipe", "--pipeline.slices=2")
+    cut = "--pipeline.schedule=gpipe", "--pipeline.slices=2"
+    result = run(TORCHRUN, config, "--sample.prompt=null", *cut, "--quiet")
     assert result.returncode == 0, result.stderr
+    first, best, *exports = result.stdout.splitlines()
+    assert first.startswith("step 20/20: loss ")
+    assert best.startswith("best validation loss")
+    assert all(line.startswith("exported to") for line in exports)
     check_same_losses(output, finished[0])
 
 

@@ -9,6 +9,8 @@ from slipstream.cli.check import check
 from slipstream.cli.evaluate import evaluate
 from slipstream.cli.export import export
 from slipstream.cli.generate import generate
+from slipstream.cli.init import init
+from slipstream.cli.output_options import LogLevel, Quiet, chosen_level, with_output_options
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.runs import runs
@@ -21,6 +23,7 @@ from slipstream.errors import (
     SlipstreamError,
     StoppedRunError,
 )
+from slipstream.terminal import at_level
 from slipstream.version import __version__
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
@@ -34,12 +37,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_WITH_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(context_settings=_WITH_SETTINGS)(train)
+_TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=_TAKES_SETTINGS)(with_output_options(init))
+app.command(context_settings=_TAKES_SETTINGS)(with_output_options(train))
 for command in (runs, timeline, check, profile, plan, export):
-    app.command()(command)
-app.command("eval", context_settings=_WITH_SETTINGS)(evaluate)  # which is the name of a function of Python's
-app.command()(generate)
+    app.command()(with_output_options(command))
+app.command("eval", context_settings=_TAKES_SETTINGS)(
+    with_output_options(evaluate)
+)  # which is the name of a function of Python's
+app.command()(with_output_options(generate))
 
 
 def _show_version(asked: bool) -> None:
@@ -50,11 +56,15 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _common_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Takes the options that come before a command's name."""
+    context.with_resource(at_level(chosen_level(quiet, log_level)))
 
 
 def main() -> None:

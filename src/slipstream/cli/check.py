@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Exit
 
 from slipstream.cli.model_options import TrustRemoteCode
+from slipstream.terminal import make_console, spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,15 +29,13 @@ def check(
 
     Exits with 0 if the model can be trained in token slices, and with 1 if it can't.
     """
-    from rich.console import Console
-
-    with Console(stderr=True).status("running a toy of the architecture"):
+    with spinner("running a toy of the architecture"):
         from slipstream.planning.model_report import report_on
         from slipstream.planning.model_source import model_config
 
         report = report_on(model_config(model, trusts_code=remote_code))
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
+    console = make_console()
+    if not console.is_interactive:
         console.width = _FILE_COLUMNS
     if report.kinds:
         console.print(_layers(report))

@@ -9,6 +9,7 @@ from typer import Argument, Context, Option
 from slipstream.cli.model_options import Best, TrustRemoteCode
 from slipstream.cli.number_options import count
 from slipstream.errors import SlipstreamError
+from slipstream.terminal import make_console
 
 
 def evaluate(
@@ -42,7 +43,7 @@ def evaluate(
     the run's sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2.
     Runs in this process alone.
     """
-    from slipstream.launch import Progress, make_console
+    from slipstream.launch import Progress
     from slipstream.training.exports import EvaluationRequest, PairLoss, evaluate_model, opened_model
     from slipstream.training.preferences import describe_rewards
 
@@ -54,8 +55,8 @@ def evaluate(
     with opened_model(model, remote_code, progress, best) as opened:
         found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
     if isinstance(found, PairLoss):
-        progress.say(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
-        progress.say(f"loss: {found.loss:.4f} per pair")
+        progress.say_result(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
+        progress.say_result(f"loss: {found.loss:.4f} per pair")
         return
-    progress.say(f"evaluated: {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
-    progress.say(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
+    progress.say_result(f"evaluated: {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
+    progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")

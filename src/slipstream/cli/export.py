@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from slipstream.cli.model_options import Best, TrustRemoteCode
+from slipstream.terminal import make_console
 
 
 def export(
@@ -27,12 +28,12 @@ def export(
 
     Runs in this process alone, whichever mesh trained the model.
     """
-    from slipstream.launch import Progress, make_console
+    from slipstream.launch import Progress
     from slipstream.training.exports import check_export_folder, choose_checkpoint, export_checkpoint
 
     progress, chosen = Progress(make_console()), choose_checkpoint(checkpoint, step, best)
     check_export_folder(output, chosen.run)
     with progress.waiting("reading the checkpoint"):
-        saved = chosen.read(progress.say)
+        saved = chosen.read(progress.warn)
         export_checkpoint(chosen.run, saved, output, remote_code)
-    progress.say(f"exported step {saved.step} of {chosen.run.path} to {output}")
+    progress.say_result(f"exported step {saved.step} of {chosen.run.path} to {output}")

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from slipstream.cli.model_options import Best, TrustRemoteCode
 from slipstream.cli.number_options import amount, count
+from slipstream.terminal import make_console
 
 
 def generate(
@@ -29,7 +30,7 @@ def generate(
     """
     import torch
 
-    from slipstream.launch import Progress, make_console
+    from slipstream.launch import Progress
     from slipstream.training.exports import TextWriter, opened_model
 
     with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from slipstream.cli.new_file import Overwrite, check_new_file
 from slipstream.cli.number_options import above_zero, count
 from slipstream.errors import SlipstreamError
+from slipstream.terminal import make_console, spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,20 +105,18 @@ def _yes_or_no(text: str) -> bool:
 
 
 def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> None:
-    from rich.console import Console
-
     from slipstream.planning.plan_file import schedule_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
     check_new_file(schedule_file(output), "--output", overwrite)
     if report is not None:
         check_new_file(report, "--report", overwrite)
-    with Console(stderr=True).status("counting the model's operations") as status:
+    with spinner("counting the model's operations") as change:
         from slipstream.planning.model_source import lora_section, model_section
         from slipstream.planning.plan_model import plan as find_plan
 
         def show(what: str, done: int, total: int) -> None:
-            status.update(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
+            change(f"{what}: {done:,}" + (f" of at most {total:,}" if total else ""))
 
         adapter = lora_section(model)
         if adapter is not None:
@@ -146,12 +145,10 @@ def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
 
 
 def _print(plan: Plan) -> None:
-    from rich.console import Console
-
     from slipstream.planner.report.wording import cut_lines, reasons, search_text, shared_choices, shared_text
 
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
+    console = make_console()
+    if not console.is_interactive:
         console.width = _FILE_COLUMNS
 
     def say(text: str = "") -> None:

@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from slipstream.cli.number_options import above_zero, count
 from slipstream.errors import SlipstreamError
+from slipstream.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,8 +41,6 @@ def profile(
     budget: Annotated[float, above_zero("Largest number of seconds spent measuring.", "seconds", "60")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
-    from rich.console import Console
-
     from slipstream.launch.profile_ranks import measure_profile
     from slipstream.training.config import ModelSection, ParallelSection, load_config
     from slipstream.training.preflight import load_model_config
@@ -70,7 +69,7 @@ def profile(
     }
     found = measure_profile(load_model_config(section), settings, ranks, device, shared.tensor)
     found.save(output)
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     console.print(_table(found))
     for line in _remarks(found):
         console.print(line, markup=False)

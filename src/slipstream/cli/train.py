@@ -8,6 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Context
 
+from slipstream.terminal import shows
+
 
 def train(
     context: Context, config: Annotated[Path, Argument(help="A YAML file; see the documentation for its settings.")]
@@ -17,7 +19,7 @@ def train(
     Any setting can be given on the command line: --training.steps=100 --pipeline.slices=[128,256,640].
     Starts its own local processes, or joins those of torchrun or srun.
     """
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
     from slipstream.training.config import load_config
     from slipstream.training.start_training import start_training

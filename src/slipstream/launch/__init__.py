@@ -2,7 +2,7 @@
 
 from slipstream.launch.agreement import describe_process, name_ranks
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
-from slipstream.launch.progress import Progress, make_console
+from slipstream.launch.progress import Progress
 from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, time_limit
 from slipstream.launch.stop_request import StopRequest
 from slipstream.launch.watched_run import launched_error_file, watched_run

@@ -63,11 +63,12 @@ def _measure_as_rank(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from slipstream.launch.progress import Progress, make_console
+    from slipstream.launch.progress import Progress
     from slipstream.model import load_config
     from slipstream.parallel import Ranks, make_mesh
     from slipstream.profiler import ProfileSettings, profile_model
     from slipstream.profiler.link_measurement import measure_link
+    from slipstream.terminal import make_console
 
     request = json.loads((folder / _REQUEST).read_text())
     device, backend = torch.device("cpu"), "gloo"

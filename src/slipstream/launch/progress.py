@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from slipstream.terminal import shows
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _LONGEST_SILENCE = 60.0  # seconds between lines where there is no terminal
 _NARROWEST_BAR, _WIDEST_BAR = 10, 30
@@ -16,28 +19,38 @@ _SPEED_PERIOD = 3600.0  # seconds over which the time left is estimated: rich's 
 _TIME_WIDTH = 14  # of "1:23:45 left" and what separates it
 
 
-def make_console(stderr: bool = False) -> Console:
-    """Returns a console on standard output, or on standard error for a command whose output is its result alone."""
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True, stderr=stderr)
-
-
 class Progress:
-    """Bars on a console; `Progress(None)` shows nothing, for ranks that don't own the terminal."""
+    """Lines and bars on a console; `Progress(None)` shows nothing, for ranks that don't own the terminal.
+
+    What has happened and bars are of the level info, below which `--quiet` is; results are always shown.
+    """
 
     def __init__(self, console: Console | None) -> None:
         self.console = console
 
-    def say(self, text: str) -> None:
-        """Prints a line that stays."""
+    def say(self, text: str | Text) -> None:
+        """Prints a line on what is done or found, which stays."""
+        if shows("info"):
+            self.say_result(text)
+
+    def warn(self, text: str) -> None:
+        """Prints a line on what is probably not as it should be."""
+        if shows("warning"):
+            self.say_result(text)
+
+    def say_result(self, text: str | Text) -> None:
+        """Prints a line of what the command was run for, whatever the level."""
         if self.console is not None:
             self.console.print(text, markup=False)
+
+    @property
+    def _has_bars(self) -> bool:
+        return self.console is not None and self.console.is_interactive and shows("info")
 
     @contextmanager
     def waiting(self, description: str) -> Iterator[None]:
         """Shows a spinner for work of unknown length; without a terminal, a line that it begins."""
-        if self.console is None or not self.console.is_terminal:
+        if self.console is None or not self._has_bars:
             self.say(description)
             yield
             return
@@ -50,7 +63,7 @@ class Progress:
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
         columns = TextColumn("{task.description}"), BarColumn(_WIDEST_BAR), TextColumn("{task.percentage:>3.0f}%")
-        if self.console is not None and not self.console.is_terminal:
+        if self.console is not None and not self._has_bars:
             self.say(description)
         with self._bars(*columns, TimeRemainingColumn()) as bars:
             task = bars.add_task(description, total=total)
@@ -62,7 +75,7 @@ class Progress:
 
         The caller gets a function of the step and its figures, those that are watched most first: as many of them are
         shown as the terminal is wide. Without a terminal, a line at the first step, at the last, at every twentieth
-        part and every minute.
+        part and every minute; at the level debug one at each.
 
         Args:
             num_steps: of the whole run.
@@ -88,13 +101,13 @@ class Progress:
                 state = f"{step}/{num_steps}  {_as_many_as_fit(figures, self._room_beside(step, num_steps))}"
                 bars.update(task, completed=step, state=state)
                 is_due = step in (done + 1, num_steps) or step % max(1, num_steps // 20) == 0
-                if bars.disable and (is_due or time.monotonic() - said > _LONGEST_SILENCE):
+                if bars.disable and (is_due or shows("debug") or time.monotonic() - said > _LONGEST_SILENCE):
                     said = time.monotonic()
                     self.say(latest)
 
             yield show
-        if latest and not bars.disable:  # the bar is gone
-            self.say(latest)
+        if latest and (self._has_bars or not shows("info")):  # the bar is gone, or there was none
+            self.say_result(latest)
 
     def _room_beside(self, step: int, num_steps: int) -> int:
         """Returns the columns of the terminal that the narrowest bar, the step and the time left don't need."""
@@ -109,7 +122,7 @@ class Progress:
             *columns,
             console=self.console or Console(quiet=True),
             transient=True,
-            disable=self.console is None or not self.console.is_terminal,
+            disable=not self._has_bars,
             speed_estimate_period=_SPEED_PERIOD,
         )
 

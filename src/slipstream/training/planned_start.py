@@ -98,14 +98,14 @@ def start_settings(
     if earlier is not None and (found := _found_again(config, earlier)):
         return found
     if resumes and earlier is None and are_documents:
-        progress.say(f"the checkpoint has no measured costs, so {otherwise}")
+        progress.warn(f"the checkpoint has no measured costs, so {otherwise}")
         return {}
     try:
         plan, rates = _plan(config, _request(config, sequences), options, device, progress)
     except OutOfMemoryError:
         raise
     except SlipstreamError as error:
-        progress.say(f"no plan could be made, so {otherwise}: {error}")
+        progress.warn(f"no plan could be made, so {otherwise}: {error}")
         return {} if are_documents else dict(_FALLBACK)
     progress.say(plan.table())
     folder = RunFolder(config.training.output)

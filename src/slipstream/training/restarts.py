@@ -40,7 +40,9 @@ def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, p
                 ) from None
             without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
             failed_step, wait = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress)
-            progress.say(f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint")
+            progress.warn(
+                f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint"
+            )
             time.sleep(wait)
             command = ["-m", _RANK, str(folder.config), "--checkpoint.resume=last-good"]
 

@@ -38,7 +38,7 @@ def export_model(pipe: Pipeline, run: RunFolder, folder: Path, config: Config, p
     for each, merged in exported(folder, config).items():
         with counted_off("exporting"):
             export(pipe, run, each, config.model.trust_remote_code, merged)
-        progress.say(f"exported to {each}")
+        progress.say_result(f"exported to {each}")
 
 
 def has_room(run: RunFolder, folder: Path, needed: int, progress: Progress) -> bool:
@@ -46,7 +46,7 @@ def has_room(run: RunFolder, folder: Path, needed: int, progress: Progress) -> b
     free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(run.path).free)[0])
     if free < needed:
         need, have = bytes_text(needed), bytes_text(free)
-        progress.say(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
+        progress.warn(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
     return free >= needed
 
 
@@ -119,4 +119,4 @@ def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
         folder, trusts_code = str(RunFolder(config.training.output).model), config.model.trust_remote_code
         writer = TextWriter.load(OpenedModel(folder, load_tokenizer(folder, trusts_code), trusts_code))
         text = writer.write(sample.prompt, sample.max_new_tokens, sample.temperature, config.training.seed)
-        progress.say(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
+        progress.say_result(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")

@@ -9,7 +9,8 @@ from typing import Any
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import InterruptedRunError, RankFailedError
-from slipstream.launch import Progress, has_launcher, launch_ranks, make_console
+from slipstream.launch import Progress, has_launcher, launch_ranks
+from slipstream.terminal import make_console
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
 from slipstream.training.ownership import FolderLock
@@ -37,7 +38,7 @@ def start_training(config: Config) -> None:
     inputs = preflight(config, progress)
     if inputs.is_finished:
         return
-    with FolderLock(folder.path, progress.say), _said_how_to_go_on(config, inputs.model_config):
+    with FolderLock(folder.path, progress.warn), _said_how_to_go_on(config, inputs.model_config):
         inputs.write()
         ranks = "1 rank, which imports" if num_ranks == 1 else f"{num_ranks} ranks, each of which imports"
         progress.say(f"starting {ranks} torch and transformers first")
@@ -79,4 +80,4 @@ def _compare(folder: RunFolder, progress: Progress) -> None:
         return
     with progress.waiting("measuring one process alone"):
         launch_ranks(["-m", "slipstream.training.comparison", str(folder.config)], num_ranks=1)
-    progress.say(compare(folder))
+    progress.say_result(compare(folder))

@@ -46,9 +46,9 @@ class Trainer:
         self._checkpoints = RunCheckpoints(
             config, self._folder, world, progress, written=lambda record: self._reporter.write(record)
         )
-        self._disk = DiskTrouble(progress.say)
+        self._disk = DiskTrouble(progress.warn)
         saved = self._checkpoints.find_start()
-        self._sequences = load_sequences(config, self._folder.inputs, progress.say)
+        self._sequences = load_sequences(config, self._folder.inputs, progress.warn)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = earlier_choices(config, saved.facts) if saved else None
         planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
@@ -67,7 +67,7 @@ class Trainer:
         self._parts = CheckpointedParts(self._pipe, optimizer, self._state, self._bad_steps, self._validator.history)
         takes_majority = training.corrupt_replicas == "majority"
         self._state_check = StateCheck(
-            training.check_replicas_every, takes_majority, self._parts.shards, world, progress.say
+            training.check_replicas_every, takes_majority, self._parts.shards, world, progress.warn
         )
         if saved is not None:
             self._checkpoints.resume(saved, self._parts)
@@ -106,9 +106,9 @@ class Trainer:
                 self._do_what_is_due(step)
             self._checkpoints.close()
         if numbers := self._bad_steps.steps:
-            self._progress.say(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
+            self._progress.warn(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         if best := self._validator.history.describe_best():
-            self._progress.say(best)
+            self._progress.say_result(best)
         self._reporter.close()
         with counted_off("drawing the last step"), self._disk.tolerated("the last step's timeline"):
             draw_last_step(pipe, timeline, self._folder, self._progress)
@@ -147,7 +147,9 @@ class Trainer:
                 break
             yield step
         if self._validator.history.is_out_of_patience:
-            self._progress.say(f"the run ends after step {self._state.step}: {self._validator.history.describe_end()}")
+            self._progress.say_result(
+                f"the run ends after step {self._state.step}: {self._validator.history.describe_end()}"
+            )
 
     def _load_what_is_exported(self) -> None:
         """Loads the best checkpoint where that is to be exported, and says which it is. Collective."""
@@ -155,7 +157,7 @@ class Trainer:
         if self._config.training.export == "last" or (history.best and history.best.step == self._state.step):
             return
         step = self._checkpoints.load_best(self._parts)
-        self._progress.say(f"the model of step {step}, the best that is saved, is exported")
+        self._progress.say_result(f"the model of step {step}, the best that is saved, is exported")
 
     @property
     def _is_tuning(self) -> bool:

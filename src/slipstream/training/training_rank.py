@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import time
 import uuid
@@ -19,6 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
 from slipstream.parallel import NO_LIMIT, RankGroup
 from slipstream.schedule import Schedule
+from slipstream.terminal import log_details, make_console
 from slipstream.training.config import Config, load_config, named_schedule
 from slipstream.training.device_choice import check_machine, choose_device, choose_device_type
 from slipstream.training.ownership import FolderLock
@@ -26,6 +29,8 @@ from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import Trainer
 from slipstream.watchdog import counted_off
+
+_log = logging.getLogger(__name__)
 
 # NFS may show a folder as it was for as long as this (acdirmax).
 _SECONDS_TO_APPEAR = 60.0
@@ -48,7 +53,7 @@ def join_run(config: Config) -> None:
     except SlipstreamError as error:
         problem = str(error)
     if os.environ["RANK"] == "0":
-        launch.Progress(launch.make_console()).say(f"connecting {config.num_processes} ranks")
+        launch.Progress(make_console()).say(f"connecting {config.num_processes} ranks")
     ranks = launch.connect_ranks(_describe(config), problem)
     check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)
@@ -60,8 +65,8 @@ def join_run(config: Config) -> None:
 def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest) -> None:
     """Trains with the ranks that are connected. Collective."""
     device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
-    progress = launch.Progress(launch.make_console() if ranks.place.rank == 0 else None)
-    lock = FolderLock(config.training.output, progress.say)  # which rank 0 takes
+    progress = launch.Progress(make_console() if ranks.place.rank == 0 else None)
+    lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes
     try:
         try:
             with counted_off("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
@@ -163,8 +168,11 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
     disable_progress_bar()  # transformers' bars would write over ours
     if config.model.trust_remote_code:
         trust_remote_code(str(config.model.path))
+    rank = dist.get_rank()
+    log_details(f"rank {rank}")
+    _log.debug("process %d on %s, %s, threads: %d", os.getpid(), socket.gethostname(), device, torch.get_num_threads())
     torch.manual_seed(config.training.seed)
-    progress = launch.Progress(launch.make_console() if dist.get_rank() == 0 else None)
+    progress = launch.Progress(make_console() if rank == 0 else None)
     progress.say("ranks are connected; building the model")
     Trainer(config, device, progress, stop).run()
     dist.barrier()

@@ -56,7 +56,7 @@ def tokenise(tmp_path: Path, tokenizer: Any) -> Tokenise:
         source = OpenSource.of(SourceSection(dataset=str(file), **more), say)
         tokenizer.chat_template = template
         progress = Progress(None)
-        progress.say = say  # type: ignore[method-assign]
+        progress.warn = say  # type: ignore[method-assign]
         return source.tokenise(tokenizer, ChatTemplate(tokenizer) if source.has_messages else None, seq_len, progress)
 
     return run

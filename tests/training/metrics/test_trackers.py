@@ -19,7 +19,7 @@ from slipstream.training.metrics.phases import Phases
 from slipstream.training.metrics.records import MetricsRecord, StartRecord
 from slipstream.training.metrics.trackers import NAMES, Tracker, check_trackers, flat, make_trackers
 
-RUN = RunFigures(1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
+RUN = RunFigures(1000, 1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
 
 
 def step(number: int, loss: float) -> StepRecord:

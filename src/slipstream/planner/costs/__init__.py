@@ -3,7 +3,7 @@
 from slipstream.planner.costs.action_bytes import ActionBytes
 from slipstream.planner.costs.action_memory import memory_table
 from slipstream.planner.costs.analytic_costs import AnalyticCosts
-from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, load_cluster
+from slipstream.planner.costs.cluster import SHIPPED, Cluster, Device, LinkKind, load_cluster
 from slipstream.planner.costs.cost_sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource, StageCosts
 from slipstream.planner.costs.head_part_memory import head_part_memory
 from slipstream.planner.costs.measurements import Hardware, MeasuredLink, MeasuredStage, Measurement, ModelIdentity

@@ -127,7 +127,7 @@ def _num_processes(axis: str) -> int:
 
 
 def set_override(values: dict[str, Any], override: str) -> None:
-    """Sets `--a.b=value`, as it is typed, in nested dictionaries. Raises SlipstreamError where it can't be read."""
+    """Sets `--a.b=value` or `a.b=value` in nested dictionaries. Raises SlipstreamError where it can't be read."""
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
         raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")

@@ -123,7 +123,7 @@ def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progr
         return texts
     check_file(held_out_file(config))
     source = config.data.validation_source or config.data
-    found = (OpenSource if config.preference is None else PairSource).of(source, progress.say)
+    found = (OpenSource if config.preference is None else PairSource).of(source, progress.warn)
     progress.say(found.describe())
     template = ChatTemplate(opened.tokenizer, config.data.chat_template) if found.has_messages else None
     text = found.tokenise(opened.tokenizer, template, config.training.seq_len, progress)

@@ -53,7 +53,7 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
     chosen = choose_checkpoint(path, best=best)
     with TemporaryDirectory(prefix="slipstream-") as folder:
         with progress.waiting("reading the checkpoint"):
-            saved = chosen.read(progress.say)
+            saved = chosen.read(progress.warn)
             export_checkpoint(chosen.run, saved, Path(folder, "model"), trusts_code)
         yield _open(str(Path(folder, "model")), trusts_code, chosen.run)
 

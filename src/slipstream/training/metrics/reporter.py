@@ -60,7 +60,7 @@ class Reporter:
             self._figures = FlopsMeter(*counted, pipe.trained_weights)
         except SlipstreamError as error:
             progress.say(f"FLOPs are not shown: {error}")
-        self._disk = DiskTrouble(progress.say)
+        self._disk = DiskTrouble(progress.warn)
         self._trackers: list[Tracker] = []  # none on ranks other than the first
         self._stragglers, hosts = self._watch_for_stragglers()
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
@@ -144,7 +144,7 @@ class Reporter:
             stragglers=slow or None,
         )
         for line in slow:
-            self._progress.say(line)
+            self._progress.warn(line)
         self.write(record)
         self._seconds[trial].append(seconds)
         self._num_tokens += sum(documents)

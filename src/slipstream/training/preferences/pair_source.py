@@ -64,4 +64,4 @@ class PairSource:
         """
         reader = PairReader(SampleReader(self.source, "prompt-completion", "completion", tokenizer, template), seq_len)
         with progress.counting("tokenising", total=len(self.rows)) as show:
-            return read_pairs(self.rows, reader, self.source.name, progress.say, show)
+            return read_pairs(self.rows, reader, self.source.name, progress.warn, show)

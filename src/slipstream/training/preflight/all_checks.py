@@ -65,7 +65,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         SlipstreamError: with what was given, what is allowed and what to type.
     """
     check_trackers(config.tracking.to)
-    FolderLock(config.training.output, progress.say).check_free()
+    FolderLock(config.training.output, progress.warn).check_free()
     check_run_folder(config)
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)

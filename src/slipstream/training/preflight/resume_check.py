@@ -42,7 +42,7 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     has_stopped = is_out_of_patience(saved.facts.get("validation", {}), training.patience)
     if not ((has_stopped or saved.step >= count_steps(training, sequences)) and _is_exported(saved, config)):
         return False
-    progress.say(
+    progress.say_result(
         f"the run has reached its last step, {saved.step}, and its model is in {RunFolder(training.output).model}: "
         f"nothing is left to do. To train further, give a larger --training.{'patience' if has_stopped else 'steps'}"
     )

@@ -40,7 +40,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
         held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
-    tokenizer = _make_tokenizer(config, model_config, sources, progress)
+    tokenizer = make_tokenizer(config, model_config, sources, progress)
     needs_template = any(source.has_messages for source in [*sources, *held_out])
     template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
     texts = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in sources]
@@ -63,7 +63,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
 
 def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource | PairSource:
     kind = OpenSource if config.preference is None else PairSource
-    return kind.of(source, progress.say)
+    return kind.of(source, progress.warn)
 
 
 def _open_validation(config: Config, progress: Progress) -> list[OpenSource | PairSource]:
@@ -82,7 +82,7 @@ def _open_stream(
 ) -> tuple[data.TrainingSequences, list[data.TokenisedText]]:
     """Returns the sequences of the streams, and the text of the first block of each."""
     with progress.waiting("reading the first rows"):
-        sequences = stream_sequences(config, tokenizer, progress.say)
+        sequences = stream_sequences(config, tokenizer, progress.warn)
     streams = sequences.parts if isinstance(sequences, MixedStreams) else [sequences]
     for source, stream in zip(config.data.all_sources, streams, strict=True):
         whose = "" if len(streams) == 1 else f" of {source.name}"
@@ -93,10 +93,11 @@ def _open_stream(
     return sequences, [stream.first_text for stream in streams]
 
 
-def _make_tokenizer(
+def make_tokenizer(
     config: Config, model_config: Any, sources: Sequence[OpenSource | PairSource], progress: Progress
 ) -> Any:
-    """Returns the tokenizer that the configuration names, or one that is trained on the text."""
+    """Returns the tokenizer that the configuration names, or one that is trained on the text, whose special tokens
+    `model_config` gets."""
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
     if name is not None and vocab_size is None:
         is_the_models = config.data.tokenizer in (None, config.model.path)
@@ -115,7 +116,7 @@ def _make_tokenizer(
         model_config.eos_token_id = tokenizer.eos_token_id
         model_config.bos_token_id = model_config.pad_token_id = None
     if tokenizer.eos_token_id is None and (number := sum(source.num_closed for source in sources)):
-        progress.say(
+        progress.warn(
             f"the tokenizer has no end-of-text token, so none of the {number:,} documents is closed by one, "
             "and the model doesn't learn where a text ends; name one whose eos_token is set in data.tokenizer"
         )
@@ -158,7 +159,7 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
     training, sequences = config.training, text.sequences
     size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
     if size > sequences.num_sequences and not config.data.streaming:
-        progress.say(
+        progress.warn(
             f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
             f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"
         )

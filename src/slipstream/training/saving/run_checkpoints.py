@@ -72,7 +72,7 @@ class RunCheckpoints:
         self._wanted, self._folder, self._world = section.resume, folder, world
         self._progress, self._written = progress, written
         self._checkpoints = Checkpoints(
-            folder.checkpoints, world, section.keep, section.keep_every, progress.say, self._note_written
+            folder.checkpoints, world, section.keep, section.keep_every, progress.warn, self._note_written
         )
         if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
@@ -89,7 +89,7 @@ class RunCheckpoints:
                 return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
             before = self._world.decided(self._failures.earlier_than)
             if before is not None:
-                self._progress.say(f"the same step has failed twice: only a checkpoint before step {before} is good")
+                self._progress.warn(f"the same step has failed twice: only a checkpoint before step {before} is good")
             return self._checkpoints.find(self._wanted, before)
 
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:

@@ -31,7 +31,7 @@ def show_example(text: TokenisedText, tokenizer: Any, progress: Progress) -> Non
         shown.append(words, style="bold green" if is_counted and has_colours else "")
     how = "in green" if has_colours else "between [[ and ]]"
     progress.say(f"the first sample, as the model sees it; {sum(counts)} of its {len(tokens)} tokens count, {how}:")
-    console.print(shown)
+    progress.say(shown)
 
 
 def _decoded(tokens: list[int], tokenizer: Any) -> str:

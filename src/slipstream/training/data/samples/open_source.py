@@ -83,7 +83,7 @@ class OpenSource:
             return tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
         reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
         with progress.counting("tokenising", total=len(self.rows)) as show:
-            return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.say, show)
+            return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.warn, show)
 
 
 def is_list(feature: Any) -> bool:

@@ -1,0 +1,104 @@
+"""What commands write to a terminal: how much of it, where spinners are shown, and when there are colours.
+
+How much is said is an environment variable, so that every rank that is started knows it. Colours follow NO_COLOR and
+FORCE_COLOR; a pipe gets lines and no bars in either case.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, get_args
+
+from slipstream.errors import SlipstreamError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+_VARIABLE = "SLIPSTREAM_LOG_LEVEL"
+_OF_TRANSFORMERS = "TRANSFORMERS_VERBOSITY"  # which it reads when it is imported
+_PACKAGE = "slipstream"
+
+
+def shows(level: Level) -> bool:
+    """Returns whether messages of this level are shown.
+
+    Raises:
+        SlipstreamError: where the environment names a level that there isn't.
+    """
+    return LEVELS.index(level) >= LEVELS.index(level_named(os.environ.get(_VARIABLE, "info"), _VARIABLE))
+
+
+def level_named(name: str, given_as: str) -> Level:
+    """Returns the level of this name. Raises SlipstreamError, which says how it was `given_as`, where there is none."""
+    for level in LEVELS:
+        if name == level:
+            return level
+    hint = did_you_mean(name, LEVELS)
+    raise SlipstreamError(f"{given_as}={name} is no level{hint} Choose one of {', '.join(LEVELS)}")
+
+
+@contextmanager
+def at_level(level: Level | None) -> Iterator[None]:
+    """Shows messages of this level and those above it, in this process and in those that it starts; None: as before."""
+    chosen = {} if level is None else {_VARIABLE: level}
+    if level == "error" and _OF_TRANSFORMERS not in os.environ:
+        chosen[_OF_TRANSFORMERS] = "error"
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    try:
+        log_details()
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        log_details()
+
+
+def log_details(speaker: str = "") -> None:
+    """Writes what the package logs to standard error, where messages of level debug are shown; `speaker` is a rank."""
+    logger = logging.getLogger(_PACKAGE)
+    for handler in [each for each in logger.handlers if isinstance(each, _Details)]:
+        logger.removeHandler(handler)
+    if shows("debug"):
+        logger.addHandler(_Details(speaker))
+        logger.setLevel(logging.DEBUG)
+
+
+class _Details(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes what is logged as lines that say who said it."""
+
+    def __init__(self, speaker: str) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter(f"debug: {speaker}{': ' if speaker else ''}%(message)s"))
+
+
+def make_console(stderr: bool = False) -> Console:
+    """Returns a console on standard output, or on standard error for a command whose output is its result alone.
+
+    It has colours on a terminal, unless NO_COLOR says otherwise, and where FORCE_COLOR asks for them; bars and spinners
+    on a terminal alone.
+    """
+    from rich.console import Console
+
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(highlight=False, soft_wrap=True, stderr=stderr, force_interactive=None if is_terminal else False)
+
+
+@contextmanager
+def spinner(description: str) -> Iterator[Callable[[str], None]]:
+    """Shows a spinner on standard error while the body runs, if that is a terminal; yields what changes its text."""
+    console = make_console(stderr=True)
+    if not (console.is_interactive and shows("info")):
+        yield lambda _text: None
+        return
+    with console.status(description) as status:
+        yield status.update
