@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import logging
 import os
 import pty
 import re
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.terminal import Level, at_level, make_console, shows
+from slipstream.terminal import LEVELS, Level, at_level, log_details, make_console, shows
 
 CONFIG = {
     "model": {
@@ -171,6 +172,14 @@ def test_details_of_every_step_are_said_where_they_are_asked_for() -> None:
         for step in range(1, 5):
             show(step, ["loss 2"])
     assert file.getvalue().splitlines()[1:] == [f"step {step}/1000: loss 2" for step in range(1, 5)]
+
+
+def test_what_the_package_logs_is_said_by_its_rank_where_details_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for level in LEVELS:
+        with at_level(level):
+            log_details("rank 1")
+            logging.getLogger("slipstream.training").debug("at level %s", level)
+    assert capsys.readouterr().err == "debug: rank 1: at level debug\n"
 
 
 def test_every_command_can_be_told_how_much_to_say() -> None:

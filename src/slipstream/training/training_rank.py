@@ -30,7 +30,7 @@ from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import Trainer
 from slipstream.watchdog import counted_off
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("slipstream.training.training_rank")  # a launched rank runs this module as __main__
 
 # NFS may show a folder as it was for as long as this (acdirmax).
 _SECONDS_TO_APPEAR = 60.0
