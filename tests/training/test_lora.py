@@ -95,7 +95,7 @@ MISTAKES = {
     "--training.single_process_steps=1": r"compares with training all weights",
     "--lora.bias=some": "lora.bias.*lora_only.*all",
     "--lora.path=an-adapter --lora.r=4": r"lora.path=an-adapter is an adapter with settings.*; leave lora.r out",
-    "--lora=null --lora.path=nowhere": r"lora.path=nowhere has no adapter_config.json",
+    '--lora={"path":"nowhere"}': r"lora.path=nowhere has no adapter_config.json",
     "--model.init=random": r"lora trains an adapter of given weights; give model.path",
     "--lora.export=adapter --sample.prompt=a": r"sample.prompt needs the merged model; give lora.export=both",
 }
