@@ -112,6 +112,7 @@ def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None
     assert steps[0]["loss"] == pytest.approx(math.log(300), rel=0.2)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     for step in steps:
+        assert 0 < step["mfu"] < 1
         assert 0 < step["idle_fraction"] < 1
         assert step["tokens_per_second"] == pytest.approx(3 * 64 / step["step_seconds"])
         assert len(step["peak_memory"]) == 2
