@@ -52,7 +52,7 @@ def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
         }
     )
     preflight(config, Progress(None)).write()
-    launch_ranks(["-m", "slipstream.training.training_rank", str(output / "config.yaml")], num_ranks=2)
+    launch_ranks("slipstream.training.training_rank", [str(output / "config.yaml")], num_ranks=2)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from slipstream.errors import RankFailedError, SlipstreamError
-from slipstream.launch.local_ranks import MALLOC, launch_ranks
+from slipstream.launch import fork_server
+from slipstream.launch.local_ranks import MALLOC
 from slipstream.terminal import at_level
+from support.forked import ForkedProgram, run_alone
 from support.parameters import first_of
 from support.timeouts import LIMIT
 
 # Each rank says that it is there, then rank 0 waits inside gloo for a message that nobody sends.
 RANK = """
 import os, pathlib, sys, time
-import torch, torch.distributed as dist
 from slipstream.errors import SlipstreamError
 from slipstream.launch.local_ranks import reported_to_the_launcher
 
 def run():
+    import torch, torch.distributed as dist
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pathlib.Path(sys.argv[1], f"pid{rank}").write_text(str(os.getpid()))
@@ -42,21 +45,51 @@ def run():
         time.sleep(1000)
     dist.recv(torch.zeros(1), src=1)
 
-with reported_to_the_launcher():
-    run()
+def main():
+    with reported_to_the_launcher():
+        run()
+
+if __name__ == "__main__":
+    main()
 """
 PARENT = """
-import sys
-from slipstream.launch.local_ranks import launch_ranks
-launch_ranks(sys.argv[1:], num_ranks=2)
+import os, sys
+from slipstream.launch import fork_server, launch_ranks
+del os.environ["OMP_NUM_THREADS"]
+if sys.argv[1] == "forked":
+    import torch
+    torch.set_num_threads(2)  # as it does by itself on two cores
+    with fork_server() as server:
+        assert server is not None
+        launch_ranks("rank", sys.argv[2:], 2, server)
+else:
+    launch_ranks("rank", sys.argv[2:], 2)
 """
+
+
+@pytest.fixture(params=["forked", pytest.param("anew", marks=pytest.mark.more)])
+def how(request: pytest.FixtureRequest) -> str:
+    """How the launcher starts its ranks: from a fork server, or as new processes."""
+    return str(request.param)
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> list[str]:
-    path = tmp_path / "rank.py"
-    path.write_text(RANK)
-    return [str(path), str(tmp_path)]
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    path = tmp_path / "launcher.py"
+    path.write_text(PARENT)
+    return path
+
+
+@pytest.fixture
+def waiting(launcher: Path, tmp_path: Path, how: str) -> Iterator[ForkedProgram]:
+    """A launcher whose ranks wait for ever."""
+    program = ForkedProgram(tmp_path, launcher, how, tmp_path, "wait")
+    yield program
+    if program.returncode is None:
+        program.send_signal(signal.SIGKILL)
+        program.communicate()
 
 
 def rank_pids(folder: Path) -> list[int]:
@@ -83,85 +116,111 @@ def alive(pid: int) -> bool:
         return False
 
 
-def start_parent(script: list[str], scenario: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", PARENT, *script, scenario], stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.more
-def test_ranks_that_end_well(script: list[str], tmp_path: Path) -> None:
-    handler = signal.getsignal(signal.SIGINT)
-    launch_ranks([*script, "fine"], num_ranks=2)
-    assert signal.getsignal(signal.SIGINT) is handler
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("fine", ""),
+        ("raise", "RuntimeError: the first cause"),
+        ("user", "slipstream.errors.SlipstreamError: what to put right"),
+        ("exit", "rank 1 ended with exit code 3; the other ranks were stopped"),
+    ],
+)
+def test_the_first_cause_is_told(launcher: Path, tmp_path: Path, how: str, end: str, last: str) -> None:
+    ended = run_alone(launcher, how, tmp_path, end)
     assert_gone(rank_pids(tmp_path), seconds=0)
+    assert (ended.returncode == 0) == (end == "fine")
+    assert ended.stderr.strip().endswith(last)
+    if end == "raise":
+        assert "rank 1 failed" in ended.stderr
+        assert "in run" in ended.stderr
+    if end == "fine":
+        assert ended.stderr == ""
 
 
-def test_an_exception_is_told_with_its_rank_and_traceback(script: list[str], tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError) as failure:
-        launch_ranks([*script, "raise"], num_ranks=2)
-    assert "rank 1 failed" in str(failure.value)
-    assert str(failure.value).endswith("RuntimeError: the first cause")
-    assert "in run" in str(failure.value)
-    assert_gone(rank_pids(tmp_path), seconds=0)
-
-
-def test_a_users_error_in_a_rank_is_a_users_error(script: list[str]) -> None:
-    with pytest.raises(SlipstreamError, match=r"^what to put right$"):
-        launch_ranks([*script, "user"], num_ranks=2)
-
-
-@pytest.mark.more
-def test_an_exit_without_a_word(script: list[str]) -> None:
-    with pytest.raises(RankFailedError, match="rank 1 ended with exit code 3"):
-        launch_ranks([*script, "exit"], num_ranks=2)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("victim", [1, 0])
-def test_a_killed_rank_ends_the_other_and_is_named(script: list[str], tmp_path: Path, victim: int) -> None:
-    parent = start_parent(script, "wait")
+@pytest.mark.parametrize("victim", first_of([1, 0]))
+def test_a_killed_rank_ends_the_other_and_is_named(waiting: ForkedProgram, tmp_path: Path, victim: int) -> None:
     pids = rank_pids(tmp_path)
     os.kill(pids[victim], signal.SIGKILL)
     started = time.monotonic()
-    _, errors = parent.communicate(timeout=30)
+    _, errors = waiting.communicate(timeout=30)
     assert time.monotonic() - started < 10
-    assert parent.returncode != 0
+    assert waiting.returncode == 1
     last = errors.strip().splitlines()[-1]
     assert last.endswith(f"rank {victim} was ended by SIGKILL; the other ranks were stopped")
     assert_gone(pids, seconds=0)
 
 
-@pytest.mark.parametrize("name", first_of(["SIGINT", "SIGTERM", "SIGKILL"]))
-def test_the_ranks_end_with_their_launcher(script: list[str], tmp_path: Path, name: str) -> None:
-    parent = start_parent(script, "wait")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Path, name: str) -> None:
     pids = rank_pids(tmp_path)
-    connections = [each for pid in (parent.pid, *pids) for each in psutil.Process(pid).net_connections()]
+    connections = [each for pid in (waiting.pid, *pids) for each in psutil.Process(pid).net_connections()]
     listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}  # nobody on another machine reaches the store or a rank
-    parent.send_signal(getattr(signal, name))
-    _, errors = parent.communicate(timeout=10)
-    assert parent.returncode != 0
+    waiting.send_signal(getattr(signal, name))
+    _, errors = waiting.communicate(timeout=10)
+    assert waiting.returncode != 0
     assert_gone(pids, seconds=10)
     if name == "SIGINT":
         assert errors.strip().endswith("KeyboardInterrupt")
 
 
+HOLDS_THE_INTERPRETER = """
+import ctypes, os, pathlib, sys
+def main():
+    pathlib.Path(sys.argv[1], "pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+    ctypes.PyDLL(None).sleep(1000)
+if __name__ == "__main__":
+    main()
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems can't end a process with its parent")
-def test_ranks_that_still_import_end_with_their_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["forked", "anew"])
+def test_ranks_that_still_import_end_with_their_launcher(launcher: Path, tmp_path: Path, how: str) -> None:
     """An import may hold the interpreter for seconds, in which no thread of it looks for the parent."""
-    write = "pathlib.Path(sys.argv[1], 'pid' + os.environ['RANK']).write_text(str(os.getpid()))"
-    rank = f"import ctypes, os, pathlib, sys; {write}; ctypes.PyDLL(None).sleep(1000)"  # holds the interpreter
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, "-c", rank, str(tmp_path)])
+    (tmp_path / "rank.py").write_text(HOLDS_THE_INTERPRETER)
+    parent = ForkedProgram(tmp_path, launcher, how, tmp_path)
     pids = rank_pids(tmp_path)
-    parent.kill()
-    parent.wait()
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
     assert_gone(pids, seconds=2)
 
 
-def test_ranks_get_one_thread_memory_settings_and_the_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    write = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps(dict(os.environ)))"
+SAYS_WHERE_IT_IS = """
+import json, os, re, sys, torch
+def main():
+    large = torch.empty(2**28, dtype=torch.uint8)
+    heaps = re.findall(r"(\\w+)-(\\w+) .*\\[heap\\]", open("/proc/self/maps").read())
+    kept = any(int(start, 16) <= large.data_ptr() < int(end, 16) for start, end in heaps)
+    said = [sys.argv[1:], dict(os.environ), torch.get_num_threads(), kept]
+    open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w").write(json.dumps(said))
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the settings are glibc's")
+def test_ranks_get_the_memory_settings_and_one_thread(launcher: Path, tmp_path: Path, how: str) -> None:
+    (tmp_path / "rank.py").write_text(SAYS_WHERE_IT_IS)
     with at_level("warning"):
-        launch_ranks(["-c", write, str(tmp_path / "environment")], num_ranks=1)
-    environment = (tmp_path / "environment").read_text()
-    for name, value in {**MALLOC, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1", "SLIPSTREAM_LOG_LEVEL": "warning"}.items():
-        assert f'"{name}": "{value}"' in environment
+        assert run_alone(launcher, how, tmp_path).stderr == ""
+    for rank in range(2):
+        arguments, environment, num_threads, kept = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert arguments == [str(tmp_path)]
+        assert num_threads == 1
+        assert kept  # 256 MiB, in memory that isn't returned to the system
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        assert (
+            environment.items()
+            >= {**MALLOC, **place, "OMP_NUM_THREADS": "1", "SLIPSTREAM_LOG_LEVEL": "warning"}.items()
+        )
+
+
+def test_a_process_with_threads_forks_no_ranks() -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    with fork_server() as server:
+        assert server is None
+    ends.set()
+    thread.join()

@@ -58,6 +58,36 @@ def run_alone(script: Path, *arguments: str | Path, timeout: float = LIMIT) -> C
     return _run_all([{}], script, arguments, timeout)
 
 
+class ForkedProgram:
+    """A script that runs by itself while its test goes on, much like a subprocess.Popen with pipes.
+
+    What it writes is in `folder`. Whoever starts one ends it.
+    """
+
+    def __init__(self, folder: Path, script: Path, *arguments: str | Path) -> None:
+        self._texts = folder / "stdout", folder / "stderr"
+        words = [str(argument) for argument in arguments]
+        self._process = _PROCESSES.Process(target=_run, args=(script, words, dict(os.environ), self._texts))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
+        """Waits for its end; returns what it has written. Raises TimeoutError where that takes longer."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"process {self.pid} runs for more than {timeout} seconds")
+        out, error = (text.read_text() for text in self._texts)
+        return out, error
+
+
 def slipstream_command(*arguments: str | Path) -> CompletedProcess[str]:
     """Runs `slipstream` with the arguments, in one process that no launcher has started."""
     return run_alone(COMMAND, *arguments)
@@ -78,7 +108,7 @@ def _run_all(
     places = [environment | place for place in places]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder, "stdout"), Path(folder, "stderr")
-        ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts), daemon=True) for place in places]
+        ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts)) for place in places]
         for rank in ranks:
             rank.start()
         code = _end(ranks, time.monotonic() + timeout)

@@ -33,9 +33,9 @@ def test_when_it_gives_up(
 ) -> None:
     folder, commands = RunFolder(tmp_path), list[list[str]]()
 
-    def crash(command: list[str], num_ranks: int) -> None:
+    def crash(_module: str, arguments: list[str], _num_ranks: int, _server: None) -> None:
         last = last_steps[len(commands)]
-        commands.append(command)
+        commands.append(arguments)
         if last == "ends":
             return
         if last is not None:
@@ -46,9 +46,9 @@ def test_when_it_gives_up(
     monkeypatch.setattr(restarts, "launch_ranks", crash)
     monkeypatch.setattr(restarts, "_LONGEST_WAIT", 0.0)
     if reason is None:
-        restarts.launch_with_restarts(folder, 2, max_restarts, Progress(None))
+        restarts.launch_with_restarts(folder, 2, max_restarts, Progress(None), None)
     else:
         with pytest.raises(RankFailedError, match=reason):
-            restarts.launch_with_restarts(folder, 2, max_restarts, Progress(None))
+            restarts.launch_with_restarts(folder, 2, max_restarts, Progress(None), None)
     assert len(commands) == num_starts
     assert ["--checkpoint.resume=last-good" in command for command in commands] == [False, *[True] * (num_starts - 1)]

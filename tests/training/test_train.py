@@ -25,12 +25,11 @@ from slipstream.training.config import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.data.sequences import PADDING
 from slipstream.training.run_folder import RunFolder
-from support.forked import COMMAND, launch, slipstream_command
+from support.forked import COMMAND, ForkedProgram, launch, slipstream_command
 from support.parameters import first_of
 from support.paths import WORKERS
 from support.timeouts import LIMIT
 
-TRAIN = [sys.executable, "-m", "slipstream", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["-m", "slipstream", "train"]
 
@@ -49,7 +48,7 @@ def output(tmp_path: Path) -> RunFolder:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
     """A run that has ended well, and what it wrote on the terminal."""
     folder = tmp_path_factory.mktemp("finished")
-    result = run(TRAIN, write_config(folder), "--training.single_process_steps=2")
+    result = slipstream_command("train", write_config(folder), "--training.single_process_steps=2")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     return RunFolder(folder / "output"), result.stdout
@@ -114,6 +113,7 @@ def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None
     assert steps[0]["loss"] == pytest.approx(math.log(300), rel=0.2)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     for step in steps:
+        assert 0 < step["mfu"] < 1
         assert 0 < step["idle_fraction"] < 1
         assert step["tokens_per_second"] == pytest.approx(3 * 64 / step["step_seconds"])
         assert len(step["peak_memory"]) == 2
@@ -294,17 +294,24 @@ def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFol
 
 
 @contextmanager
-def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Ends it with its ranks whatever happens: they would train for ever."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+def running(config: Path, *settings: str) -> Iterator[ForkedProgram]:
+    """A run of `slipstream train`, which ends with its ranks whatever happens: they would train for ever."""
+    process = ForkedProgram(config.parent, COMMAND, "train", config, *settings)
     try:
         yield process
     finally:
-        if process.poll() is None:
+        if process.returncode is None:
             process.send_signal(signal.SIGINT)
-            process.wait(LIMIT)
-        assert process.stderr is not None
-        process.stderr.close()
+            process.communicate()
+
+
+def ranks_of(launcher: ForkedProgram) -> list[psutil.Process]:
+    (server,) = psutil.Process(launcher.pid).children()
+    return server.children()  # type: ignore[no-any-return]
+
+
+def wait_for_steps(output: RunFolder, number: int) -> None:
+    wait_until(lambda: output.metrics.exists() and output.metrics.read_text().count("\n") > number)
 
 
 def wait_until(has_happened: Callable[[], bool]) -> None:
@@ -317,10 +324,10 @@ def wait_until(has_happened: Callable[[], bool]) -> None:
 @pytest.mark.more
 def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, output: RunFolder) -> None:
     settings = ["--training.steps=2", "--checkpoint.every=1", "--checkpoint.resume=latest", "--training.eval_every=0"]
-    with running([*TRAIN, str(config), *settings]) as process:
+    with running(config, *settings) as process:
         wait_until(output.inputs.exists)
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
     assert not output.metrics.exists()
     resumed = train(2, config, *settings, "--sample.prompt=null")
     assert resumed.returncode == 0, resumed.stderr
@@ -359,10 +366,10 @@ def test_a_run_that_is_killed_in_an_export_leaves_no_half_of_it(config: Path, ou
 @pytest.mark.more
 @pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 1, "grid"))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
-    command = [*TRAIN, str(config), "--training.steps=100000", "--training.eval_every=0", "--checkpoint.every=3"]
-    with running(command) as process:
-        wait_until(lambda: output.metrics.exists() and output.metrics.read_text().count("\n") > 9)
-        ranks = psutil.Process(process.pid).children()
+    settings = ["--training.steps=100000", "--training.eval_every=0", "--checkpoint.every=3"]
+    with running(config, *settings) as process:
+        wait_for_steps(output, 9)
+        ranks = ranks_of(process)
         assert len(ranks) == 2
         second = slipstream_command("train", config)
         assert second.returncode == 2
@@ -391,24 +398,14 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
         assert re.search(r"Type the same command with --checkpoint.resume=last-good to go on from step \d+$", last)
 
 
-def start(config: Path, output: RunFolder, *settings: str) -> subprocess.Popen[str]:
-    """A run of `slipstream train` with two ranks, of which some steps have run."""
-    command = [*TRAIN, str(config), "--training.eval_every=0", "--training.export_every=0", *settings]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + LIMIT
-    while not (output.metrics.exists() and output.metrics.read_text().count("\n") > 25):
-        assert time.monotonic() < deadline, "training didn't start"
-        time.sleep(0.05)
-    return process
-
-
 @pytest.mark.more
 def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFolder) -> None:
     """With no checkpoints otherwise; what it saves is a checkpoint to go on from."""
-    process = start(config, output, "--training.steps=100000")
-    ranks = psutil.Process(process.pid).children()
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    with running(config, "--training.steps=100000", "--training.eval_every=0", "--training.export_every=0") as process:
+        wait_for_steps(output, 25)
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
     step = read_metrics(output)[0][-1]["step"]
     folder = output.checkpoints / f"step-{step:08}"
@@ -426,9 +423,10 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(config: Path, output: RunFol
 @pytest.mark.more
 def test_a_run_is_started_again_after_a_crash(config: Path, output: RunFolder) -> None:
     settings = ["--training.max_restarts=1", "--checkpoint.every=10", "--training.steps=300", "--sample.prompt=null"]
-    process = start(config, output, *settings)
-    os.kill(psutil.Process(process.pid).children()[1].pid, signal.SIGKILL)
-    text, errors = process.communicate(timeout=120)
+    with running(config, *settings, "--training.eval_every=0", "--training.export_every=0") as process:
+        wait_for_steps(output, 25)
+        os.kill(ranks_of(process)[1].pid, signal.SIGKILL)
+        text, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "was ended by SIGKILL; the other ranks were stopped\nrestart 1 of 1 in 1 s, from the last good" in text
     assert "resumed after step" in text

@@ -1,6 +1,7 @@
 """Starts ranks as local processes, and connects those of torchrun and Slurm, on one node or several."""
 
 from slipstream.launch.agreement import describe_process, name_ranks
+from slipstream.launch.forked_ranks import ForkServer, fork_server
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
 from slipstream.launch.progress import Progress
 from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, time_limit

@@ -1,30 +1,30 @@
-"""Starts local ranks through torchrun's process API; all end together, and the first cause is printed last."""
+"""Starts local ranks, as torchrun would; all end together, and the first cause is printed last."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
+from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.network import listen_at
 from slipstream.launch.slurm import is_task
 from slipstream.launch.stop_request import STOP_SIGNALS
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import SubprocessContext
+LocalRank = subprocess.Popen[bytes] | ForkedRank
 
 # glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
@@ -55,10 +55,16 @@ def has_launcher() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or is_task(os.environ)
 
 
-def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
-    """Runs `python *command` as `num_ranks` local ranks on the loopback interface, and waits for them.
+def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: ForkServer | None = None) -> None:
+    """Runs `main` of a module as `num_ranks` local ranks on the loopback interface, and waits for them.
 
     When this call ends, every rank has ended, even if one of them failed or Ctrl-C was pressed.
+
+    Args:
+        module: whose file also runs `main` with `python -m`.
+        arguments: for sys.argv.
+        num_ranks: of the world.
+        server: which forks the ranks; without it, each is a new process that imports everything anew.
 
     Raises:
         RankFailedError: if a rank failed; the message has the first cause.
@@ -67,7 +73,6 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
         KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
-    from torch.distributed.elastic import multiprocessing
 
     # The parent keeps the store, so that the port is free: the system chose it. By itself the store would listen on all
     # interfaces, and it lets anybody who reaches it write.
@@ -76,39 +81,43 @@ def launch_ranks(command: Sequence[str], num_ranks: int) -> None:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    environments = {rank: _environment(rank, num_ranks, port) for rank in range(num_ranks)}
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as logs, _quiet_with_own_signals():
-        context: Any = None
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, _own_signals():
+        error_files = {rank: Path(folder, f"error-{rank}.json") for rank in range(num_ranks)}
+        parent = os.getpid() if server is None else server.pid
+        environments = [_environment(rank, num_ranks, port, parent, error_files[rank]) for rank in range(num_ranks)]
+        ranks: list[LocalRank] = []
         try:
-            arguments = dict.fromkeys(range(num_ranks), (*_ENDS_WITH_PARENT, *command))
-            specs = multiprocessing.DefaultLogsSpecs(log_dir=logs)
-            context = multiprocessing.start_processes("slipstream", sys.executable, arguments, environments, specs)
-            asked = _pass_stop_signals_on(context)
-            ended = _wait(context)
-        except multiprocessing.SignalException as interruption:
-            if interruption.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + interruption.sigval) from None
+            if server is None:
+                ranks.extend(_start_anew([*_ENDS_WITH_PARENT, "-m", module, *arguments], each) for each in environments)
+            else:
+                ranks.extend(server.start(module, arguments, environments))
+            asked = _pass_stop_signals_on(ranks)
+            ended = _wait(ranks)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
-            if context is not None:
-                context.close(timeout=_SECONDS_TO_END)
+            _end(ranks)
         del store
         if asked and any(code == -asked[0] for code in ended.values()):
             raise StoppedRunError(
                 f"{signal.Signals(asked[0]).name} ended the ranks before they could save anything new"
             )
-        _raise_first_cause(ended, {rank: Path(file) for rank, file in context.error_files.items()})
+        _raise_first_cause(ended, error_files)
 
 
-def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Returns what torchrun would set, the memory settings, and one thread per rank; what the user has set stays."""
+def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
+
+
+def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: Path) -> dict[str, str]:
+    """Returns this environment with what torchrun would set, the memory settings, and one thread per rank; what the
+    user has set stays."""
     chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if loopback:
         chosen["GLOO_SOCKET_IFNAME"] = min(loopback)
     return {
-        **{name: os.environ.get(name, value) for name, value in chosen.items()},
+        **chosen,
+        **os.environ,
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
@@ -117,60 +126,74 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        _PARENT: str(os.getpid()),
+        _ERROR_FILE: str(error_file),
+        _PARENT: str(parent),
     }
 
 
 @contextmanager
-def _quiet_with_own_signals() -> Iterator[None]:
-    """Silences the logs of torch's process API, and restores the signal handlers that it replaces."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    replaced = {signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS}
-    handlers = {each: signal.getsignal(each) for each in replaced}
+def _own_signals() -> Iterator[None]:
+    """Lets signals end this process by an exception, after which the ranks are ended; restores the handlers."""
+    names = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS)
+    handlers = {each: signal.getsignal(each) for each in names}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in names[1:]:
+        signal.signal(each, _exit_by)
     try:
         yield
     finally:
-        logger.setLevel(level)
-        for name, handler in handlers.items():
-            signal.signal(name, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
-def _pass_stop_signals_on(context: SubprocessContext) -> list[int]:
+def _exit_by(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _pass_stop_signals_on(ranks: Sequence[LocalRank]) -> list[int]:
     """Sends requests to stop to the ranks, which save and end; returns the list of those that have come. A second one
     ends the ranks at once, as Ctrl-C does."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     came: list[int] = []
 
-    def take(number: int, _frame: object) -> None:
+    def take(number: int, frame: FrameType | None) -> None:
         came.append(number)
         if len(came) > 1:
-            raise SignalException(f"{signal.Signals(number).name} came twice", signal.Signals(number))
-        for pid in context.pids().values():
+            _exit_by(number, frame)
+        for rank in ranks:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(rank.pid, number)
 
     for each in STOP_SIGNALS:
         signal.signal(each, take)
     return came
 
 
-def _wait(context: SubprocessContext) -> dict[int, int]:
+def _wait(ranks: Sequence[LocalRank]) -> dict[int, int]:
     """Waits until all ranks have ended, or until shortly after one has failed, so that others can say what they waited
     for; returns the exit codes of those that have ended, in this order."""
     ended: dict[int, int] = {}
     deadline = math.inf
-    while len(ended) < len(context.subprocess_handlers) and time.monotonic() < deadline:
+    while len(ended) < len(ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        for rank, handler in context.subprocess_handlers.items():
-            code = handler.proc.poll()
+        for number, rank in enumerate(ranks):
+            code = rank.poll()
             if code is not None:
-                ended.setdefault(rank, code)
+                ended.setdefault(number, code)
         if any(ended.values()):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_SAY)
     return ended
+
+
+def _end(ranks: Sequence[LocalRank]) -> None:
+    """Asks the ranks that still run to end, with all that they have started, and kills them if they don't."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        running = [rank for rank in ranks if rank.poll() is None]
+        for rank in running:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, number)
+        deadline = time.monotonic() + _SECONDS_TO_END
+        while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
 
 def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> None:

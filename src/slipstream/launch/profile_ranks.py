@@ -54,7 +54,7 @@ def measure_profile(
         model_config.save_pretrained(folder / _MODEL)
         request = {"settings": settings, "device": chosen, "tensor_ranks": tensor_ranks}
         (folder / _REQUEST).write_text(json.dumps(request))
-        launch_ranks(["-m", "slipstream.launch.profile_ranks", name], num_processes)
+        launch_ranks("slipstream.launch.profile_ranks", [name], num_processes)
         return load_profile(folder / _PROFILE)
 
 

@@ -7,14 +7,16 @@ import time
 from pathlib import Path
 
 from slipstream.errors import RankFailedError
-from slipstream.launch import Progress, launch_ranks
+from slipstream.launch import ForkServer, Progress, launch_ranks
 from slipstream.training.run_folder import RunFolder
 
 _RANK = "slipstream.training.training_rank"
 _LONGEST_WAIT = 60.0  # seconds between a crash and the next start
 
 
-def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, progress: Progress) -> None:
+def launch_with_restarts(
+    folder: RunFolder, num_ranks: int, max_restarts: int, progress: Progress, server: ForkServer | None
+) -> None:
     """Runs the ranks, at most `max_restarts` times again after one has crashed, with a wait that doubles while the run
     gets no further.
 
@@ -22,12 +24,12 @@ def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, p
         RankFailedError: if a step has failed twice, or a rank has crashed once more than it is started again.
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
-    command, failed_step = ["-m", _RANK, str(folder.config)], None
+    arguments, failed_step = [str(folder.config)], None
     without_progress = 0
     for restart in range(1, max_restarts + 2):
         before = _contents(folder.metrics)
         try:
-            launch_ranks(command, num_ranks)
+            launch_ranks(_RANK, arguments, num_ranks, server)
             return
         except RankFailedError as error:
             after = _contents(folder.metrics)
@@ -44,7 +46,7 @@ def launch_with_restarts(folder: RunFolder, num_ranks: int, max_restarts: int, p
                 f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint"
             )
             time.sleep(wait)
-            command = ["-m", _RANK, str(folder.config), "--checkpoint.resume=last-good"]
+            arguments = [str(folder.config), "--checkpoint.resume=last-good"]
 
 
 def _contents(metrics: Path) -> bytes:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import InterruptedRunError, RankFailedError
-from slipstream.launch import Progress, has_launcher, launch_ranks
+from slipstream.launch import ForkServer, Progress, fork_server, has_launcher, launch_ranks
 from slipstream.terminal import make_console
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine
@@ -17,6 +18,12 @@ from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import less_memory, memory_account, preflight
 from slipstream.training.restarts import launch_with_restarts
 from slipstream.training.run_folder import RunFolder
+
+_RUN_BY_RANKS = (
+    "slipstream.training.training_rank",
+    "slipstream.training.comparison",
+    "transformers.models.auto.modeling_auto",
+)
 
 
 def start_training(config: Config) -> None:
@@ -34,17 +41,20 @@ def start_training(config: Config) -> None:
         join_run(config)
         return
     progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
-    check_machine(config)
-    inputs = preflight(config, progress)
-    if inputs.is_finished:
-        return
-    with FolderLock(folder.path, progress.warn), _said_how_to_go_on(config, inputs.model_config):
-        inputs.write()
-        ranks = "1 rank, which imports" if num_ranks == 1 else f"{num_ranks} ranks, each of which imports"
-        progress.say(f"starting {ranks} torch and transformers first")
-        launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress)
-        if config.training.single_process_steps:
-            _compare(folder, progress)
+    for module in _RUN_BY_RANKS:
+        import_module(module)
+    with fork_server() as server:  # before anything below starts threads or looks for GPUs
+        check_machine(config)
+        inputs = preflight(config, progress)
+        if inputs.is_finished:
+            return
+        with FolderLock(folder.path, progress.warn), _said_how_to_go_on(config, inputs.model_config):
+            inputs.write()
+            ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+            progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
+            launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress, server)
+            if config.training.single_process_steps:
+                _compare(folder, progress, server)
 
 
 @contextmanager
@@ -72,12 +82,12 @@ def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
         raise RankFailedError(". ".join([str(error), *less_memory(str(error), config, account), again])) from error
 
 
-def _compare(folder: RunFolder, progress: Progress) -> None:
+def _compare(folder: RunFolder, progress: Progress, server: ForkServer | None) -> None:
     from slipstream.training.comparison import compare, steps_of
 
     if not steps_of(folder):
         progress.say("the run had already reached its last step, so there is none to compare with one process")
         return
     with progress.waiting("measuring one process alone"):
-        launch_ranks(["-m", "slipstream.training.comparison", str(folder.config)], num_ranks=1)
+        launch_ranks("slipstream.training.comparison", [str(folder.config)], 1, server)
     progress.say_result(compare(folder))

@@ -68,7 +68,7 @@ class StepRecord:
     tokens_per_second: float
     idle_fraction: float
     peak_memory: list[int]
-    figures: StepFigures | None = None  # None where the model's operations can't be counted
+    figures: StepFigures | None = None  # of the leading rank; None where the model's operations can't be counted
     phases: Phases | None = None
     bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, tp), of all ranks together
     trial: bool | None = None  # True where "auto" was still trying what to run

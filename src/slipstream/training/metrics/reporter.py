@@ -25,6 +25,7 @@ from slipstream.training.metrics.trackers import Tracker, make_trackers
 from slipstream.training.metrics.traffic import Traffic
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.training_step import StepResult, compute_dtype
+from slipstream.watchdog import counted_off
 
 
 class Reporter:
@@ -52,14 +53,17 @@ class Reporter:
         self._config, self._pipe, self._progress = config, pipe, progress
         self._world = RankGroup(dist.group.WORLD)
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
-        self._figures: FlopsMeter | None = None  # where the model's operations can't be counted
+        # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
+        self._figures: FlopsMeter | None = None
         training, peak = config.training, find_peak(device, compute_dtype(config))
-        try:
-            length, number = map(round, sequence)
-            counted = pipe.config, length, number, self._world.size, peak
-            self._figures = FlopsMeter(*counted, pipe.trained_weights)
-        except SlipstreamError as error:
-            progress.say(f"FLOPs are not shown: {error}")
+        if pipe.leads:
+            try:
+                length, number = map(round, sequence)
+                counted = pipe.config, length, number, self._world.size, peak
+                with counted_off("counting the model's operations"):
+                    self._figures = FlopsMeter(*counted, pipe.trained_weights)
+            except SlipstreamError as error:
+                progress.say(f"FLOPs are not shown: {error}")
         self._disk = DiskTrouble(progress.warn)
         self._trackers: list[Tracker] = []  # none on ranks other than the first
         self._stragglers, hosts = self._watch_for_stragglers()

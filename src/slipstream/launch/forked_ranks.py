@@ -1,0 +1,177 @@
+"""Forks local ranks from a process that has imported what they need, as each would spend ten seconds on it.
+
+    launcher --fork--> server --fork--> rank 0, rank 1, ...
+
+The server is what the launcher was before it started a thread or used a GPU, and computes nothing, so what it forks is
+like a new process. It ends with the launcher, and its ranks with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slipstream.errors import RankFailedError
+from slipstream.launch.stop_request import STOP_SIGNALS
+
+_FORK: Any = multiprocessing.get_context("fork")
+_ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
+_POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
+# What mallopt calls the settings of MALLOC, and what no environment variable can tell a process that runs already. A
+# threshold of -1 is never reached.
+_MALLOPT = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**26), "MALLOC_MMAP_THRESHOLD_": (-3, -1)}
+
+
+@contextmanager
+def fork_server() -> Iterator[ForkServer | None]:
+    """Yields a server that forks ranks of this process as it is now; None where each has to be started anew: on systems
+    other than Linux, where another thread runs, and where CUDA is in use."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        yield None
+        return
+    server = ForkServer()
+    try:
+        yield server if server.is_fit else None
+    finally:
+        server.close()
+
+
+class ForkServer:
+    """The launcher's side: asks for ranks, and hears how they end.
+
+    Attributes:
+        pid: of the server.
+        is_fit: whether the ranks could use a GPU: torch has not called CUDA in this process.
+    """
+
+    def __init__(self) -> None:
+        self._connection, theirs = _FORK.Pipe()
+        self._process = _FORK.Process(target=_serve, args=(theirs, self._connection, os.getpid()), name="fork server")
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED_BY_THE_LAUNCHER)
+        self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.pid: int = self._process.pid
+        theirs.close()
+        self.is_fit: bool = self._connection.recv()
+        self._codes: dict[int, int] = {}
+        self._started: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._has_ended = False
+        # In a thread, as what a signal interrupts in the main thread could lose a message.
+        threading.Thread(target=self._hear, name="ends of ranks", daemon=True).start()
+
+    def start(
+        self, module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+    ) -> list[ForkedRank]:
+        """Forks a rank for each environment, which is all of it, to run the module's `main` with these arguments.
+
+        Raises RankFailedError if the server has ended.
+        """
+        with suppress(BrokenPipeError):
+            self._connection.send((module, list(arguments), [dict(each) for each in environments]))
+        if pids := self._started.get():
+            return [ForkedRank(self, pid) for pid in pids]
+        raise RankFailedError("the process that forks the ranks has ended, perhaps because memory was short")
+
+    def code(self, pid: int) -> int | None:
+        """Returns the exit code of a rank, a negative one for a signal; None while it runs."""
+        return self._codes.get(pid, -signal.SIGKILL if self._has_ended else None)
+
+    def close(self) -> None:
+        """Ends the server, and any ranks that still run."""
+        self._process.kill()
+        self._process.join()
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, list):
+                    self._started.put(message)
+                else:
+                    pid, code = message
+                    self._codes[pid] = code
+        except (EOFError, OSError):
+            self._has_ended = True
+            self._started.put([])
+
+
+class ForkedRank:
+    """A rank as its launcher sees it, which may also be a subprocess.Popen."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+
+    def poll(self) -> int | None:
+        """Returns the exit code, a negative one for a signal; None while the rank runs."""
+        return self._server.code(self.pid)
+
+
+def _serve(connection: Connection, other_end: Connection, launcher: int) -> None:
+    """Forks ranks when it is asked to, and tells when one has ended."""
+    import torch
+
+    other_end.close()
+    _end_with(launcher)
+    os.setsid()  # away from the terminal, whose Ctrl-C is the launcher's to answer
+    gc.freeze()  # or the first collection in a rank would copy all that was imported
+    connection.send(not torch.cuda._is_in_bad_fork())
+    running: list[Any] = []
+    while True:
+        if connection.poll(_POLL_SECONDS if running else None):
+            try:
+                module, arguments, environments = connection.recv()
+            except EOFError:
+                os._exit(0)
+            started = [
+                _FORK.Process(target=_run, args=(module, arguments, each, connection, os.getpid()), name=f"rank {rank}")
+                for rank, each in enumerate(environments)
+            ]
+            for rank in started:
+                rank.start()
+            connection.send([rank.pid for rank in started])
+            running += started
+        for rank in [each for each in running if each.exitcode is not None]:
+            running.remove(rank)
+            connection.send((rank.pid, rank.exitcode))
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], connection: Connection, server: int) -> None:
+    """Makes this process what `python -m module *arguments` would have been, and runs it."""
+    import torch
+
+    connection.close()
+    _end_with(server)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ANSWERED_BY_THE_LAUNCHER)
+    defaults = environment.keys() - os.environ.keys()  # the others were set when this process began
+    for name in defaults & _MALLOPT.keys():
+        ctypes.CDLL(None).mallopt(*_MALLOPT[name])
+    if "OMP_NUM_THREADS" in defaults:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *arguments]
+    import_module(module).main()
+
+
+def _end_with(parent: int) -> None:
+    """Lets Linux end this process when its parent has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
