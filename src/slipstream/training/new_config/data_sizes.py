@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from slipstream.launch import Progress
+from slipstream.training.data.corpus import Documents
 from slipstream.training.data.samples import ChatTemplate
 from slipstream.training.data.tokenised_text import Array
 from slipstream.training.new_config.data_choice import DataChoice, Opened
@@ -47,17 +49,18 @@ class DataSizes:
 def some_of(opened: Opened) -> Opened:
     """Returns as much of the data as is tokenised here."""
     rows = opened.rows
-    if isinstance(rows, list):
-        return replace(opened, rows=_some_text(rows))
+    if isinstance(rows, Documents):
+        some = _some_text(rows)
+        return replace(opened, rows=Documents(opened.source, lambda: iter(some), lambda line: None))
     return replace(opened, rows=rows.select(range(min(len(rows), _MOST_ROWS))))
 
 
-def _some_text(documents: list[str]) -> list[str]:
+def _some_text(documents: Documents) -> list[str]:
     """Returns documents from all over the data, of which the last may be cut."""
     found: list[str] = []
     room = _MOST_CHARACTERS
-    stride = max(1, sum(map(len, documents)) // _MOST_CHARACTERS)
-    for document in documents[::stride]:
+    stride = max(1, documents.num_characters // _MOST_CHARACTERS)
+    for document in islice(documents, 0, None, stride):
         found.append(document[:room])
         room -= len(found[-1])
         if room <= 0:
@@ -73,7 +76,7 @@ def count_tokens(data: DataChoice, some: Opened, tokenizer: Any, template: ChatT
     """
     text = some.tokenise(tokenizer, template, most, Progress(None))
     if data.is_text:
-        rate = len(text.tokens) / sum(map(len, some.rows))
+        rate = len(text.tokens) / some.rows.num_characters
         lengths = np.ceil(np.array([len(each) for each in data.opened.rows]) * rate).astype(np.int64)
         return DataSizes(lengths, len(lengths), True, text.largest())
     lengths = text.lengths.reshape(-1, text.group_size).max(axis=1)
