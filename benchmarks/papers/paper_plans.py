@@ -122,7 +122,7 @@ class PaperSpace(PlanSpace):
 @lru_cache(maxsize=KEPT)
 def whole_backwards(shape: ScheduleShape, recompute: bool = False) -> ActionArrays:
     """Returns the schedule with whole backwards, each of them after its recomputation where there is one."""
-    schedule = make_schedule(*shape)
+    schedule = make_schedule(shape.name, *shape.counts)
     if recompute:
         rows = ([each for action in row for each in _recomputed(action)] for row in schedule.actions)
         schedule = replace(schedule, actions=tuple(map(tuple, rows)))
