@@ -63,6 +63,7 @@ def test_one_rank_goes_on_from_what_two_had(name: str, tmp_path: Path) -> None:
     assert all(tensor.equal(here[key]) for key, tensor in pipe.state_dict().items())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("names", [("sgd", "own"), pytest.param(tuple(OPTIMIZERS), marks=pytest.mark.more)])
 def test_processes_go_on_alike_on_any_mesh(names: tuple[str, ...], tmp_path: Path) -> None:
     result = launch(2, WORKER, tmp_path, *names)

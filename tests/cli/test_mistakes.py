@@ -233,6 +233,7 @@ def test_a_command(typed: Typed, command: str, words: list[str]) -> None:
     assert [word for word in words if word not in said] == [], said
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", [" ".join(words) for words in REALLY_TYPED])
 def test_a_command_in_a_process(answers: dict[str, subprocess.CompletedProcess[str]], command: str) -> None:
     answer = answers[command]

@@ -87,6 +87,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         return shown.result(), piped.stdout + piped.stderr
 
 
+@pytest.mark.more
 def test_a_terminal_shows_a_line_that_fits(said: tuple[str, str]) -> None:
     bars = [part for part in re.split(r"[\r\n]+", _CONTROL.sub("", said[0])) if "left" in part]
     assert max(map(len, bars)) <= 80
@@ -96,11 +97,13 @@ def test_a_terminal_shows_a_line_that_fits(said: tuple[str, str]) -> None:
     assert any(re.match(r".*step 12/12: loss .*tokens/s.*idle", line) for line in lines)  # stays
 
 
+@pytest.mark.more
 def test_a_pipe_gets_lines_without_control_characters(said: tuple[str, str]) -> None:
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", said[1])
     assert sum(line.startswith("step ") for line in said[1].splitlines()) == 12
 
 
+@pytest.mark.more
 def test_what_happens_before_the_first_step_is_said_in_order(said: tuple[str, str]) -> None:
     stages = ["importing torch", "reading text", "training a tokenizer", "tokenising", "starting 1 rank", "building"]
     stages += ["first is the slowest", "step 1/12"]

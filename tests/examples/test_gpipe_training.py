@@ -37,6 +37,7 @@ def test_images_are_learned() -> None:
     assert after > before + 15
 
 
+@pytest.mark.more
 def test_translation_is_learned_in_token_slices() -> None:
     """As without them: the losses that are printed are the same."""
     arguments = ["--steps", "20", "--layers", "1", "--microbatches", "2", "--schedule", "1f1b", "--width", "32"]

@@ -84,6 +84,7 @@ def test_a_tied_head_and_windows(name: str) -> None:
     check(name, slices=[9, 31])
 
 
+@pytest.mark.more
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=4), st.integers(1, 5))
 def test_pairs_of_different_lengths(lengths: list[tuple[int, int]], slices: int) -> None:
     model = build(ARCHITECTURES["llama"])

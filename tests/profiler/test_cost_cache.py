@@ -43,6 +43,7 @@ def costs(lines: list[str]) -> Profile:
     return find_costs(llama(), SETTINGS, CPU, Ranks.of(), lines.append)
 
 
+@pytest.mark.more
 def test_a_second_start_measures_nothing(measured: list[float], cache: Path) -> None:
     measured += [0.0]
     lines: list[str] = []

@@ -94,6 +94,7 @@ def test_it_is_finished(run: tuple[RunFolder, CompletedProcess[str]]) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
 
 
+@pytest.mark.more
 def test_it_goes_on_counting_and_exports_the_best(run: tuple[RunFolder, CompletedProcess[str]], tmp_path: Path) -> None:
     """From the middle of its patience; the model is the one that `slipstream export --best` writes."""
     folder, _ = run

@@ -21,6 +21,7 @@ def ignored(share: float) -> None:
     """Takes what is told about progress."""
 
 
+@pytest.mark.more
 def test_a_heavy_head_is_spread() -> None:
     task = problem(costs=HEAVY)
     plan = find_vocabulary_plan(task, "auto", ignored)

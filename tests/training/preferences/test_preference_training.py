@@ -155,6 +155,7 @@ def begun(whole: Path, output: Path, *parts: str) -> Path:
     return output
 
 
+@pytest.mark.more
 def test_a_resumed_run_is_the_same_to_the_bit(finished: Path, file: Path, tmp_path: Path) -> None:
     output = begun(finished, tmp_path / "half", "reference.safetensors")
     said = train(output, file, "--checkpoint.resume=latest")
@@ -179,6 +180,7 @@ def test_a_resumed_run_reads_the_reference(finished: Path) -> None:
         assert np.array_equal(text.values, kept[f"{part}-0"])
 
 
+@pytest.mark.more
 def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", file, "--pp=1", "--dp=2")
     kept = [load_file(each / "reference.safetensors") for each in (finished, tmp_path / "run")]
@@ -206,6 +208,7 @@ def test_with_a_plan_that_is_open(finished: Path, file: Path, tmp_path: Path, pr
         assert ours[-1] < ours[0] - 0.05
 
 
+@pytest.mark.more
 def test_an_adapter_begins_at_its_reference(finished: Path, file: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     output = tmp_path / "run"

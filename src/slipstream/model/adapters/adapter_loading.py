@@ -77,10 +77,13 @@ def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
     """Returns PEFT's model around a whole model, which it takes over and which may be on the meta device."""
     from peft import get_peft_model
 
-    model.name_or_path = adapter.config.base_model_name_or_path or ""  # PEFT takes it from there
+    config = copy.deepcopy(adapter.config)
+    # PEFT takes the name from the model, and warns where another was in the configuration.
+    model.name_or_path = config.base_model_name_or_path or ""
+    config.base_model_name_or_path = model.name_or_path or None
     settings = {"adapter_name": adapter.name, "autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
     with quiet_peft():
-        return get_peft_model(model, copy.deepcopy(adapter.config), **settings)
+        return get_peft_model(model, config, **settings)
 
 
 def add_adapter(
