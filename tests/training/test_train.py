@@ -168,10 +168,11 @@ def test_the_numbers_do_not_depend_on_how_it_is_started(
     cut = "--pipeline.schedule=gpipe", "--pipeline.slices=2"
     result = run(TORCHRUN, config, "--sample.prompt=null", *cut, "--quiet")
     assert result.returncode == 0, result.stderr
-    first, best, *exports = result.stdout.splitlines()
-    assert first.startswith("step 20/20: loss ")
-    assert best.startswith("best validation loss")
-    assert all(line.startswith("exported to") for line in exports)
+    said = [line for line in result.stdout.splitlines() if not line.startswith("exported to ")]
+    assert said[0].startswith("step 20/20: loss ")
+    assert said[1].startswith("best validation loss")
+    assert len(said) == 2
+    assert result.stdout.count("exported to ") == 3
     check_same_losses(output, finished[0])
 
 
