@@ -277,7 +277,7 @@ def test_layers_of_several_kinds_are_planned(first_run: Path, family: dict[str, 
     assert len(_losses(first_run / name)) == 4
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_replicas_are_planned_together(first_run: Path) -> None:
     """From costs that all ranks of all replicas measure at the same time, and which are kept as such."""
     config = AutoConfig.from_pretrained(first_run / "first" / "inputs")

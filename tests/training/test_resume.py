@@ -109,7 +109,7 @@ def test_any_optimizer_goes_on_to_the_bit(text: Path, tmp_path: Path, name: str,
     assert models[0] == models[1]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
     """From a checkpoint of a run that spread the optimizer's state alone, and that goes on from theirs."""
     spread, back = half_of(whole, tmp_path / "spread"), tmp_path / "back"

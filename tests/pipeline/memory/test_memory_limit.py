@@ -43,7 +43,7 @@ def settle(pipe: Pipeline, inputs: Tensor) -> int:
     raise AssertionError("still learning")
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.usefixtures("compiled_search")
 def test_processes_hold_less_than_the_limit() -> None:
     """Tensors are counted by another meter than the one that rehearses."""
@@ -78,7 +78,7 @@ def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), first_of([("auto", 1), ("auto-v", 2)]))
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), first_of([("auto", 1), ("auto-v", 2)], 1, "grid"))
 def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> None:
     inputs, settings = tokens(batch=4), {"schedule": schedule, "stages_per_rank": stages_per_rank}
     with pytest.raises(SlipstreamError, match=r"no order fits.*one microbatch at a time rank") as raised:
@@ -106,7 +106,7 @@ def test_auto_begins_again_after_it_found_no_room() -> None:
     assert settle(pipe, tokens(batch=4, length=32)) >= 3
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.parametrize("schedule", ["auto", pytest.param("1f1b", marks=pytest.mark.grid)])
 def test_slices_are_chosen_within_the_limit_and_gradients_stay_exact(schedule: str) -> None:
     config, inputs = llama(attention_dropout=0.0), tokens(batch=4)

@@ -45,8 +45,8 @@ def sequences(*lengths: int) -> list[Tensor]:
     ("name", "settings"),
     [
         ("llama", {}),
-        pytest.param("gpt2", {"schedule": "auto-v", "stages_per_rank": 2}, marks=pytest.mark.more),
-        pytest.param("llama", {"recompute": "full"}, marks=pytest.mark.more),
+        pytest.param("gpt2", {"schedule": "auto-v", "stages_per_rank": 2}, marks=pytest.mark.grid),
+        pytest.param("llama", {"recompute": "full"}, marks=pytest.mark.grid),
     ],
     ids=str,
 )

@@ -27,6 +27,7 @@ from slipstream.training.exports import EvaluationRequest, PairLoss, evaluate_mo
 from slipstream.training.preferences import load_with_reference, preference_loss
 from slipstream.training.preflight import preflight
 from support.forked import COMMAND, launch
+from support.parameters import first_of
 from support.preferences import log_probabilities
 
 BETA = 0.5
@@ -194,7 +195,7 @@ def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-weights"])
+@pytest.mark.parametrize("precision", first_of(["bf16", "float32", "bf16-weights"], 1, "grid"))
 def test_with_a_plan_that_is_open(finished: Path, file: Path, tmp_path: Path, precision: str) -> None:
     """Schedule, slices and cut planned from measured costs: another plan of the same losses."""
     is_open = ["--pipeline.schedule=auto", "--pipeline.slices=auto", f"--training.precision={precision}"]
