@@ -203,6 +203,16 @@ def test_what_rows_are_is_found(
     assert found.are_pairs == are_pairs
 
 
+@pytest.mark.parametrize(
+    ("columns", "are_pairs"), [("prompt,chosen,rejected", True), ("prompt,completion,note", False)]
+)
+def test_a_csv_is_a_table_too(tmp_path: Path, columns: str, are_pairs: bool) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text(f"{columns}\na,1,2\n")
+    found = choose_data(str(table), {}, print)
+    assert (found.settings, found.are_pairs) == ({"files": [str(table)]}, are_pairs)
+
+
 def test_what_a_folder_has_most_of_is_read(tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "README.md", ".git/x.txt", ".git/y.txt", ".git/z.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -42,9 +42,8 @@ app.command(context_settings=_TAKES_SETTINGS)(with_output_options(init))
 app.command(context_settings=_TAKES_SETTINGS)(with_output_options(train))
 for command in (runs, timeline, check, profile, plan, export):
     app.command()(with_output_options(command))
-app.command("eval", context_settings=_TAKES_SETTINGS)(
-    with_output_options(evaluate)
-)  # which is the name of a function of Python's
+# Python has a function `eval`, so this command's is called otherwise.
+app.command("eval", context_settings=_TAKES_SETTINGS)(with_output_options(evaluate))
 app.command()(with_output_options(generate))
 
 

@@ -19,7 +19,9 @@ def init(
     ],
     data: Annotated[
         str,
-        Argument(help="A text, a .jsonl, .json or .parquet table, a folder, a data set's hub name, or python-stdlib."),
+        Argument(
+            help="A text, a .jsonl, .json, .csv or .parquet table, a folder, a data set's hub name, or python-stdlib."
+        ),
     ],
     output: Annotated[Path, Option(help="The file to write.")] = Path("config.yaml"),
     overwrite: Overwrite = False,

@@ -1,4 +1,4 @@
-"""Forks local ranks from a process that has imported what they need, as each would spend ten seconds on it.
+"""Forks local ranks from a process that has imported what they need, so that they needn't each do so.
 
     launcher --fork--> server --fork--> rank 0, rank 1, ...
 

@@ -48,7 +48,7 @@ class LimitedSteps:
     def rehearsed(
         self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], token_ids: Tensor
     ) -> RehearsedStep:
-        """Returns the rehearsal of a step in this layout, of one microbatch where all are alike."""
+        """Returns the rehearsal of a step of these microbatches in this layout."""
         return self._rehearsal(
             schedule=layout.training,
             recompute=layout.recompute,
@@ -65,9 +65,9 @@ class LimitedSteps:
     def prepare_rows(self, splits: bool) -> None:
         """Makes known what rows of any length hold, where that isn't yet and follows from others. Collective."""
         if not self.knows_lengths and not self._counts_by_shape:
-            self.rehearse_rows(splits)
+            self._rehearse_rows(splits)
 
-    def rehearse_rows(self, splits: bool) -> None:
+    def _rehearse_rows(self, splits: bool) -> None:
         """Rehearses a few short rows, so that what any rows hold is known; not of a model whose rows can't be cut.
         `splits` is whether weight gradients may be computed apart. Collective."""
         assert isinstance(self._family, CausalLMFamily)  # sequences of layers have no memory limit
@@ -103,9 +103,9 @@ class LimitedSteps:
             return find_step_plan(problem)
         held = rows.activation_bytes(len(problem.placement))
         problem = replace(problem, rates=replace(problem.rates, activation_bytes=held))
-        return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self.held_with))
+        return find_plan_within(problem, StepMemory(limit, rows.state_bytes(problem.placement), self._held_with))
 
-    def held_with(self, plan: StepPlan) -> list[float]:
+    def _held_with(self, plan: StepPlan) -> list[float]:
         """Returns the bytes that every rank would hold with a step's plan."""
         if self._layout.recompute or self._counts_by_shape:
             return self.limit.held_in(self._lay_out(plan.schedule).with_all_backwards.training, plan.slices)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
@@ -35,13 +34,12 @@ class PairLoss:
 
 def log_probabilities(model: LoneModel, text: TokenisedText, what: str, progress: Progress) -> Array:
     """Returns the log-probability of each answer, (D,) float64."""
-    found, done = [], count(1)
+    found: list[float] = []
     with progress.counting(what, total=text.num_documents) as show:
         for index in range(text.num_documents):
-            both = (each.astype(np.int64) for each in (text.document(index), text.labels_of(index)))
-            tokens, labels = both
+            tokens, labels = (each.astype(np.int64) for each in (text.document(index), text.labels_of(index)))
             found.append(model.log_probability([(tokens, labels)]))
-            show(next(done))
+            show(len(found))
     return np.array(found)
 
 

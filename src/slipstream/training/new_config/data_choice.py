@@ -17,7 +17,7 @@ from slipstream.training.preferences import PairSource
 
 Opened: TypeAlias = OpenSource | PairSource
 _CORPUS = "python-stdlib"
-_TABLES = (".jsonl", ".json", ".parquet")
+_TYPED = (".jsonl", ".json", ".parquet")  # tables that tell what their values are; a .csv's are texts, as `files`
 _ANSWERS = {"chosen", "rejected"}
 
 
@@ -48,7 +48,7 @@ def choose_data(name: str, given: Mapping[str, Any], say: Callable[[str], None])
         SlipstreamError: where it can't be read, or its columns fit no form.
     """
     settings = place_of(name) | dict(given)
-    if "dataset" not in settings:
+    if not _source(settings).has_rows:
         return DataChoice(settings, OpenSource.of(_source(settings), say))
     rows = read_rows(_source(settings))
     if {*rows.column_names} >= _ANSWERS:
@@ -64,7 +64,7 @@ def place_of(name: str) -> dict[str, Any]:
         return {"corpus": name}
     if path.is_dir():
         return _place_of_folder(path)
-    return {"files": [name]} if path.is_file() and path.suffix not in _TABLES else {"dataset": name}
+    return {"files": [name]} if path.is_file() and path.suffix not in _TYPED else {"dataset": name}
 
 
 def _place_of_folder(folder: Path) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _place_of_folder(folder: Path) -> dict[str, Any]:
     if not files:
         raise SlipstreamError(f"the folder {folder} holds no file; give one with texts or tables, or a file")
     ending, _ = Counter(each.suffix for each in files).most_common(1)[0]
-    if ending in _TABLES:
+    if ending in _TYPED:
         return {"dataset": str(folder)}
     usual = SourceSection.model_fields["suffixes"].default
     return {"files": [str(folder)]} | ({} if ending in usual or not ending else {"suffixes": [ending]})

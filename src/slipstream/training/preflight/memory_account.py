@@ -7,18 +7,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profiler import count_model
 from slipstream.schedule import GENERATORS
 from slipstream.training.config import Config
+from slipstream.training.training_step import compute_dtype
 
 _ANY_CLUSTER = "a100-dgx"  # memory doesn't depend on how fast it is
 _ROOM = 1e15  # bytes; nothing is refused
-_DTYPES = {"bf16-weights": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Account = Callable[..., float]
 
@@ -30,7 +28,7 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
     """
-    dtype = _DTYPES.get(config.training.precision, torch.float32)
+    dtype = compute_dtype(config)
     counts: dict[int, ModelCount] = {}
 
     def account(**changes: Any) -> float:
