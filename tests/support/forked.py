@@ -137,6 +137,8 @@ def _run(script: Path, arguments: list[str], place: dict[str, str], texts: tuple
     gc.freeze()  # see conftest
     for number, text in enumerate(texts, start=1):
         os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    # A line at once: what ranks write in pieces would mix in the file.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     os.environ.update(place)
     sys.argv = [str(script), *arguments]
     sys.path[:0] = [str(script.parent), str(TESTS), str(ROOT)]
