@@ -53,6 +53,7 @@ TRIALS = {
     "streaming": "--megabytes 4 --steps 10",
     "slow_link": "--length 128 --megabits 1000 --repeats 1",
     "gpu_layers": "--toy --device cpu",
+    "fault_overhead": "--length 64 --hidden-size 32 --layers 2",
     "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
 }

@@ -1,4 +1,7 @@
-"""Memory and data waits of a run that streams a large file of conversations, next to one that streams a small one."""
+"""Memory and data waits of a run that streams a large file of conversations, next to one that streams a small one.
+
+python -m benchmarks.streaming                  # prints two lines, writes results/streaming.json
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 from examples.chat.make_conversations import make_conversations
 
+from benchmarks.harness import setting, write
 from slipstream.launch import Progress, launch_ranks
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import train_tokenizer
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     peaks: dict[int, int] = {}
+    runs = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = [message["content"] for each in make_conversations() for message in each["messages"]]
@@ -73,11 +78,14 @@ def main() -> None:
             records = stream(folder, file, options.steps)
             peaks[megabytes] = max(records[-1]["peak_memory"])
             waits = sum(each["phases"]["data"] for each in records) / sum(each["step_seconds"] for each in records)
+            step = statistics.median(each["step_seconds"] for each in records)
+            runs.append({"bytes": file.stat().st_size, "peak_bytes": peaks[megabytes], "step": step, "waits": waits})
             print(
                 f"{file.stat().st_size / 1e6:.0f} MB of jsonl: {peaks[megabytes] / 1e6:.0f} MB a rank at most, "
-                f"{statistics.median(each['step_seconds'] for each in records):.3f} s a step, data waits {waits:.2%}"
+                f"{step:.3f} s a step, data waits {waits:.2%}"
             )
     print(f"{(peaks[options.megabytes] - peaks[SMALL]) / 1e6:.0f} MB more than with {SMALL} MB")
+    print(write("streaming", {"setting": setting(**vars(options)), "runs": runs}))
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Pat
     connections = [each for pid in (waiting.pid, *pids) for each in psutil.Process(pid).net_connections()]
     listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}  # nobody on another machine reaches the store or a rank
+    assert [psutil.Process(pid).name() for pid in pids] == ["rank 0", "rank 1"]  # as `top` shows them
     waiting.send_signal(getattr(signal, name))
     _, errors = waiting.communicate(timeout=10)
     assert waiting.returncode != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -30,6 +31,7 @@ LocalRank = subprocess.Popen[bytes] | ForkedRank
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
+_PR_SET_NAME = 15
 _LOOPBACK = "127.0.0.1"
 _PASSED_ON: dict[str, type[Exception]] = {
     each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
@@ -224,7 +226,8 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
 
 @contextmanager
 def reported_to_the_launcher() -> Iterator[None]:
-    """Ends this rank's process after an exception, which the launcher that started it reports.
+    """Ends this rank's process after an exception, which the launcher that started it reports, and calls the process
+    after the rank.
 
     Without our launcher, the exception is raised as usual.
     """
@@ -233,6 +236,8 @@ def reported_to_the_launcher() -> Iterator[None]:
         yield
         return
     threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
+    if sys.platform == "linux":  # for `top` and `ps -o comm`: ranks that are forked have the launcher's command line
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode())
     try:
         yield
     except BaseException as error:

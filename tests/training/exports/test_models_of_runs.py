@@ -270,6 +270,15 @@ def test_a_long_text_is_cut_at_the_longest_sequence(run: RunFolder, tmp_path: Pa
     assert predicted == num_tokens - -(-num_tokens // 64)
 
 
+def test_the_end_of_a_packed_text_counts_too(run: RunFolder, tmp_path: Path) -> None:
+    """As in a validation, whose last sequence is filled up."""
+    file = tmp_path / "text.txt"
+    file.write_text("7 is 49 more than 7. " * 5)
+    length = len(AutoTokenizer.from_pretrained(run.model)(file.read_text())["input_ids"]) + 1  # with the end of text
+    assert length % 64
+    assert evaluated(run.path, file)[:2] == (length, length - -(-length // 64))
+
+
 def test_sequences_of_an_evaluation_may_be_shorter_than_the_slices_of_a_training() -> None:
     found = settings_of_model("model", "rows.jsonl", 5, ["--data.loss=all"])
     assert (found.training.seq_len, found.data.loss, found.data.packing) == (5, "all", "none")

@@ -1,0 +1,1 @@
+"""A run that meets one fault after the other."""
