@@ -1,10 +1,12 @@
-"""Tokens, loss and gradients of pairs are those of TRL's trainer, where it is installed."""
+"""Tokens, loss and gradients of pairs are those of TRL's trainer, computed by its own code in float64."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,22 +16,32 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from slipstream import Pipeline, Runtime
 from slipstream.training.config import PreferenceSection, SourceSection
-from slipstream.training.data import sequences_of
+from slipstream.training.data import TokenisedText, sequences_of
 from slipstream.training.data.samples import SampleReader
-from slipstream.training.preferences import PairReader, preference_loss, read_pairs
-from support.architectures import gradient_error, gradients, no_rounding_inside
+from slipstream.training.preferences import PairReader, mean_rewards, preference_loss, read_pairs, reward_sums
+from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 
 ROWS = [
-    {"prompt": "say a", "chosen": " a b c", "rejected": " c"},
+    {"prompt": "say a", "chosen": " a b c a a c b a c", "rejected": " c"},
     {"prompt": "say b b b", "chosen": " b", "rejected": " a a a a a"},
-    {"prompt": "say", "chosen": " c a", "rejected": " b a"},
+    {"prompt": "say", "chosen": " c a", "rejected": " b a c c c b a b a b a c"},
     {"prompt": "say c", "chosen": " c c c c", "rejected": " a c c b"},
 ]
-BOUND = 1e-5  # TRL sums the products with the head's weights in float32, whatever the model's dtype
 WORDS = ["<end>", "<pad>", "say", "a", "b", "c"]
+SECTION = PreferenceSection(beta=0.3)
+SEQ_LEN = 32
 
 
-@pytest.fixture
+@dataclass(frozen=True)
+class Step:
+    """What TRL makes of all pairs."""
+
+    tokens: list[list[int]]  # without padding: the chosen answers, then the rejected ones
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    rewards: dict[str, float]
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -43,38 +55,71 @@ def llama(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).double()
 
 
-def test_a_step_is_trls(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    model, before = llama(0), llama(1)
+@contextmanager
+def no_rounding_in_trl() -> Iterator[None]:
+    """TRL's product with the head's weights is summed in float64: it names float32, whatever the model's dtype."""
+    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
+    with pytest.MonkeyPatch.context() as patch, no_rounding_inside():
+        patch.setattr("trl.kernels.chunked_logprob.torch", wide)
+        yield
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Step:
+    trl = pytest.importorskip("trl")  # it is in the lock; a later version may not go with another transformers
     arguments = trl.DPOConfig(
-        output_dir=str(tmp_path), beta=0.3, report_to="none", use_cpu=True, bf16=False, activation_checkpointing=False
+        output_dir=str(tmp_path_factory.mktemp("trl")),
+        beta=SECTION.beta,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
     )
-    theirs = trl.DPOTrainer(
-        copy.deepcopy(model),
-        ref_model=copy.deepcopy(before),
-        args=arguments,
-        train_dataset=Dataset.from_list(ROWS),
-        processing_class=tokenizer,
-    )
-    inputs = theirs.data_collator([*theirs.train_dataset])
-    loss = theirs.compute_loss(theirs.model, inputs)
-    loss.backward()
-    reader = SampleReader(SourceSection(dataset="pairs"), "prompt-completion", "completion", tokenizer, None)
-    text = read_pairs(ROWS, PairReader(reader, 32), "pairs", print)
-    tokens = [text.document(document).tolist() for document in range(text.num_documents)]
+    data = {"train_dataset": Dataset.from_list(ROWS), "processing_class": tokenizer()}
+    trainer = trl.DPOTrainer(llama(0), ref_model=llama(1), args=arguments, **data)
+    inputs = trainer.data_collator([*trainer.train_dataset])
+    with no_rounding_in_trl():
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
     kept = [ids[mask == 1].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    assert tokens[::2] + tokens[1::2] == kept
-    options = {"num_ranks": 2, "slices": 2, "num_microbatches": 2, "runtime": Runtime(self_check=False)}
-    function = preference_loss(PreferenceSection(beta=0.3))
-    batch = sequences_of([text], "none", 32, None).batch(0, len(ROWS))
+    names = {"chosen": "chosen", "rejected": "rejected", "margin": "margins", "accuracy": "accuracies"}
+    rewards = {own: trainer._metrics["train"][f"rewards/{name}"][0] for own, name in names.items()}
+    return Step(kept, loss.item(), gradients(trainer.model.named_parameters()), rewards)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> TokenisedText:
+    """The same pairs as a run reads them, with their log-probabilities by the model before."""
+    reader = SampleReader(SourceSection(dataset="pairs"), "prompt-completion", "completion", tokenizer(), None)
+    text = read_pairs(ROWS, PairReader(reader, SEQ_LEN), "pairs", print)
+    batch = sequences_of([text], "none", SEQ_LEN, None).batch(0, len(ROWS))
+    reference = pipeline(llama(1), schedule="1f1b")
     with no_rounding_inside():
-        reference = Pipeline(before, loss_fn=function, **options)
-        reference.evaluate(
-            batch.input_ids, batch.labels, sequence_values=torch.zeros(2 * len(ROWS), dtype=torch.float64)
-        )
-        text = replace(text, values=reference.sequence_log_probabilities().numpy())
-        batch = sequences_of([text], "none", 32, None).batch(0, len(ROWS))
-        pipe = Pipeline(model, loss_fn=function, **options)
-        found = pipe.step(batch.input_ids, batch.labels, sequence_values=batch.sequence_values)
-    assert abs(float(found) - loss.item()) < BOUND
-    assert gradient_error(gradients(theirs.model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+        none = torch.zeros(2 * len(ROWS), dtype=torch.float64)
+        reference.evaluate(batch.input_ids, batch.labels, sequence_values=none)
+    return replace(text, values=reference.sequence_log_probabilities().numpy())
+
+
+def pipeline(model: LlamaForCausalLM, schedule: str) -> Pipeline:
+    """Two stages, and rows of several pairs in slices of unequal lengths."""
+    options = {"num_ranks": 2, "slices": 3, "num_microbatches": 2, "runtime": Runtime(self_check=False)}
+    return Pipeline(copy.deepcopy(model), schedule=schedule, loss_fn=preference_loss(SECTION), **options)
+
+
+def test_tokens_are_trls(theirs: Step, pairs: TokenisedText) -> None:
+    tokens = [pairs.document(document).tolist() for document in range(pairs.num_documents)]
+    assert tokens[::2] + tokens[1::2] == theirs.tokens
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_step_is_trls(theirs: Step, pairs: TokenisedText, schedule: str) -> None:
+    batch = sequences_of([pairs], "none", SEQ_LEN, None).batch(0, len(ROWS))
+    pipe = pipeline(llama(0), schedule)
+    with no_rounding_inside():
+        loss = pipe.step(batch.input_ids, batch.labels, sequence_values=batch.sequence_values)
+    assert all(len(set(each.slices)) > 1 for each in pipe.last_step.microbatches)
+    assert float(loss) == pytest.approx(theirs.loss, rel=BOUND)
+    assert gradient_error(theirs.gradients, gradients(pipe.named_parameters())) < BOUND
+    assert batch.sequence_values is not None
+    rewards = mean_rewards(reward_sums(pipe, batch.sequence_values, SECTION))
+    assert rewards == pytest.approx(theirs.rewards, rel=BOUND)
