@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers import EvalPrediction, PretrainedConfig, Trainer, TrainingArguments
 
 from slipstream import Pipeline
 from slipstream.transformers_trainer import SlipstreamTrainer
@@ -87,9 +87,10 @@ def unsplit_trainer(model: Any, args: TrainingArguments, **changes: Any) -> Trai
     return Trainer(model, args, compute_loss_func=float64_loss, **data(**changes))
 
 
-def pipeline(name: str = "gpt2", **options: Any) -> Pipeline:
+def pipeline(architecture: str | PretrainedConfig = "gpt2", **options: Any) -> Pipeline:
+    config = ARCHITECTURES[architecture] if isinstance(architecture, str) else architecture
     settings = grouped(**{"dtype": torch.float64, "self_check": False, "num_microbatches": 3, "slices": 2} | options)
-    return Pipeline.from_config(ARCHITECTURES[name], seed=0, **settings)
+    return Pipeline.from_config(config, seed=0, **settings)
 
 
 def trainer(pipe: Pipeline, args: TrainingArguments, **changes: Any) -> SlipstreamTrainer:

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.launched_group import join_launched_group
 from slipstream.parallel.rank_group import RankGroup
 
 AXES = ("pp", "dp", "tp")
 
 
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -> DeviceMesh:
-    """Returns the processes of the default process group as a mesh of pp x dp x tp ranks. Collective.
+    """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
+    started it makes that group, where there is none. Collective.
 
     Neighbouring ranks share layers, so that tensor parallelism, which exchanges most, stays inside a node; replicas
     come next, and the stages of a pipeline, which exchange least, may be on different nodes (Narayanan et al. 2021,
@@ -37,10 +39,11 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
     Raises:
         SlipstreamError: the product of the sizes isn't the number of processes, or there is no process group.
     """
+    join_launched_group(device_type)
     if not dist.is_initialized():
         raise SlipstreamError(
-            "a mesh is made of the processes of a process group: call torch.distributed.init_process_group first, in "
-            "processes that torchrun starts. One process alone needs no mesh."
+            "a mesh is made of the processes of a process group: start the program with torchrun, or call "
+            "torch.distributed.init_process_group first. One process alone needs no mesh."
         )
     sizes = dict(zip(AXES, (pp, dp, tp), strict=True))
     world = dist.get_world_size()
