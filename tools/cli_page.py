@@ -9,7 +9,8 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 COMMAND = [sys.executable, "-m", "typer", "slipstream.cli", "utils", "docs", "--name", "slipstream"]
 PREFACE = """\
-Every command prints this with `-h`. `slipstream --install-completion` lets your shell complete commands and options.
+Every command prints this with `-h`. `slipstream --install-completion` lets bash, zsh, fish or PowerShell, whichever you
+type it in, complete commands, options, the names of levels and schedules, and files; open a new shell then.
 `--quiet` and `--log-level` stand before a command's name or after it, and colours follow NO_COLOR and FORCE_COLOR.
 Errors are one message on standard error: what was given, what is allowed, what to type. The exit code is 2 for wrong
 input, 1 where a rank failed or a check did, and 130 after Ctrl-C.

@@ -48,16 +48,6 @@ def test_the_version_is_that_of_the_package() -> None:
     assert (result.returncode, result.stdout) == (0, f"slipstream {__version__}\n")
 
 
-def test_a_shell_gets_the_commands_that_begin_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_SLIPSTREAM_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "slipstream pr")
-    monkeypatch.setenv("COMP_CWORD", "1")
-    found = subprocess.run(
-        [Path(sys.executable).with_name("slipstream")], capture_output=True, text=True, timeout=LIMIT
-    )
-    assert found.stdout.split() == ["profile"]
-
-
 def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

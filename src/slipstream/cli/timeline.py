@@ -24,9 +24,16 @@ _SUFFIXES = (".png", ".svg", ".pdf", ".json")
 _SIMULATED = "simulated"
 
 
+def _schedules() -> list[str]:
+    from slipstream.schedule import GENERATORS
+
+    return [*GENERATORS]
+
+
 def timeline(
     schedule: Annotated[
-        str, Argument(help="A schedule's name or text file, a training run's output folder, or its timeline.json.")
+        str,
+        Argument(help="A schedule's name or file, a run's folder, or its timeline.json.", autocompletion=_schedules),
     ],
     against: Annotated[
         str | None, Option(help="Another SCHEDULE to show beneath. 'simulated': above a measured run, its simulation.")
