@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from slipstream import Pipeline, SlipstreamError
 from slipstream.transformers_trainer import SlipstreamTrainer
 from slipstream.transformers_trainer.known_arguments import NOT_REFUSED, REFUSED
-from support.trainers import arguments, data, pipeline, rows, trainer, unsplit_model
+from support.trainers import accuracy, arguments, data, pipeline, rows, trainer, unsplit_model
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,13 @@ def test_a_loss_of_a_subclass(pipe: Pipeline, tmp_path: Path) -> None:
 def test_models_that_are_no_pipeline_of_a_causal_lm(model: Any, answer: str, tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=answer):
         trainer(model(), arguments(tmp_path))
+
+
+def test_metrics_of_logits_that_no_rank_has(tmp_path: Path) -> None:
+    spread = pipeline("llama", num_ranks=2, vocabulary="spread")
+    with pytest.raises(SlipstreamError, match=r"compute_metrics=... needs .* give Pipeline\(vocabulary='whole'\)"):
+        trainer(spread, arguments(tmp_path), compute_metrics=accuracy)
+    trainer(spread, arguments(tmp_path, max_steps=1, eval_steps=1)).train()
 
 
 def test_batches_that_are_too_small(pipe: Pipeline, tmp_path: Path) -> None:

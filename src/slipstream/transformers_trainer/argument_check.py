@@ -36,6 +36,11 @@ def check_script(model: object, given: Mapping[str, Any]) -> None:
             "slipstream.Pipeline.from_pretrained(folder or name, slices=8), or slipstream.Pipeline(model, slices=8)."
         )
     _ = model.config  # of an nn.Sequential it raises
+    if given.get("compute_metrics") is not None and model.layout.spreads_vocabulary:
+        raise SlipstreamError(
+            "compute_metrics=... needs the logits of all tokens, and no rank has them, as the rows of the head are "
+            "spread over the ranks: give Pipeline(vocabulary='whole'), or leave compute_metrics out."
+        )
     chosen = given.get("optimizer_cls_and_kwargs")
     if chosen is not None and not (isinstance(chosen[0], type) and issubclass(chosen[0], Optimizer)):
         raise SlipstreamError(
