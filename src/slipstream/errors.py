@@ -17,6 +17,8 @@ class NonFiniteError(RuntimeError):
 class StoppedRunError(RuntimeError):
     """A run was asked to stop, and has; the message says how it goes on. The command line exits with code 75."""
 
+    exit_code = 75  # sysexits.h calls it a temporary failure: to be tried again
+
 
 class RankFailedError(RuntimeError):
     """A rank ended early; the message names the rank and the cause."""

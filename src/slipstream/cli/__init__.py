@@ -28,8 +28,6 @@ from slipstream.version import __version__
 
 _INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
 
-_STOPPED = 75  # sysexits.h calls it a temporary failure: to be tried again
-
 app = typer.Typer(
     help="Pipeline-parallel training of causal language models with token slices.",
     no_args_is_help=True,
@@ -79,7 +77,7 @@ def main() -> None:
     except NonFiniteError as error:
         _fail(f"error: {error}", 3)
     except StoppedRunError as ending:
-        _fail(str(ending), _STOPPED)
+        _fail(str(ending), StoppedRunError.exit_code)
     except RankFailedError as error:
         _fail(f"error: {error}", 1)
     except InterruptedRunError as interruption:

@@ -99,10 +99,9 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
             _end(ranks)
         del store
-        if asked and any(code == -asked[0] for code in ended.values()):
-            raise StoppedRunError(
-                f"{signal.Signals(asked[0]).name} ended the ranks before they could save anything new"
-            )
+        if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
+            name = signal.Signals(asked[0]).name if asked else "a signal"
+            raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
         _raise_first_cause(ended, error_files)
 
 

@@ -88,6 +88,7 @@ class Trainer:
                 "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
                 "compiles its code, for half a minute or more"
             )
+        self._stop.begin()
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
             raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
         failures_noted = self._checkpoints.failures_noted(self._parts)

@@ -142,7 +142,9 @@ import sys, time
 from pathlib import Path
 from slipstream.launch import StopRequest
 from slipstream.training.ownership import FolderLock
-StopRequest().listen()  # as the processes of a run do: they save before SIGTERM ends them
+request = StopRequest()
+request.listen()
+request.begin()  # as the processes of a run do: they save before SIGTERM ends them
 FolderLock(Path(sys.argv[1]), print, beat_seconds=0.05).take()
 print("taken", flush=True)
 time.sleep(60)

@@ -1,0 +1,104 @@
+"""torchrun starts a run again that has lost a rank at any moment of its life, and it ends with the same weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.parameters import first_of
+from support.paths import ROOT, WORKERS, with_path
+from support.timeouts import LIMIT
+
+KILLED_AT = WORKERS / "training/killed_at.py"
+RANK, TRAINER = "slipstream.training.training_rank", "slipstream.training.trainer"
+# What is being called, how often it has been, and which rank is killed; or 0: what is being imported.
+MOMENTS = {
+    "importing": (TRAINER, "", 0, 1),
+    "saving": ("slipstream.checkpoint.background_save", "Manifest.write", 2, 0),
+    "connecting": ("slipstream.launch.rendezvous", "_try_connections", 1, 0),
+    "before it is watched": ("slipstream.launch.watched_run", "start_watch", 1, 1),
+    "making the process group": ("torch.distributed", "init_process_group", 1, 1),
+    "making another group": ("torch.distributed", "new_group", 1, 1),
+    "preparing inputs": ("slipstream.training.preflight.all_checks", "save_texts", 1, 0),
+    "waiting for inputs": (RANK, "_appears", 1, 1),
+    "checking the model": ("slipstream.training.preflight.all_checks", "check_model", 1, 0),
+    "the first step": (TRAINER, "train_step", 1, 1),
+    "before an update": (TRAINER, "Trainer._before_update", 3, 0),
+    "writing its file": ("slipstream.checkpoint.snapshot", "Snapshot.write", 2, 1),
+    "naming a checkpoint": ("slipstream.checkpoint.checkpoint_folder", "CheckpointFolder.commit", 1, 0),
+    "the last step": (TRAINER, "train_step", 6, 0),
+    "exporting": ("slipstream.training.run_results", "_complete", 1, 0),
+    "waiting for the export": ("slipstream.training.run_results", "_lead", 2, 1),
+    "at its end": ("torch.distributed", "destroy_process_group", 1, 1),
+}
+
+
+def write_config(folder: Path) -> Path:
+    """Six steps of two stages, with dropout; every second one is saved."""
+    folder.mkdir()
+    text = folder / "text.txt"
+    text.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(500)))
+    model = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+        "attention_dropout": 0.1,
+    }
+    values = {
+        "model": {"config": model},
+        "data": {"files": [str(text)], "vocab_size": 300, "validation_fraction": 0.0},
+        "pipeline": {"num_ranks": 2, "slices": 4, "num_microbatches": 2},
+        "optimizer": {"lr": 0.01},
+        "training": {"output": str(folder / "output"), "seq_len": 64, "batch_size": 2, "steps": 6},
+        "checkpoint": {"every": 2, "resume": "latest"},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def torchrun(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Two ranks on this machine, which are started again once."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    return subprocess.run(
+        [*launcher, *meeting, *map(str, command)],
+        env=with_path(ROOT / "src") | {"SLIPSTREAM_LOG_LEVEL": "info"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "output" / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    config = write_config(tmp_path_factory.mktemp("undisturbed") / "run")
+    ended = torchrun("-m", "slipstream", "train", config)
+    assert ended.returncode == 0, ended.stderr
+    assert "resumed" not in ended.stdout
+    return weights(config.parent)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("moment", first_of(MOMENTS, 2, others="grid"))
+def test_a_killed_rank_and_torchrun(tmp_path: Path, undisturbed: bytes, moment: str) -> None:
+    module, name, at, rank = MOMENTS[moment]
+    config = write_config(tmp_path / "run")
+    ended = torchrun(KILLED_AT, str(rank), module, name, str(at), "train", config)
+    assert "exitcode: -9" in ended.stderr, ended.stderr
+    assert "Unable to shutdown process" not in ended.stderr  # as torchrun says after 30 s
+    assert ended.returncode == 0, ended.stderr
+    assert weights(config.parent) == undisturbed
