@@ -44,5 +44,8 @@ def test_before_the_first_step_a_request_ends_at_once() -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == "listens\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 75
+        try:
+            assert process.wait(timeout=10) == 75
+        finally:
+            process.kill()
         assert process.stderr.read().startswith("SIGTERM ended the run before its first step; nothing new")

@@ -1,4 +1,4 @@
-"""The hub tells its verdict also to a watcher that comes after it."""
+"""The hub tells its verdict also to a watcher that comes after it, and sees a rank end that has none yet."""
 
 from __future__ import annotations
 
@@ -38,5 +38,17 @@ def test_a_rank_that_fails_before_the_others_are_watched_ends_them_too() -> None
     late = watcher(settings.port, 0, settings.token)
     with closing(late.connection):
         assert "rank 1 (here, process 2) has failed (ValueError: what went wrong)" in verdict_on(late)
+    hub.join(LIMIT)
+    assert not hub.is_alive()
+
+
+def test_a_rank_that_ends_before_its_watcher_has_started_is_named() -> None:
+    listening, settings = open_hub("127.0.0.1")
+    hub = Hub(listening, settings.token, num_ranks=2, limit=None)
+    hub.start()
+    watched = watcher(settings.port, 0, settings.token, is_watched=True)
+    with closing(watched.connection):
+        watcher(settings.port, 1, settings.token, doing="before it was watched").connection.close()
+        assert "rank 1 (here, process 2) has ended without a word" in verdict_on(watched)
     hub.join(LIMIT)
     assert not hub.is_alive()

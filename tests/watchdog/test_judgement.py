@@ -14,6 +14,7 @@ def report(**values: object) -> Report:
 
 
 WAITS = {"silent": 9.0, "waits": True}
+SAVES = {"silent": 90.0, "is_counted": False, "may_be_long": True}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ WAITS = {"silent": 9.0, "waits": True}
         ({0: report(), 1: report(ending="ValueError: x")}, {1}, "ValueError: x"),
         # a process that is stopped does nothing, whatever it was at
         ({0: report(is_counted=False, stopped=9.0), 1: report()}, {0}, "stopped"),
+        # nobody has read, written or computed for ten times the limit
+        ({0: report(**WAITS, idle=60.0), 1: report(**SAVES, idle=51.0)}, {1}, "10 times while ranks load or save"),
     ],
 )
 def test_who_is_blamed(reports: dict[int, Report], blamed: set[int], words: str) -> None:
@@ -45,6 +48,8 @@ def test_who_is_blamed(reports: dict[int, Report], blamed: set[int], words: str)
         {0: report(silent=4.0, waits=True), 1: report(silent=4.0)},
         {0: report(**WAITS), 1: report(is_counted=False)},  # it exports, and the other waits for that
         {0: report(**WAITS, ending="finished"), 1: report()},
+        {0: report(**WAITS, idle=60.0), 1: report(**SAVES, idle=49.0)},  # it reads or writes now and then
+        {0: report(**WAITS, idle=60.0), 1: report(**SAVES, idle=60.0), 2: report(is_counted=False, idle=60.0)},
     ],
 )
 def test_nobody_is_blamed(reports: dict[int, Report]) -> None:

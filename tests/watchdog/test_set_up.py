@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from support.forked import launch
+from support.parameters import first_of
 from support.paths import WORKERS
 from support.timeouts import LIMIT
 
 
-def test_killed_in_set_up(tmp_path: Path) -> None:
-    ended = launch(2, WORKERS / "parallel/killed_in_set_up.py", tmp_path)
+@pytest.mark.parametrize("group", first_of(["first", "mesh", "later"]))
+def test_killed_in_set_up(tmp_path: Path, group: str) -> None:
+    ended = launch(2, WORKERS / "parallel/killed_in_set_up.py", tmp_path, group)
     deadline = time.monotonic() + LIMIT
     while not (tmp_path / "seconds").exists():
         assert time.monotonic() < deadline

@@ -55,6 +55,10 @@ if rank == 1 and how == "leaves":
 if rank == 0 and how == "leaves":
     time.sleep(3)
     sys.exit()
+if rank == 1 and how == "saves":
+    mine.set_action(-1)
+    with watchdog.counted_off("saving", uses_disk=True):
+        hang()
 if rank == 1:
     hang()
 with watchdog.waiting(b"a message"):
@@ -124,11 +128,43 @@ def test_a_rank_that_does_not_get_on_is_named_after_the_limit(tmp_path: Path, is
     assert "rank 0 waits at 0B0.1" in said[0]
 
 
+@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_a_rank_that_does_not_get_on_in_a_save_is_named(tmp_path: Path, is_stopped: bool) -> None:
+    """A stopped one after the limit, and one that hangs after ten times the limit, as the disk may be slow."""
+    with two_ranks(tmp_path, "saves", limit=1) as ranks:
+        if is_stopped:
+            ranks[1].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        seconds = time.monotonic() - began
+    assert said[0] == said[1]
+    first = said[0].splitlines()[0]
+    assert re.match(rf"error: rank 1 \(.*, process {ranks[1].pid}\) ", first)
+    assert "saving" in first
+    if is_stopped:
+        assert "has been stopped (as by SIGSTOP)" in first
+    else:
+        assert "hangs: it hasn't got on for" in first
+        assert "(the limit of a wait is 1 s, 10 times while ranks load or save: training.stall_limit)" in first
+        assert seconds > 9
+
+
 def test_a_rank_that_fails_is_named_by_its_error(tmp_path: Path) -> None:
     with two_ranks(tmp_path, "fails", limit=500) as (survivor, failing):
         assert "ValueError: what went wrong" in failing.communicate(timeout=60)[1]
         _, said = survivor.communicate(timeout=60)
     assert "has failed (ValueError: what went wrong)" in said.splitlines()[0]
+
+
+def test_a_rank_whose_hub_is_lost_ends(tmp_path: Path) -> None:
+    """As where the machine of rank 0 is gone; after `leaves`, rank 0 may end with its watcher before others."""
+    with two_ranks(tmp_path, "waits", limit=500) as (first, other):
+        time.sleep(1)  # both are known to the hub
+        (watcher,) = psutil.Process(first.pid).children()
+        watcher.kill()
+        first.kill()
+        _, said = other.communicate(timeout=60)
+    assert said.startswith("error: rank 0 has ended without a word, and its watcher with it")
 
 
 def test_a_rank_that_ends_well_blames_nobody(tmp_path: Path) -> None:

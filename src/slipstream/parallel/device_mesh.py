@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.launched_group import join_launched_group
 from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.watched_group import watch_group, watch_store
 
 AXES = ("pp", "dp", "tp")
 
@@ -20,6 +21,8 @@ AXES = ("pp", "dp", "tp")
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -> DeviceMesh:
     """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
     started it makes that group, where there is none. Collective.
+
+    From here on these processes are watched for the death of one, for which the others would wait in new groups.
 
     Neighbouring ranks share layers, so that tensor parallelism, which exchanges most, stays inside a node; replicas
     come next, and the stages of a pipeline, which exchange least, may be on different nodes (Narayanan et al. 2021,
@@ -52,7 +55,18 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
             f"the mesh pp={pp} x dp={dp} x tp={tp} has {prod(sizes.values())} ranks, but {world} "
             f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
         )
+    _watch_everyone()
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+
+
+def _watch_everyone() -> None:
+    """Watches the processes of the default group for deaths, until a Pipeline says how else. Collective."""
+    everyone = RankGroup(dist.group.WORLD)
+    if everyone.uses_nccl:  # which can't be used before the mesh has chosen this process's GPU
+        store = dist.distributed_c10d._get_default_store()
+        watch_store(store, everyone.rank, everyone.size, limit=None, is_provisional=True)
+    else:  # gloo sees by itself who dies meanwhile
+        watch_group(everyone, None, is_provisional=True)
 
 
 def _what_fits(world: int, dp: int, tp: int) -> str:

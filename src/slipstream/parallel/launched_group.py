@@ -6,12 +6,14 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.watched_group import NO_LIMIT
+from slipstream.parallel.watched_group import NO_LIMIT, watch_store
 
 # The variables by which other launchers say how many processes they have started
 _COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
@@ -19,10 +21,12 @@ _PROCESS = {"srun": "SLURM_PROCID", "mpirun": "OMPI_COMM_WORLD_RANK"}
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def join_launched_group(device: torch.device | str | None = None) -> None:
+def join_launched_group(
+    device: torch.device | str | None = None, stall_limit: float | Literal["off"] | None = None
+) -> None:
     """Makes the default process group of the processes that torchrun started, unless there is one: by NCCL where each
     process of this machine has a GPU and `device` isn't a CPU, else by gloo. Nothing for a process that is alone.
-    Collective.
+    Its ranks are watched before they make it, as `watch_group` does. Collective.
 
     Without it, every process would train a whole copy of the model by itself. The group is destroyed when the program
     ends.
@@ -35,7 +39,7 @@ def join_launched_group(device: torch.device | str | None = None) -> None:
     environment = os.environ
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         if int(environment["WORLD_SIZE"]) > 1:
-            _make_group(environment, may_use_gpus=device is None or torch.device(device).type == "cuda")
+            _make_group(environment, device is None or torch.device(device).type == "cuda", stall_limit)
         return
     for launcher, count in _COUNTS.items():
         if _PROCESS[launcher] in environment and int(environment.get(count, 1)) > 1:
@@ -46,7 +50,7 @@ def join_launched_group(device: torch.device | str | None = None) -> None:
             )
 
 
-def _make_group(environment: Mapping[str, str], may_use_gpus: bool) -> None:
+def _make_group(environment: Mapping[str, str], may_use_gpus: bool, stall_limit: float | Literal["off"] | None) -> None:
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
         raise SlipstreamError(
@@ -59,7 +63,10 @@ def _make_group(environment: Mapping[str, str], may_use_gpus: bool) -> None:
     uses_gpus = may_use_gpus and torch.cuda.device_count() >= num_local
     if uses_gpus:
         torch.cuda.set_device(int(environment.get("LOCAL_RANK", environment["RANK"])))
-    dist.init_process_group("nccl" if uses_gpus else "gloo", timeout=NO_LIMIT)
+    store, rank, size = next(rendezvous("env://", timeout=NO_LIMIT))
+    watch_store(store, rank, size, stall_limit)
+    backend = "nccl" if uses_gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NO_LIMIT)
     end_group_at_exit()
 
 

@@ -2,34 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.watchdog import WatchSettings, is_watched, open_hub, start_watch
+from slipstream.watchdog import WatchSettings, end_watch, is_watched, open_hub, start_watch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 NO_LIMIT = timedelta(days=1)
 """The limit of a process group itself: its watchers end a run far sooner, and know more."""
 _LOOPBACK = "127.0.0.1"
 _VARIABLE = "SLIPSTREAM_STALL_LIMIT"
+_meetings = count()  # of this program's ranks at a store, each of which needs keys of its own
 
 
-def watch_group(world: RankGroup, limit: float | Literal["off"] | None) -> None:
+def watch_group(world: RankGroup, limit: float | Literal["off"] | None, is_provisional: bool = False) -> None:
     """Starts a watcher for each rank, unless there is one, or `limit` is "off". Where it is None, the environment's
-    SLIPSTREAM_STALL_LIMIT counts. Collective over `world`."""
+    SLIPSTREAM_STALL_LIMIT counts. A provisional one notices only deaths, until the next call. Collective over
+    `world`."""
+    _watch(world.gather, world.rank, world.size, limit, is_provisional)
+
+
+def watch_store(
+    store: Store, rank: int, size: int, limit: float | Literal["off"] | None, is_provisional: bool = False
+) -> None:
+    """Starts a watcher for each of `size` ranks, as `watch_group`; they meet at a store, and needn't have a group yet.
+    Collective."""
+    meeting = next(_meetings)
+
+    def gather(value: Any) -> list[Any]:
+        keys = [f"slipstream/watch/{meeting}/{next(rounds)}/{each}" for each in range(size)]
+        store.set(keys[rank], json.dumps(value))
+        return [json.loads(store.get(key)) for key in keys]
+
+    rounds = count()
+    _watch(gather, rank, size, limit, is_provisional)
+
+
+def _watch(
+    gather: Callable[[Any], list[Any]],
+    rank: int,
+    size: int,
+    limit: float | Literal["off"] | None,
+    is_provisional: bool = False,
+) -> None:
     limit = _limit_of_the_environment() if limit is None else limit
-    if world.size == 1 or not all(world.gather(not is_watched() and limit != "off")):
+    if size == 1 or not all(gather(not is_watched() and limit != "off")):
+        if not is_watched():
+            end_watch()  # a provisional one
         return
     assert limit != "off"
-    hosts = world.gather(socket.gethostname())
+    hosts = gather(socket.gethostname())
     listening, settings = None, None
-    if world.rank == 0:
+    if rank == 0:
         listening, settings = open_hub(_LOOPBACK if len(set(hosts)) == 1 else _address_on_the_network(hosts))
-    found = world.gather(None if settings is None else vars(settings))[0]
-    start_watch(WatchSettings(**found), world.rank, world.size, limit, listening)
+    found = gather(None if settings is None else vars(settings))[0]
+    start_watch(WatchSettings(**found), rank, size, limit, listening, is_provisional=is_provisional)
 
 
 def _limit_of_the_environment() -> float | Literal["off"] | None:

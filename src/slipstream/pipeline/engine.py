@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, model: object, options: PipelineOptions) -> None:
         """Builds this rank's part of the pipeline. Collective."""
-        join_launched_group(options.device)
+        join_launched_group(options.device, options.runtime.stall_limit)
         self.ranks = Ranks.of(options.mesh)
         # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
         options = replace(options, mesh=None)
@@ -67,7 +67,7 @@ class Engine:
         self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
         self.stages: Mapping[int, Stage]
-        with counted_off("loading the model"):
+        with counted_off("loading the model", uses_disk=True):
             self.stages, tensor = self.family.make_stages(self.layout)
         self._frozen = FrozenStages(self.stages, self.ranks, self.layout.order)
         if isinstance(self.family, CausalLMFamily) and self._frozen.may_be_left_out(self.layout, options.schedule):

@@ -36,7 +36,7 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
 def export_model(pipe: Pipeline, run: RunFolder, folder: Path, config: Config, progress: Progress) -> None:
     """Exports to `folder`, and of an adapter to the folder next to it as configured. Collective. Raises as `export`."""
     for each, merged in exported(folder, config).items():
-        with counted_off("exporting"):
+        with counted_off("exporting", uses_disk=True):
             export(pipe, run, each, config.model.trust_remote_code, merged)
         progress.say_result(f"exported to {each}")
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _COUNTER = struct.Struct("<Q")
-_FIELDS = struct.Struct("<iIBB96s160s")  # action, step, counted, state, phase, what is waited for
+_FIELDS = struct.Struct("<iIBB96s160s")  # action, step, silence, state, phase, what is waited for
 _START = _COUNTER.size
 _SIZE = mmap.PAGESIZE
 _ACTION = struct.Struct("<i")
@@ -29,13 +29,19 @@ class State(IntEnum):
     RUNNING, FINISHED, FAILED = range(3)
 
 
+class Silence(IntEnum):
+    """What it means that a rank doesn't get on."""
+
+    ANY_LENGTH, COUNTED, LONG = range(3)  # nothing; that it stalls; the same, but only after ten times the limit
+
+
 class Sight(NamedTuple):
     """A look at a board. The counter changes whenever the rank gets on."""
 
     counter: int
     action: int  # its index in the rank's order; -1 between steps
     step: int
-    is_counted: bool  # whether a silence now counts as a stall
+    silence: Silence
     state: State
     phase: str
     waits: str  # what the rank waits for in a collective or a message; empty where it doesn't
@@ -70,9 +76,9 @@ class Board:
         _STEP.pack_into(self._memory, _START + 4, step)
         self._beat()
 
-    def set_state(self, state: State, is_counted: bool = True) -> None:
-        """Says how far the rank's life has come, and whether silence counts from now on."""
-        _BYTES.pack_into(self._memory, _START + 8, is_counted, state)
+    def set_state(self, state: State, silence: Silence = Silence.COUNTED) -> None:
+        """Says how far the rank's life has come, and what silence means from now on."""
+        _BYTES.pack_into(self._memory, _START + 8, silence, state)
         self._beat()
 
     def set_phase(self, phase: str) -> None:
@@ -86,8 +92,8 @@ class Board:
     def look(self) -> Sight:
         """Returns what is written."""
         (counter,) = _COUNTER.unpack_from(self._memory, 0)
-        action, step, counted, state, phase, waits = _FIELDS.unpack_from(self._memory, _START)
-        return Sight(counter, action, step, bool(counted), State(state), _text(phase), _text(waits))
+        action, step, silence, state, phase, waits = _FIELDS.unpack_from(self._memory, _START)
+        return Sight(counter, action, step, Silence(silence), State(state), _text(phase), _text(waits))
 
     def _write(self, at: int, data: bytes) -> None:
         self._memory[at : at + len(data)] = data

@@ -30,11 +30,13 @@ class Hub(threading.Thread):
         self._looked_at = time.monotonic()
         self._verdict: dict[str, object] | None = None
         self._verdict_at = 0.0
+        self._leaves = False  # whether it may end before others, as rank 0 has ended well
         listening.setblocking(False)
 
     def run(self) -> None:
         while not self._has_ended():
             self._exchange(_LOOK_SECONDS)
+            self._say_that_it_leaves()
             fault, limit = self._judge()
             if fault is not None and not self._verdict_at:
                 self._tell(fault, limit)
@@ -70,7 +72,8 @@ class Hub(threading.Thread):
             if not line.is_open:  # without a rank's watcher nothing more is known of it
                 line.connection.close()
                 del self._lines[rank]
-                self._reports[rank].ending = self._reports[rank].ending or "finished"
+                report = self._reports[rank]
+                report.ending = report.ending or ("finished" if report.is_watched else "dead")
 
     def _introduce(self, line: Line) -> None:
         """Lets a watcher in that says its rank and the token."""
@@ -90,6 +93,12 @@ class Hub(threading.Thread):
             report.update(message, time.monotonic())
         if self._verdict is not None:  # another rank has ended before this one was watched
             line.send(self._verdict)
+
+    def _say_that_it_leaves(self) -> None:
+        """Tells all watchers that from now on the hub's end says nothing about rank 0."""
+        if not self._leaves and 0 in self._reports and self._reports[0].ending == "finished":
+            self._leaves = True
+            self._send({"leaves": True})
 
     def _judge(self) -> tuple[Fault | None, float]:
         now = time.monotonic()

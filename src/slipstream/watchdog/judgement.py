@@ -10,6 +10,7 @@ LEAST_LIMIT = 60.0
 _TIMES_THE_LONGEST = 5
 _BEFORE_THE_FIRST_STEP = 600.0  # nothing is known of how long an action takes
 _UNREACHABLE_AT_LEAST = 10.0
+_TIMES_THE_LIMIT = 10  # for a run that stands still while ranks load or save
 _MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
 
 
@@ -22,7 +23,10 @@ class Report:
         process: its id there.
         came: when the last message came, by the hub's clock.
         silent: seconds in which the rank didn't get on.
-        is_counted: whether these count: not while it compiles, loads, saves, validates or exports.
+        is_watched: whether its watcher has said a word; until then the rank itself is at the other end of the line.
+        idle: seconds in which it neither got on nor computed, read or wrote.
+        is_counted: whether its silence counts: not while it compiles, loads, saves, validates or exports.
+        may_be_long: whether it is in one of those phases that use a disk, which idleness of all ranks ends.
         stopped: seconds in which the process has been stopped.
         computes: whether it uses its processor.
         longest: the longest silence that has counted and has ended.
@@ -37,7 +41,10 @@ class Report:
     process: int = 0
     came: float = 0.0
     silent: float = 0.0
+    idle: float = 0.0
+    is_watched: bool = False
     is_counted: bool = False
+    may_be_long: bool = False
     stopped: float = 0.0
     computes: bool = False
     longest: float = 0.0
@@ -64,6 +71,7 @@ class Fault:
     reasons: Mapping[int, str]
     is_death: bool = False
     is_failure: bool = False  # by an error of its own, which says it by itself
+    is_long: bool = False  # while ranks load or save
 
 
 def stall_limit(given: float | None, reports: Mapping[int, Report]) -> float:
@@ -101,6 +109,11 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
     if lost:
         text = "doesn't answer since {:.0f} s: its machine, the network or its watcher is gone"
         return Fault({rank: text.format(seconds) for rank, seconds in lost.items()})
+    if all(each.is_counted or each.may_be_long for each in alive.values()):
+        idle = min((each.idle for each in alive.values()), default=0.0)
+        if idle > _TIMES_THE_LIMIT * limit:
+            blamed = {rank: each for rank, each in alive.items() if each.may_be_long and not each.waits} or alive
+            return Fault({rank: _stalled(each) for rank, each in blamed.items()}, is_long=True)
     silences = {rank: min(each.silent, since_pause) for rank, each in alive.items()}
     if not all(each.is_counted for each in alive.values()) or max(silences.values(), default=0.0) <= limit:
         return None
@@ -131,7 +144,8 @@ def describe_fault(fault: Fault, reports: Mapping[int, Report], limit: float) ->
     """Returns the verdict: which ranks are to blame, where each rank was, and what is missing."""
     lines = [f"{_name(rank, reports[rank])} {reason}; {reports[rank].doing}" for rank, reason in fault.reasons.items()]
     if not fault.is_death and not fault.is_failure:
-        lines[-1] += f" (the limit of a wait is {limit:.0f} s: training.stall_limit)"
+        while_loading = f", {_TIMES_THE_LIMIT} times while ranks load or save" if fault.is_long else ""
+        lines[-1] += f" (the limit of a wait is {limit:.0f} s{while_loading}: training.stall_limit)"
     for rank in fault.reasons:
         lines += _indented(reports[rank].detail)
     others = [rank for rank, report in reports.items() if rank not in fault.reasons and report.ending != "finished"]

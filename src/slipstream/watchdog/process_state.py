@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 from contextlib import suppress
@@ -16,6 +17,7 @@ class ProcessState(NamedTuple):
 
     letter: str
     cpu_seconds: float
+    num_bytes: int = 0  # read and written so far, also by page faults
 
     @property
     def is_stopped(self) -> bool:
@@ -25,10 +27,13 @@ class ProcessState(NamedTuple):
 
 def state_of(process: int) -> ProcessState | None:
     """Returns the state of a process; None where it has gone or nothing is known."""
-    stat = Path(f"/proc/{process}/stat")
+    stat, transfers = Path(f"/proc/{process}/stat"), Path(f"/proc/{process}/io")
     with suppress(OSError, ValueError, IndexError):
         words = stat.read_text().rpartition(") ")[2].split()
-        return ProcessState(words[0], (int(words[11]) + int(words[12])) / _TICKS)
+        num_bytes = int(words[9]) * mmap.PAGESIZE
+        with suppress(OSError):  # which may belong to root
+            num_bytes += sum(int(line.split()[1]) for line in transfers.read_text().splitlines()[:2])
+        return ProcessState(words[0], (int(words[11]) + int(words[12])) / _TICKS, num_bytes)
     if Path("/proc/self/stat").exists():
         return None
     with suppress(OSError):  # a system without /proc

@@ -20,13 +20,14 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal
 
-from slipstream.watchdog.board import Board, State, anonymous_file
+from slipstream.watchdog.board import Board, Silence, State, anonymous_file
 
 StallLimit = float | Literal["off"] | None
 _SOURCES = str(Path(__file__).parents[2])
 _WATCHER = "import sys; sys.path.insert(0, sys.argv.pop(1)); from slipstream.watchdog.watcher import main; main()"
 _SECONDS_TO_EXPLAIN = 2.5
 _SECONDS_TO_END = 3.0
+_SECONDS_TO_CONNECT = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class _Watch:
     verdict: int = -1
     written_order: object = None
     process: int = 0  # a fork isn't watched
+    is_provisional: bool = False
+    before: _Watch | None = None  # the provisional one, whose watcher ends by itself
 
 
 _watch: _Watch | None = None
@@ -62,7 +65,12 @@ def board() -> Board | None:
 
 
 def is_watched() -> bool:
-    """Returns whether this process has a watcher."""
+    """Returns whether this process has a watcher that isn't provisional."""
+    return _is_own() and _watch is not None and not _watch.is_provisional
+
+
+def _is_own() -> bool:
+    """Returns whether this process has a watcher, and not the one that it was forked from."""
     return _watch is not None and _watch.process == os.getpid()
 
 
@@ -80,8 +88,9 @@ def start_watch(
     limit: float | None = None,
     listening: socket.socket | None = None,
     error_file: str | None = None,
+    is_provisional: bool = False,
 ) -> None:
-    """Starts this rank's watcher, which ends with it.
+    """Starts this rank's watcher, which ends with it, in place of a provisional one.
 
     Args:
         settings: of the run's watchers, the same on every rank.
@@ -90,17 +99,22 @@ def start_watch(
         limit: seconds that a rank may wait; by default the larger of 60 and five times the longest wait so far.
         listening: on rank 0, the socket of the hub; it is closed here.
         error_file: where a launcher reads why the rank has ended; by default it is written to standard error.
+        is_provisional: whether another call may follow; until then deaths alone are noticed, and no silence.
     """
     global _watch
-    _watch = watch = _Watch(order=anonymous_file("slipstream-order"), verdict=anonymous_file("slipstream-verdict"))
-    watch.process = os.getpid()
-    watch.board.set_state(State.RUNNING)
+    order, verdict = anonymous_file("slipstream-order"), anonymous_file("slipstream-verdict")
+    watch = _Watch(order=order, verdict=verdict, before=_watch if _is_own() else None)
+    watch.process, watch.is_provisional = os.getpid(), is_provisional
+    watch.board.set_state(State.RUNNING, Silence.ANY_LENGTH if is_provisional else Silence.COUNTED)
     stack = anonymous_file("slipstream-stack")
     descriptors = {"board": watch.board.descriptor, "order": watch.order, "verdict": watch.verdict, "stack": stack}
     given: dict[str, Any] = {**descriptors, "listening": None if listening is None else listening.fileno()}
     given |= {"rank": rank, "num_ranks": num_ranks, "limit": limit, "parent": os.getpid(), "error_file": error_file}
     given |= vars(settings) | {"stack_signal": _dump_stacks_to(stack)}
-    passed = [*descriptors.values(), *([] if listening is None else [listening.fileno()])]
+    connection = _connect(settings, rank)
+    given["connection"] = None if connection is None else connection.fileno()
+    sockets = [each for each in (listening, connection) if each is not None]
+    passed = [*descriptors.values(), *(each.fileno() for each in sockets)]
     command = [sys.executable, "-I", "-S", "-c", _WATCHER, _SOURCES]
     watch.watcher = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=passed, cwd="/"
@@ -108,16 +122,30 @@ def start_watch(
     assert watch.watcher.stdin is not None
     with watch.watcher.stdin as given_to_it:  # a command line could be read by other users
         given_to_it.write(json.dumps(given).encode())
-    if listening is not None:
-        listening.close()
+    for each in sockets:
+        each.close()
+    _watch = watch
+    if watch.before is not None:  # only now, so that there is no moment without a watcher
+        watch.before.board.set_state(State.FINISHED)
     atexit.register(_end_at_exit)
     Finalize(None, _end_at_exit, exitpriority=0)  # a process of multiprocessing ends without the former
+
+
+def _connect(settings: WatchSettings, rank: int) -> socket.socket | None:
+    """Returns a connection to the hub on which this rank has said who it is, so that its end is seen before its watcher
+    has started; None where there is no way to the hub."""
+    with suppress(OSError):
+        connection = socket.create_connection((settings.address, settings.port), timeout=_SECONDS_TO_CONNECT)
+        who = {"rank": rank, "token": settings.token, "host": socket.gethostname(), "process": os.getpid()}
+        connection.sendall(json.dumps(who | {"doing": "before it was watched"}).encode() + b"\n")
+        return connection
+    return None
 
 
 def end_watch(failure: str = "") -> None:
     """Says that this rank ends, well or by an error, which the others are told, and waits for its watcher's end."""
     global _watch
-    if _watch is None or not is_watched():
+    if _watch is None or not _is_own():
         return
     watch, _watch = _watch, None
     assert watch.watcher is not None
@@ -126,8 +154,10 @@ def end_watch(failure: str = "") -> None:
         watch.board.set_state(State.FAILED)
         return  # the watcher tells it once this process has gone
     watch.board.set_state(State.FINISHED)
-    with suppress(subprocess.TimeoutExpired):
-        watch.watcher.wait(_SECONDS_TO_END)
+    for each in (watch, watch.before):
+        with suppress(subprocess.TimeoutExpired):
+            if each is not None and each.watcher is not None:
+                each.watcher.wait(_SECONDS_TO_END)
 
 
 def note_order(rank: int, schedule: object) -> None:
@@ -152,15 +182,19 @@ def waiting(what: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def counted_off(phase: str) -> Iterator[None]:
-    """Says that this rank is in a phase of unknown length, such as "exporting": nobody's silence counts meanwhile."""
+def counted_off(phase: str, uses_disk: bool = False) -> Iterator[None]:
+    """Says that this rank is in a phase of unknown length, such as "exporting": nobody's silence counts meanwhile.
+
+    Where the phase `uses_disk`, a run in which nobody reads, writes, computes or gets on is ended after ten times the
+    limit.
+    """
     mine = board()
-    if mine is None or not mine.look().is_counted:  # within another one
+    if mine is None or mine.look().silence != Silence.COUNTED:  # within another one
         yield
         return
     before = mine.look().phase
     mine.set_phase(phase)
-    mine.set_state(State.RUNNING, is_counted=False)
+    mine.set_state(State.RUNNING, Silence.LONG if uses_disk else Silence.ANY_LENGTH)
     try:
         yield
     finally:
@@ -171,7 +205,7 @@ def counted_off(phase: str) -> Iterator[None]:
 def explain_loss(problem: str) -> str:
     """Returns what the watchers know of an error that another rank's end may have caused: the verdict, within some
     seconds, or `problem` where there is none."""
-    if _watch is None or not is_watched():
+    if _watch is None or not _is_own():
         return problem
     deadline = time.monotonic() + _SECONDS_TO_EXPLAIN
     while time.monotonic() < deadline:

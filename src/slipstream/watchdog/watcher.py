@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slipstream.watchdog.board import Board, Sight, State
+from slipstream.watchdog.board import Board, Sight, Silence, State
 from slipstream.watchdog.hub import Hub
 from slipstream.watchdog.process_state import state_of
 from slipstream.watchdog.sight_text import doing_text, stack_lines, wait_lines
@@ -28,6 +28,12 @@ _SECONDS_TO_CONNECT = 60.0
 _SECONDS_AFTER_ITS_RANK = 1.5  # to tell others of its death
 _SECONDS_FOR_A_STACK = 0.3
 _MOST_STACK_BYTES = 65536
+_LEAST_BYTES = 2**24  # read or written, by which a rank counts as at work: a heartbeat in a file is less
+
+
+_HUB_IS_LOST = (
+    "rank 0 has ended without a word, and its watcher with it: they were killed together, or their machine is gone"
+)
 
 
 class Watcher:
@@ -37,15 +43,18 @@ class Watcher:
         self._settings, self._line, self._parent = settings, line, int(settings["parent"])
         self._board = Board(settings["board"])
         self._last: Sight = self._board.look()
-        self._changed = self._reported = self._looked = time.monotonic()
+        self._changed = self._reported = self._looked = self._active = time.monotonic()
+        self._num_bytes = 0
         self._stopped_since: float | None = None
         self._longest, self._cpu = 0.0, (time.monotonic(), 0.0, False)
         self._end_by: float | None = None  # when the rank is ended
         self._verdict = ""
+        self._hub_may_leave = False
 
     def run(self) -> None:
         """Watches until the rank has ended."""
-        self._line.send({"rank": self._settings["rank"], "token": self._settings["token"]} | self._facts())
+        who = {"rank": self._settings["rank"], "token": self._settings["token"], "is_watched": True}
+        self._line.send(who | self._facts())
         while os.getppid() == self._parent and self._board.look().state != State.FINISHED:
             wait_for([self._line.connection] if self._line.is_open else [], _LOOK_SECONDS)
             self._look()
@@ -55,7 +64,9 @@ class Watcher:
                 self._end_rank()
                 return
             if not self._line.is_open and self._end_by is None:
-                time.sleep(_LOOK_SECONDS)  # the hub has gone: the rank is watched no more
+                if not self._hub_may_leave:
+                    self._decide(_HUB_IS_LOST, _SECONDS_AFTER_ITS_RANK)
+                time.sleep(_LOOK_SECONDS)
         self._say_how_it_ended()
 
     def _say_how_it_ended(self) -> None:
@@ -75,11 +86,12 @@ class Watcher:
         now, sight = time.monotonic(), self._board.look()
         if now - self._looked > _PAUSED_SECONDS:  # this process was stopped with its rank, or found no processor
             self._changed += now - self._looked
+            self._active += now - self._looked
         self._looked = now
         if sight.counter != self._last.counter:
-            if self._last.is_counted and self._last.step > 1:
+            if self._last.silence == Silence.COUNTED and self._last.step > 1:
                 self._longest = max(self._longest, now - self._changed)
-            self._changed = now
+            self._changed = self._active = now
         self._last = sight
         process = state_of(self._parent)
         if process is None or not process.is_stopped:
@@ -89,6 +101,8 @@ class Watcher:
         if process is not None and now - self._cpu[0] > 1:
             began, used, _ = self._cpu
             self._cpu = now, process.cpu_seconds, (process.cpu_seconds - used) > 0.3 * (now - began)
+            if (self._cpu[2] and not sight.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
+                self._active, self._num_bytes = now, process.num_bytes
         if now - self._reported > _REPORT_SECONDS:
             self._reported = now
             self._line.send(self._facts())
@@ -100,6 +114,7 @@ class Watcher:
             "host": socket.gethostname(),
             "process": self._parent,
             "silent": now - self._changed,
+            "idle": now - self._active,
             "stopped": 0.0 if self._stopped_since is None else max(1e-3, now - self._stopped_since),
             "computes": self._cpu[2],
             "longest": self._longest,
@@ -108,7 +123,8 @@ class Watcher:
     def _position(self, sight: Sight) -> dict[str, Any]:
         order = os.pread(self._settings["order"], 2**26, 0).decode() if sight.action >= 0 else ""
         return {
-            "is_counted": sight.is_counted,
+            "is_counted": sight.silence == Silence.COUNTED,
+            "may_be_long": sight.silence == Silence.LONG,
             "step": sight.step,
             "waits": bool(sight.waits),
             "doing": doing_text(sight, order),
@@ -122,10 +138,15 @@ class Watcher:
             if is_blamed and self._stopped_since is None:
                 lines += self._stack()
             self._line.send(self._facts() | {"detail": lines})
+        self._hub_may_leave = self._hub_may_leave or bool(message.get("leaves"))
         if "verdict" in message and not self._verdict:
-            self._verdict = str(message["verdict"])
-            os.pwrite(self._settings["verdict"], self._verdict.encode(), 0)  # which the rank may raise by itself
-            self._end_by = time.monotonic() + float(message.get("grace", 0.0))
+            self._decide(str(message["verdict"]), float(message.get("grace", 0.0)))
+
+    def _decide(self, verdict: str, grace: float) -> None:
+        """Has the rank end within some seconds, in which it may raise the verdict by itself."""
+        self._verdict = verdict
+        os.pwrite(self._settings["verdict"], verdict.encode(), 0)
+        self._end_by = time.monotonic() + grace
 
     def _stack(self) -> list[str]:
         """Returns where the rank's main thread is: a handler in C writes it, even where the interpreter is held."""
@@ -156,6 +177,13 @@ class Watcher:
                 os.kill(self._parent, signal.SIGKILL)
 
 
+def _connection(settings: dict[str, Any]) -> socket.socket:
+    """Returns that which the rank has made, if it could, or else a new one."""
+    if (descriptor := settings.pop("connection", None)) is not None:
+        return socket.socket(fileno=descriptor)
+    return socket.create_connection((settings["address"], settings["port"]), timeout=5)
+
+
 def main() -> None:
     """Watches the process that has started this one; standard input has the settings."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
@@ -169,7 +197,7 @@ def main() -> None:
     deadline = time.monotonic() + _SECONDS_TO_CONNECT
     while True:  # also for a rank that has ended meanwhile, which has to be told
         with suppress(OSError):
-            connection = socket.create_connection((settings["address"], settings["port"]), timeout=5)
+            connection = _connection(settings)
             Watcher(settings, Line(connection)).run()
             connection.close()
             break

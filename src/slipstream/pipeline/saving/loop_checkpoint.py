@@ -58,7 +58,7 @@ def save_loop(
     shards, rule, kept = ranks.world.done_by_all(prepared)
     _check_alike(ranks, {"step": step, **rule})
     shards += _buffers(engine, writes=True)
-    with counted_off("saving"):
+    with counted_off("saving", uses_disk=True):
         checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
         checkpoints.prepare()
         ranks.decided(lambda: _check_step(folder, step, replace))
@@ -75,7 +75,7 @@ def load_loop(
 ) -> tuple[int, dict[str, Any]]:
     """Loads a checkpoint of a folder; returns its step and facts. Collective; see `Pipeline.load`."""
     folder, ranks = Path(place[0]), engine.ranks
-    with counted_off("loading a checkpoint"):
+    with counted_off("loading a checkpoint", uses_disk=True):
         checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
         saved = checkpoints.find(place[1])
         if saved is None:

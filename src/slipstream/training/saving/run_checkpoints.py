@@ -84,7 +84,7 @@ class RunCheckpoints:
 
     def find_start(self) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, verified, if any. Collective."""
-        with counted_off("verifying checkpoints"):
+        with counted_off("verifying checkpoints", uses_disk=True):
             if self._wanted != "last-good":
                 return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
             before = self._world.decided(self._failures.earlier_than)
@@ -95,7 +95,7 @@ class RunCheckpoints:
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
         """Goes on from what `find_start` returned. Collective."""
         saved.check_model(describe_model(parts.pipe.config))
-        with counted_off("loading a checkpoint"):
+        with counted_off("loading a checkpoint", uses_disk=True):
             parts.load(self._checkpoints, saved)
         parts.bad_steps.restore(saved.facts.get("values_of_steps", {}))
         parts.history.restore(saved.facts.get("validation", {}), saved.step)
@@ -116,7 +116,7 @@ class RunCheckpoints:
 
     def load_best(self, parts: CheckpointedParts) -> int:
         """Loads the checkpoint of the best validation, and returns its step. Collective."""
-        with counted_off("loading a checkpoint"):
+        with counted_off("loading a checkpoint", uses_disk=True):
             saved = self._checkpoints.find("best")
             if saved is None:
                 raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
@@ -129,7 +129,7 @@ class RunCheckpoints:
 
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
-        with counted_off("saving"):
+        with counted_off("saving", uses_disk=True):
             self._checkpoints.save(step, list(parts.shards()), parts.facts())
 
     def keep(self) -> None:
@@ -140,7 +140,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Waits for the last save. Collective."""
-        with counted_off("saving"):
+        with counted_off("saving", uses_disk=True):
             self._checkpoints.close()
 
     def note_step(self, seconds: float) -> None:
