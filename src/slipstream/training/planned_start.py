@@ -6,7 +6,7 @@ step is then planned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,7 @@ def start_settings(
     progress: Progress,
     earlier: Mapping[str, Any] | None,
     resumes: bool,
+    planned: Callable[[JointPlan], None] = lambda plan: None,
 ) -> dict[str, Any]:
     """Returns the schedule, slices and partition, the memory settings, and for documents of any length the rates of the
     stages, as `make_pipeline` takes them. Collective.
@@ -87,6 +88,7 @@ def start_settings(
     They are those of `earlier`, what the checkpoint says that the run resumes from: it neither measures nor searches.
     Else they are planned from measured costs, and written to the run's folder. Nothing where the configuration gives
     any of them; where the model can't be measured, 1f1b with 8 slices, for documents nothing, and a line that says why.
+    `planned` gets the plan of rows, where one is made.
 
     Raises OutOfMemoryError where nothing fits the memory limit.
     """
@@ -108,12 +110,14 @@ def start_settings(
         progress.warn(f"no plan could be made, so {otherwise}: {error}")
         return {} if are_documents else dict(_FALLBACK)
     progress.say(plan.table())
+    if not are_documents:
+        planned(plan)
     folder = RunFolder(config.training.output)
     if Ranks.of().leads:
         _write(config, plan, rates if are_documents else None, folder)
     progress.say(f"wrote the plan to {folder.plan}, from which another run can start at once")
-    planned = with_plan(options, plan)
-    settings = {name: getattr(planned, name) for name in ("schedule", "slices", "partition", "memory")}
+    chosen = with_plan(options, plan)
+    settings = {name: getattr(chosen, name) for name in ("schedule", "slices", "partition", "memory")}
     return settings | ({"slices": len(plan.slices), "rates": rates} if are_documents else {})
 
 

@@ -17,6 +17,7 @@ from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
 from slipstream.training.configured_pipeline import make_pipeline, tuned_settings
 from slipstream.training.corruption import StateCheck
+from slipstream.training.cut_advice import CutAdvice
 from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, load_texts, sequences_of
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.metrics import DiskTrouble, Reporter, StepRecord
@@ -51,11 +52,11 @@ class Trainer:
         self._sequences = load_sequences(config, self._folder.inputs, progress.warn)
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = earlier_choices(config, saved.facts) if saved else None
-        planned = start_settings(config, self._sequences, device, progress, earlier, resumes=saved is not None)
+        cut_advice = CutAdvice(config)
+        resumes, planned_for = saved is not None, (config, self._sequences, device, progress)
+        planned = start_settings(*planned_for, earlier, resumes, cut_advice.note)
         self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
-        self._validator = Validator(
-            config, self._load_held_out(resumes=saved is not None), self._pipe, device, progress.say
-        )
+        self._validator = Validator(config, self._load_held_out(resumes), self._pipe, device, progress.say)
         self._num_steps = count_steps(training, self._sequences)
         optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(optimizer, config.optimizer, self._num_steps)
@@ -78,6 +79,7 @@ class Trainer:
             progress,
             sequence=self._mean_sequences(),
             resumed_after=self._state.step,
+            cut_advice=cut_advice,
         )
 
     def run(self) -> None:

@@ -17,9 +17,9 @@ ALONE = [[0], [1], [2], [3]]
 def lines_of(peers: list[list[int]], seconds: Callable[[int, int], float], steps: int) -> list[str]:
     watch = Stragglers(peers, HOSTS)
     return [
-        line
+        each.line
         for step in range(1, steps + 1)
-        for line in watch.add(
+        for each in watch.add(
             step, [{"forward": 0.03, "backward": seconds(rank, step) - 0.03, "data": 0.0} for rank in range(4)]
         )
     ]

@@ -128,7 +128,7 @@ def plan_start(
     )
 
     def found() -> tuple[JointPlan, StageRates]:
-        plan = find_vocabulary_plan(problem, request.vocabulary, told.searched)
+        plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=units)
         costs: UnitCosts = UnitsWithoutHead(units) if plan.head == "spread" else units
         return plan, fit_rates(costs, plan.partition, units.longest_slice, request.profile.seq_len, request.granularity)
 

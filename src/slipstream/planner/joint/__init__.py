@@ -5,7 +5,7 @@ from slipstream.planner.joint.joint_plan import JointPlan
 from slipstream.planner.joint.joint_problem import JointProblem
 from slipstream.planner.joint.joint_search import OutOfMemoryError, find_joint_plan
 from slipstream.planner.joint.profile_units import ProfileUnits
-from slipstream.planner.joint.unit_costs import UnitCosts
+from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
 from slipstream.planner.joint.vocabulary_choice import (
     UnitsWithoutHead,
     Vocabulary,

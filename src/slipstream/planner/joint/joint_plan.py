@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from slipstream.planner.joint.unit_costs import UnitCosts
 from slipstream.schedule import Schedule
 
 
@@ -23,6 +24,7 @@ class JointPlan:
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
+        costs: of the units that were planned with. None: not kept.
         other_head: the best with a whole head where this plan spreads its rows over the ranks, or the other way round.
             None: not searched for.
     """
@@ -37,6 +39,7 @@ class JointPlan:
     exact: JointPlan | None = None
     rejected: tuple[JointPlan, ...] = ()
     other_head: JointPlan | None = None
+    costs: UnitCosts | None = field(default=None, compare=False, repr=False)
 
     @property
     def head(self) -> str:

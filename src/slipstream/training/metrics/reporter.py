@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import statistics
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline
 from slipstream.training.config import Config
+from slipstream.training.cut_advice import CutAdvice
 from slipstream.training.data import TokenBatch
 from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.disk_trouble import DiskTrouble
@@ -39,6 +41,7 @@ class Reporter:
         progress: Progress,
         sequence: tuple[float, float],
         resumed_after: int = 0,
+        cut_advice: CutAdvice | None = None,
     ) -> None:
         """Finds the devices' peak and opens the trackers. Collective.
 
@@ -49,6 +52,7 @@ class Reporter:
             progress: where lines are shown.
             sequence: the mean tokens of a sequence, and the mean number of sequences of a step.
             resumed_after: the steps before; 0 where the run begins.
+            cut_advice: says whether another cut makes up for a slow rank.
         """
         self._config, self._pipe, self._progress = config, pipe, progress
         self._world = RankGroup(dist.group.WORLD)
@@ -66,6 +70,7 @@ class Reporter:
                 progress.say(f"FLOPs are not shown: {error}")
         self._disk = DiskTrouble(progress.warn)
         self._trackers: list[Tracker] = []  # none on ranks other than the first
+        self._cut_advice = cut_advice
         self._stragglers, hosts = self._watch_for_stragglers()
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
@@ -87,7 +92,7 @@ class Reporter:
         """
         found = self._world.gather((self._pipe.rank, socket.gethostname()))
         peers = [[rank for rank, (place, _) in enumerate(found) if place == mine] for mine, _ in found]
-        hosts = [host for _, host in found]
+        self._places, hosts = [place for place, _ in found], [host for _, host in found]
         return Stragglers(peers, hosts), hosts
 
     def write(self, record: MetricsRecord) -> None:
@@ -125,7 +130,7 @@ class Reporter:
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
         figures, documents = None, [length for each in lengths for length in each]
-        slow = [] if trial else self._stragglers.add(step, phases)
+        slow = [] if trial else self._describe_slow(step, phases)
         if self._figures is not None:
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
         record = StepRecord(
@@ -153,6 +158,15 @@ class Reporter:
         self._seconds[trial].append(seconds)
         self._num_tokens += sum(documents)
         return record
+
+    def _describe_slow(self, step: int, phases: Sequence[dict[str, float]]) -> list[str]:
+        """Returns a line for each rank that has become slow, and on the leader whether another cut makes up for it."""
+        lines = []
+        for each in self._stragglers.add(step, phases):
+            lines.append(each.line)
+            if self._pipe.leads and self._cut_advice is not None:
+                lines += self._cut_advice.lines(each.rank, self._places[each.rank], each.slowness)
+        return lines
 
     def close(self) -> None:
         """Says how long a whole training takes at the measured rate, and closes the trackers."""

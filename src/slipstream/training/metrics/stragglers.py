@@ -5,10 +5,19 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 _FACTOR = 1.3  # times the peers' median
 _STEPS = 20  # of which the median is taken; and as many medians in a row have to be high
 _LEAST_SECONDS = 0.005  # of a step by which it is slower: below that the noise of a clock and a scheduler counts
+
+
+class Straggler(NamedTuple):
+    """A rank that has become slow, how many times as long it computes as it should, and a line about that."""
+
+    rank: int
+    slowness: float
+    line: str
 
 
 class Stragglers:
@@ -26,9 +35,9 @@ class Stragglers:
         self._usual: list[float] = []  # of each rank by itself, once it is known
         self._in_a_row = [0] * len(peers)
 
-    def add(self, step: int, phases: Sequence[dict[str, float]]) -> list[str]:
-        """Takes the seconds of a step's phases on every rank, without waits; returns a line for each rank that has
-        become slow."""
+    def add(self, step: int, phases: Sequence[dict[str, float]]) -> list[Straggler]:
+        """Takes the seconds of a step's phases on every rank, without waits; returns the ranks that have become
+        slow."""
         for last, measured in zip(self._last, phases, strict=True):
             last.append(measured)
         if len(self._last[0]) < _STEPS:
@@ -36,14 +45,14 @@ class Stragglers:
         medians = [statistics.median(sum(each.values()) for each in last) for last in self._last]
         if not self._usual:
             self._usual = medians
-        lines = []
+        found = []
         for rank, mine in enumerate(medians):
             usual = self._of_peers(rank, medians)
             is_slow = mine > _FACTOR * usual and mine - usual > _LEAST_SECONDS
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == _STEPS:
-                lines.append(self._describe(rank, step, mine, usual))
-        return lines
+                found.append(Straggler(rank, mine / usual, self._describe(rank, step, mine, usual)))
+        return found
 
     def _of_peers(self, rank: int, medians: Sequence[float]) -> float:
         others = [medians[peer] for peer in self._peers[rank] if peer != rank]

@@ -1,0 +1,57 @@
+"""A run that has planned itself says which cut would make up for a rank that has become slow, or that none would."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.forked import COMMAND, launch
+from support.paths import WORKERS
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.mark.more
+def test_a_rank_that_has_become_slow(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(9000)))
+    settings: dict[str, Any] = {
+        "model": {"config": MODEL},
+        "data": {"files": [str(text)], "vocab_size": 300, "validation_fraction": 0},
+        "pipeline": {"num_ranks": 2, "num_microbatches": 2},
+        "runtime": {"self_check": False},
+        "training": {"output": str(tmp_path / "run"), "seq_len": 256, "batch_size": 4, "steps": 40},
+        "checkpoint": {"every": 40},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    ended = launch(2, WORKERS / "training/slow_rank.py", "train", config)
+    assert ended.returncode == 0, ended.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    said = [line for record in records for line in record.get("stragglers") or []]
+    slow = next(line for line in said if line.startswith("rank 1 computes"))
+    found = re.fullmatch(
+        r"rank 1 computes ([\d.]+) times as slowly: the cut ([\d.,]+) would take (0\.\d\d) of the step's time; "
+        r"to go on with it from a checkpoint, type (--checkpoint.resume=latest .* --pipeline.partition=\[\2\])",
+        slow,
+    )
+    assert found, said
+    assert float(found[1]) >= 1.3
+    assert sum(map(float, found[2].split(","))) == 8
+    assert "rank 1 computes" in ended.stdout
+    resumed = launch(2, COMMAND, "train", config, *found[4].split(), "--training.steps=42")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed after step 40" in resumed.stdout
