@@ -23,3 +23,10 @@ def test_killed_in_set_up(tmp_path: Path, group: str) -> None:
     assert float((tmp_path / "seconds").read_text()) < 30  # a second, and 2.5 more where the machine isn't loaded
     assert "rank 1 (" in ended.stderr
     assert "has ended without a word" in ended.stderr
+
+
+def test_a_mesh_is_watched_for_deaths_until_the_pipeline_says_how_long_ranks_may_wait() -> None:
+    ended = launch(2, WORKERS / "parallel/watched_mesh.py")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["watched"] * 2
+    assert "error" not in ended.stderr

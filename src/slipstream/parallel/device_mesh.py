@@ -42,7 +42,7 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
     Raises:
         SlipstreamError: the product of the sizes isn't the number of processes, or there is no process group.
     """
-    join_launched_group(device_type)
+    join_launched_group(device_type, is_provisional=True)
     if not dist.is_initialized():
         raise SlipstreamError(
             "a mesh is made of the processes of a process group: start the program with torchrun, or call "

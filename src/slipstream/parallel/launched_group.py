@@ -22,7 +22,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_launched_group(
-    device: torch.device | str | None = None, stall_limit: float | Literal["off"] | None = None
+    device: torch.device | str | None = None,
+    stall_limit: float | Literal["off"] | None = None,
+    is_provisional: bool = False,
 ) -> None:
     """Makes the default process group of the processes that torchrun started, unless there is one: by NCCL where each
     process of this machine has a GPU and `device` isn't a CPU, else by gloo. Nothing for a process that is alone.
@@ -39,7 +41,8 @@ def join_launched_group(
     environment = os.environ
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         if int(environment["WORLD_SIZE"]) > 1:
-            _make_group(environment, device is None or torch.device(device).type == "cuda", stall_limit)
+            may_use_gpus = device is None or torch.device(device).type == "cuda"
+            _make_group(environment, may_use_gpus, stall_limit, is_provisional)
         return
     for launcher, count in _COUNTS.items():
         if _PROCESS[launcher] in environment and int(environment.get(count, 1)) > 1:
@@ -50,7 +53,12 @@ def join_launched_group(
             )
 
 
-def _make_group(environment: Mapping[str, str], may_use_gpus: bool, stall_limit: float | Literal["off"] | None) -> None:
+def _make_group(
+    environment: Mapping[str, str],
+    may_use_gpus: bool,
+    stall_limit: float | Literal["off"] | None,
+    is_provisional: bool,
+) -> None:
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
         raise SlipstreamError(
@@ -64,7 +72,7 @@ def _make_group(environment: Mapping[str, str], may_use_gpus: bool, stall_limit:
     if uses_gpus:
         torch.cuda.set_device(int(environment.get("LOCAL_RANK", environment["RANK"])))
     store, rank, size = next(rendezvous("env://", timeout=NO_LIMIT))
-    watch_store(store, rank, size, stall_limit)
+    watch_store(store, rank, size, stall_limit, is_provisional)
     backend = "nccl" if uses_gpus else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NO_LIMIT)
     end_group_at_exit()

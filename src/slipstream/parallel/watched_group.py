@@ -55,8 +55,8 @@ def _watch(
     is_provisional: bool = False,
 ) -> None:
     limit = _limit_of_the_environment() if limit is None else limit
-    if size == 1 or not all(gather(not is_watched() and limit != "off")):
-        if not is_watched():
+    if size == 1 or not all(gather(not is_watched(is_provisional) and limit != "off")):
+        if not is_provisional and not is_watched():
             end_watch()  # a provisional one
         return
     assert limit != "off"

@@ -64,9 +64,9 @@ def board() -> Board | None:
     return _watch.board
 
 
-def is_watched() -> bool:
-    """Returns whether this process has a watcher that isn't provisional."""
-    return _is_own() and _watch is not None and not _watch.is_provisional
+def is_watched(provisionally: bool = False) -> bool:
+    """Returns whether this process has a watcher that isn't provisional, or where that is asked for any at all."""
+    return _is_own() and _watch is not None and (provisionally or not _watch.is_provisional)
 
 
 def _is_own() -> bool:

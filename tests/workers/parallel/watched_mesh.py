@@ -1,0 +1,34 @@
+"""A mesh is watched for deaths alone until the Pipeline says how long ranks may wait: watched_mesh.py."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from slipstream import Pipeline, Runtime, make_mesh
+from slipstream.watchdog import board, is_watched
+from slipstream.watchdog.board import Silence
+from support.architectures import ARCHITECTURES
+
+del os.environ["SLIPSTREAM_STALL_LIMIT"]  # which the tests' launcher switches off
+
+
+def silence() -> Silence:
+    mine = board()
+    assert mine is not None
+    return mine.look().silence
+
+
+mesh = make_mesh(pp=2)
+assert is_watched(provisionally=True)
+assert not is_watched()
+assert silence() is Silence.ANY_LENGTH
+make_mesh(pp=2)  # not twice
+Pipeline.from_config(ARCHITECTURES["llama"], mesh=mesh, runtime=Runtime(self_check=False, stall_limit=300))
+assert is_watched()
+assert silence() is Silence.COUNTED
+Pipeline.from_config(ARCHITECTURES["llama"], mesh=make_mesh(pp=2), runtime=Runtime(self_check=False))
+assert silence() is Silence.COUNTED
+dist.destroy_process_group()
+print("watched")
