@@ -4,8 +4,11 @@
 
 Two processes that stay build one setting of the grid after the other and time a few of its steps. The best ones, the
 default and "auto" then take turns as contenders, each in its own processes, next to one process. After --minutes a run
-writes what it has to results/auto_grid.json, and the next run goes on from there, if the sources are the same. Once all
-are timed, further runs add rounds, as long as "auto" has the same plan: with --costs it measures once for all runs.
+writes what it has to results/auto_grid.json, and the next run goes on from there, if sources and machine are the same.
+Once all are timed, further runs add rounds, as long as "auto" has the same plan: with --costs it measures once for all
+runs. The other models' rows stay as they are: each says of which sources and on which machine it is.
+
+With --quick every setting has one timed step, and the best six take part in the rounds, which decide; the row says so.
 """
 
 from __future__ import annotations
@@ -32,18 +35,20 @@ from benchmarks.harness import (
     interleaved,
     is_trial,
     medians,
-    record,
+    recorded,
     restart_in_environment,
     setting,
     write,
 )
 from benchmarks.isolated import Contender, build_all
+from benchmarks.records import is_current, provenance
 from slipstream import Schedule
 from slipstream.errors import SlipstreamError
 
 NAME = "auto_grid"
-BEST = 4  # settings of the grid that take turns with "auto"
-TIMED = 2  # steps of a setting, after one that warms up
+# By --quick: the timed steps of a setting, after one that warms up, and the settings that take turns with "auto"
+SCREENINGS = {False: {"timed steps": 2, "best": 4}, True: {"timed steps": 1, "best": 6}}
+_MACHINE = ("cpu", "cores", "threads_per_process", "python", "torch", "transformers", "environment")  # of a setting
 SLOW = 1.3  # times the fastest so far: a setting whose first step takes longer is not timed again
 STEPS = 2  # of a turn, of which the first doesn't count
 AUTO = "auto"
@@ -54,12 +59,12 @@ Settings = Mapping[str, Any]
 class Screening:
     """Settings built one after the other in the same processes, each for a few timed steps."""
 
-    def __init__(self, model_name: str, names: Sequence[str], until: float) -> None:
+    def __init__(self, model_name: str, names: Sequence[str], timed_steps: int, until: float) -> None:
         """`until` is when the last one may begin, on the clock of `time.time`."""
         model = MODELS[model_name]
         settings = grid(model)
         self.found: dict[str, dict[str, Any]] = {}
-        self._fastest = float("inf")
+        self._fastest, self._timed_steps = float("inf"), timed_steps
         for name in names:
             if self._agreed(time.time()) > until:
                 break
@@ -76,7 +81,7 @@ class Screening:
         ours = Ours(model.config(), 1, model.length, settings)
         seconds = [self._seconds(ours)]
         if seconds[0] < SLOW * self._fastest:
-            seconds = [self._seconds(ours) for _ in range(TIMED)]
+            seconds = [self._seconds(ours) for _ in range(self._timed_steps)]
         self._fastest = min(self._fastest, *seconds)
         order = str(ours.pipe.order)
         return {"seconds": min(seconds), "slices": ours.pipe.slices(model.length), "order": order}
@@ -119,7 +124,8 @@ def screen(model_name: str, row: dict[str, Any], minutes: float) -> bool:
     names = few([*grid(MODELS[model_name])], 3)
     left = [name for name in names if name not in row["grid"]]
     if left:
-        contender = Contender("grid", Screening, model_name, left, time.time() + 60 * minutes)
+        timed_steps = row["screening"]["timed steps"]
+        contender = Contender("grid", Screening, model_name, left, timed_steps, time.time() + 60 * minutes)
         contender.wait()
         row["grid"] |= contender.report()  # type: ignore[operator]
         contender.close()
@@ -129,7 +135,7 @@ def screen(model_name: str, row: dict[str, Any], minutes: float) -> bool:
 def best_of(model: GridModel, row: dict[str, Any]) -> dict[str, Settings]:
     """Returns the default and the best settings of the grid; a searched order is given as it was found."""
     timed = {name: found for name, found in row["grid"].items() if "seconds" in found}
-    names = few(sorted(timed, key=lambda name: timed[name]["seconds"])[:BEST])
+    names = few(sorted(timed, key=lambda name: timed[name]["seconds"])[: row["screening"]["best"]])
     settings = grid(model)
     chosen = {}
     for name in dict.fromkeys([DEFAULT, *names]):
@@ -200,6 +206,8 @@ def judged(seconds: Mapping[str, list[float]], report: OwnReport) -> dict[str, A
 def show(name: str, row: Mapping[str, Any]) -> None:
     found = row["judged"]
     print(f"\n{name}: {row['what']}, {row['tokens']} tokens, {found['rounds']} rounds, a grid of {len(row['grid'])}")
+    timed, best = row["screening"].values()
+    print(f"  the {best} best of the grid by {timed} timed steps take part in the rounds")
     for contender, seconds in sorted(found["medians"].items(), key=lambda item: item[1]):
         print(f"  {seconds:7.3f} s  {contender}")
     print("\n".join(found["table"]))
@@ -212,10 +220,27 @@ def summary(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     done = [row["judged"] for row in models.values() if "judged" in row]
     return {
         "models": len(done),
+        "older": [name for name, row in models.items() if not is_current(row)],
         "least over the best of the grid": min(each["over the best of the grid"] for each in done),
         "least over the default": min(each["over the default"] for each in done),
         "mean error of the plan": statistics.mean(abs(each["planned over measured"] - 1) for each in done),
     }
+
+
+def row_of(name: str, models: Mapping[str, dict[str, Any]], quick: bool) -> dict[str, Any]:
+    """Returns the recorded row of a model if sources, machine and versions are the same and it was screened alike; else
+    a new one."""
+    model, here = MODELS[name], setting()
+    new = {"of": provenance(NAME), "setting": here, "what": model.what, "tokens": model.length}
+    new |= {"screening": SCREENINGS[quick], "grid": {}}
+    row = models.get(name)
+    if row is None:
+        return new
+    same_machine = all(row["setting"].get(key) == here[key] for key in _MACHINE)
+    if is_current(row) and same_machine and row["screening"] == new["screening"]:
+        return row
+    print(f"the row of {name} is of other sources, another machine or another screening: it begins anew", flush=True)
+    return new
 
 
 def main() -> None:
@@ -223,20 +248,20 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], default="deep")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which a run ends")
     parser.add_argument("--costs", type=Path, help="folder that keeps what was measured; default: measured in each run")
+    parser.add_argument("--quick", action="store_true", help="one timed step of each setting, six in the rounds")
     options = parser.parse_args()
     restart_in_environment()
     until = time.time() + 60 * options.minutes
-    models = (record(NAME) or {}).get("models", {})
+    models = (recorded(NAME) or {}).get("models", {})
     model = MODELS[options.model]
-    new = {"what": model.what, "tokens": model.length, "grid": {}}
-    row = models.setdefault(options.model, new)
+    row = models[options.model] = row_of(options.model, models, options.quick)
     with costs_kept_in(options.costs):
         is_screened = screen(options.model, row, 0.8 * options.minutes)
         has_time = is_trial() or until - time.time() > 0.5 * 60 * options.minutes
         if is_screened and has_time:
             rounds(model, row, until)
             show(options.model, row)
-    report: dict[str, object] = {"setting": setting(), "models": models}
+    report: dict[str, object] = {"models": models}
     if "judged" in row:
         report["summary"] = summary(models)
         print(report["summary"])

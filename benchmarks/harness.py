@@ -123,13 +123,16 @@ def costs_kept_in(folder: Path | None) -> Iterator[None]:
         yield
 
 
+def recorded(name: str) -> dict[str, Any] | None:
+    """Returns the record in results/, of whatever sources; None without one."""
+    path = destination(RESULTS / f"{name}.json")
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def record(name: str) -> dict[str, Any] | None:
     """Returns the record in results/ if it is of the sources as they are; None, and says so, where it is older."""
-    path = destination(RESULTS / f"{name}.json")
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    if is_current(found):
+    found = recorded(name)
+    if found is None or is_current(found):
         return found
-    print(f"{path} is of other sources: it begins anew", flush=True)
+    print(f"{destination(RESULTS / f'{name}.json')} is of other sources: it begins anew", flush=True)
     return None

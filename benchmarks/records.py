@@ -254,12 +254,20 @@ def machine(record: dict[str, Any]) -> str:
     return f"{device if device != 'cpu' else cores}; torch {found['torch'].partition('+')[0]}"
 
 
-def _state(name: str) -> list[str]:
-    """Returns the machine and the commit of a record, and whether its sources have changed since."""
+def _states(name: str) -> list[list[str]]:
+    """Returns, of each part of a record, its name, its machine and commit, and whether its sources have changed since.
+
+    The models of some records are measured one at a time: each has a provenance and a setting of its own.
+    """
     path = RESULTS / f"{name}.json"
     if not path.exists():
-        return ["none so far", "", "not measured"]
+        return [[f"`{name}`", "none so far", "", "not measured"]]
     record = json.loads(path.read_text())
+    models = {f"`{name}`, {model}": row for model, row in record.get("models", {}).items() if "of" in row}
+    return [[part, *_state(found)] for part, found in (models or {f"`{name}`": record}).items()]
+
+
+def _state(record: dict[str, Any]) -> list[str]:
     state = "unchanged" if is_current(record) else "changed: **older**"
     return [machine(record), f"`{record['of']['commit']}`", state]
 
@@ -268,7 +276,7 @@ def tables() -> dict[str, str]:
     """Returns the generated parts of the page by the name of their mark."""
     lines = ["| record | what it measures | machine | commit | sources since |", "| --- | --- | --- | --- | --- |"]
     for name, subject in SUBJECTS.items():
-        lines.append(f"| {' | '.join([f'`{name}`', subject.what, *_state(name)])} |")
+        lines += [f"| {' | '.join([part, subject.what, *state])} |" for part, *state in _states(name)]
     width = max(map(len, SUBJECTS))
     commands = [f"{name:{width}}  {subject.command}" for name, subject in SUBJECTS.items()]
     return {

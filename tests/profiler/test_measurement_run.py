@@ -1,4 +1,4 @@
-"""What is measured how often: a length is warmed up once, and a point is repeated until its samples agree."""
+"""What is measured how often: a length is warmed up once, and points are repeated until their sum is certain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from slipstream.parallel import Ranks
 from slipstream.planner.costs import OPS, ActionBytes, AttentionWindow, SlicePoint
 from slipstream.profiler import measurement_run
-from slipstream.profiler.measurement_grid import MeasurementGrid, make_short_grid
+from slipstream.profiler.measurement_grid import MeasurementGrid, make_grid, make_short_grid
 from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
 from slipstream.profiler.measuring_teams import MeasuringTeams
 from slipstream.schedule import Op
@@ -27,12 +27,17 @@ class CountingBench:
     noisy: tuple[SlicePoint, ...] = ()
     seq_len: int = SEQ_LEN
     ran: list[SlicePoint] = field(default_factory=list)
+    warm: list[SlicePoint] = field(default_factory=list)
+    sized: list[int] = field(default_factory=list)
     stage: Any = field(default_factory=lambda: type("Stage", (), {"named_parameters": lambda self: []})())
+
+    def warm_up(self, length: int, context: int) -> None:
+        self.warm.append((length, context))
 
     def run(self, length: int, context: int) -> dict[Op, float]:
         self.ran.append((length, context))
         differs = (length, context) in self.noisy and self.ran.count((length, context)) % 2
-        return dict.fromkeys(OPS, 1e-6 * (1000 + length) * (1.1 if differs else 1.0))
+        return dict.fromkeys(OPS, 1e-6 * (100 + length) * (1.1 if differs else 1.0))
 
     def windows(self) -> tuple[AttentionWindow, ...]:
         return (AttentionWindow(),)
@@ -43,11 +48,14 @@ class CountingBench:
     def activation_bytes(self, length: int) -> int:
         return length
 
-    def action_bytes(self, length: int) -> ActionBytes:
-        return ActionBytes(length, 0, {})
+    def action_bytes(self, *lengths: int) -> list[ActionBytes]:
+        self.sized += lengths
+        return [ActionBytes(length, 0, {}) for length in lengths]
 
 
-def measured(bench: CountingBench, grid: MeasurementGrid, repeats: int = 3, budget: float = 1e6) -> MeasurementRun:
+def measured(
+    bench: CountingBench, grid: MeasurementGrid, repeats: int = 3, budget: float = 1e6, doubt: float = 0.01
+) -> MeasurementRun:
     run = MeasurementRun(
         [bench],  # type: ignore[list-item]
         [range(1)],
@@ -55,7 +63,7 @@ def measured(bench: CountingBench, grid: MeasurementGrid, repeats: int = 3, budg
         TimeBudget(budget, Ranks.of(), lambda share: None),
         MeasuringTeams.of(Ranks.of()),
         repeats,
-        doubt=0.01,
+        doubt=doubt,
     )
     run.run()
     return run
@@ -65,26 +73,60 @@ def test_a_length_is_warmed_up_once_after_its_longest_context() -> None:
     bench, grid = CountingBench(), make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64)
     lengths = {length for length, _ in grid.points}
     measured(bench, grid)
-    warm = bench.ran[: len(lengths)]
-    assert dict(warm) == {length: max(c for n, c in grid.points if n == length) for length in lengths}
+    assert len(bench.warm) == len(lengths)
+    assert dict(bench.warm) == {length: max(c for n, c in grid.points if n == length) for length in lengths}
 
 
-def test_what_agrees_is_measured_twice_and_what_differs_as_often_as_is_wanted() -> None:
-    grid = make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64)
+def samples(run: MeasurementRun) -> Counter[SlicePoint]:
+    return Counter({point: len(run.samples[0, point][Op.F]) for point in run.grid.points})
+
+
+def test_with_points_held_out_each_is_repeated_until_its_samples_agree() -> None:
+    grid = make_grid(SEQ_LEN, SEQ_LEN // 2, 256)
     noisy = grid.points[-1]
-    bench = CountingBench(noisy=(noisy,))
-    run = measured(bench, grid, repeats=9)
-    samples = Counter({point: len(run.samples[0, point][Op.F]) for point in grid.points})
-    assert {samples[point] for point in grid.points if point != noisy} == {2}
-    assert samples[noisy] >= 9
+    found = samples(measured(CountingBench(noisy=(noisy,)), grid, repeats=9))
+    assert {found[point] for point in grid.points if point != noisy} == {2}
+    assert found[noisy] >= 9
+
+
+def test_without_them_points_that_make_the_sum_uncertain_are_repeated() -> None:
+    """Of three that differ alike, the two longest: what the shortest may be off doesn't show in the sum."""
+    grid = make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64)
+    noisy = (1, 0), (256, 512), (1024, 0)
+    found = samples(measured(CountingBench(noisy=noisy), grid, repeats=4, doubt=0.003))
+    assert found == Counter(dict.fromkeys(grid.points, 2) | dict.fromkeys(noisy[1:], 4))
+
+
+def test_without_them_nothing_is_repeated_where_the_sum_is_certain() -> None:
+    grid = make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64)
+    found = samples(measured(CountingBench(noisy=((1, 0), (64, 0))), grid, repeats=9))
+    assert {*found.values()} == {2}
+
+
+def test_the_bytes_of_few_lengths_are_counted_where_a_few_points_are_enough() -> None:
+    bench = CountingBench()
+    measured(bench, make_short_grid(SEQ_LEN, SEQ_LEN // 2, 64))
+    assert bench.sized == [1, 64, 1024]
+    everything, grid = CountingBench(), make_grid(SEQ_LEN, SEQ_LEN // 2, 256)
+    measured(everything, grid)
+    assert everything.sized == sorted({length for length, _ in grid.fitted})
 
 
 def test_the_grid_ends_where_a_round_of_it_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A length is warmed up once, but each of its points takes its time in every round."""
     points = [(64, 64 * context) for context in range(20)]
     bench = CountingBench()
-    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.ran)))
-    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.115)  # of 100 seconds, one for each run
+    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.warm)))
+    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.25)  # of 100 seconds, two for each point
     grid = MeasurementGrid(list(points))
     measured(bench, grid, budget=100.0)
     assert grid.points == points[:12]
+
+
+def test_a_length_that_would_take_too_long_is_not_even_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [(64, 64 * context) for context in range(8)]
+    bench = CountingBench()
+    monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.warm)))
+    measured(bench, grid := MeasurementGrid([*points, (4096, 0)]), budget=500.0)
+    assert grid.points == points
+    assert len(bench.warm) == 1

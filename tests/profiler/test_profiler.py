@@ -6,6 +6,7 @@ Nothing here asserts a time: only that there are times, for everything that was 
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -87,10 +88,9 @@ def test_activation_bytes_of_a_layer_by_hand() -> None:
 def test_the_bytes_of_a_layers_actions() -> None:
     """Its input and output are messages, and all is in proportion to the tokens."""
     (one,) = benches(llama(), SETTINGS, [range(1, 2)])
-    found = one.action_bytes(16)
+    found, twice = one.action_bytes(16, 32)
     messages = 2 * 4 * 16 * 32
     assert found.kept == one.activation_bytes(16) - messages
-    twice = one.action_bytes(32)
     assert (twice.kept, twice.deferred) == (2 * found.kept, 2 * found.deferred)
     assert found.deferred > -found.kept
     assert all(0 <= found.peaks[op] <= twice.peaks[op] for op in OPS)
@@ -124,6 +124,15 @@ def test_something_else_is_read_before_every_op() -> None:
         bench.run(8, 0)
     reads = [event for event in recorded.events() if event.name == "aten::sum" and event.input_shapes[0] == [size]]
     assert len(reads) == 5  # F, B, and F, I, W
+
+
+def test_seconds_in_which_another_program_has_the_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asleep, a process has no core either; several threads have no such seconds of their own."""
+    (bench,) = benches(llama(), SETTINGS, [range(1, 2)])
+    assert bench._timed(lambda: time.sleep(0.2)) < 0.1
+    assert bench.disturbed > 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert bench._timed(lambda: time.sleep(0.2)) > 0.1
 
 
 def test_the_prefilled_store_is_never_complete() -> None:

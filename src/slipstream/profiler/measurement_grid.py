@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, zip_longest
+from itertools import pairwise, zip_longest
 
 from slipstream.planner.costs import SlicePoint
 
 _DENSE = 8  # the first multiples of the granularity are all in the grid
 _RATIO = 2**0.5  # between longer lengths; times between two of them are interpolated
+_SHORT_RATIO = 4  # the same where a few points are enough
 
 
 @dataclass
@@ -29,6 +30,12 @@ class MeasurementGrid:
             mixed.append(point)
             mixed += [next(held_out, point)] if number % 3 == 0 else []
         return list(dict.fromkeys([*mixed, *held_out]))
+
+    @property
+    def sized(self) -> list[int]:
+        """The slice lengths whose bytes are counted. In between these grow in proportion, or are below that."""
+        lengths = sorted({length for length, _ in self.fitted})
+        return lengths if self.held_out else sorted({*lengths[:2], lengths[-1]})
 
     def refine(self, off: Sequence[SlicePoint], seq_len: int) -> list[SlicePoint]:
         """Fits the points that were off, and holds out one near each instead. Returns the points to measure."""
@@ -72,17 +79,21 @@ def make_grid(seq_len: int, longest_slice: int, granularity: int) -> Measurement
 def make_short_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
     """Returns a few points, all of them fitted: for a plan of this run, within seconds.
 
-    Lengths are 1, for what remains of a sequence after multiples of the granularity, and double from the granularity to
-    the longest. Short and middling ones are measured late in the sequence too, alternately: what is left where the time
-    runs out has both.
+    Lengths are 1, for what remains of a sequence after multiples of the granularity, and in steps of four from the
+    granularity to the longest: between them a slice's own scores are known to grow with the square, and all else in
+    proportion. All but the first and the longest are measured twice after a context too, an eighth of what the longest
+    takes: a context adds no more than four terms (`TimeFit`). Short ones come first, with and without a context: what
+    is left where the time runs out has both.
     """
     lengths = [min(granularity, longest_slice)]
     while lengths[-1] < longest_slice:
-        lengths.append(min(2 * lengths[-1], longest_slice))
-    late = [(length, context) for length in lengths[:4] for context in (seq_len // 4, seq_len // 2, seq_len - length)]
-    early = [(length, 0) for length in dict.fromkeys([1, *lengths])]
-    mixed = chain.from_iterable(zip_longest(early, late[1::2]))
-    return MeasurementGrid([*dict.fromkeys(p for p in mixed if p is not None and (p in early or p[1] > 0))])
+        lengths.append(min(_SHORT_RATIO * lengths[-1], longest_slice))
+    points = [(1, 0)]
+    for number, length in enumerate(lengths):
+        inner = length < longest_slice or len(lengths) == 1
+        contexts = (0, seq_len // 4 if number % 2 else seq_len // 2, seq_len - length) if inner else (0,)
+        points += [(length, context) for context in contexts if length + context <= seq_len]
+    return MeasurementGrid([*dict.fromkeys(points)])
 
 
 def _lengths(longest: int, granularity: int) -> list[int]:

@@ -7,7 +7,7 @@ import time
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from math import sqrt
 
 from slipstream.errors import SlipstreamError
@@ -35,6 +35,7 @@ _FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
 _WARM_UP_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
 _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
+_WARM_UPS = 2  # of a slice, as long as one sample of it: it runs F and B, and the sample F and B, and F, I and W
 _FEWEST_POINTS = 8
 _Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
 _Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: of activations, and of actions
@@ -69,7 +70,7 @@ class MeasurementRun:
     budget: TimeBudget
     teams: MeasuringTeams
     repeats: int  # rounds, at most
-    doubt: float  # of a point's median, relative: below it the point isn't repeated
+    doubt: float  # relative, of the medians: of each point, or of their sum where none is held out
     windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
     samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
     warm: dict[int, float] = field(default_factory=dict)  # seconds that each length's first slice took in all stages
@@ -78,9 +79,11 @@ class MeasurementRun:
     def run(self) -> tuple[MeasuredStage, ...]:
         """Warms up, measures the grid, then measures again where the fit is off. Returns the stages. Collective."""
         self.windows = [bench.windows() for bench in self.benches]
+        contexts = self._context_bytes()
         self._warm_up()
         self._repeat(self.grid.points, _GRID_SHARE)
-        self._measure_unsteady_again()
+        if self.grid.held_out:
+            self._measure_unsteady_again()
         for _ in range(_REFINEMENTS):
             off = self.budget.ranks.follow(self._off())
             if not off or not self.budget.within(1.0):
@@ -89,7 +92,7 @@ class MeasurementRun:
             for length, _ in again:
                 self._warm(length)
             self._repeat(again, 1.0)
-        contexts, sizes = self._context_bytes(), self._slice_bytes()
+        sizes = self._slice_bytes()
         return tuple(self._stage(index, contexts[index], sizes) for index in self._indices)
 
     @property
@@ -118,12 +121,13 @@ class MeasurementRun:
 
     def _slice_bytes(self) -> _Sizes:
         """Returns the bytes of every stage and length: of its activations and of its actions. Collective."""
-        lengths = {length for length, _ in self.grid.fitted}
-        mine = self.teams.share({each: float(each[1]) for each in product(self._indices, lengths)}, fills=False)
+        lengths = self.grid.sized
+        mine = self.teams.share({index: float(len(self.parts[index])) for index in self._indices}, fills=False)
         found: _Sizes = {}
-        for index, length in mine:
+        for index in mine:
             bench = self.benches[index]
-            found[index, length] = bench.activation_bytes(length), bench.action_bytes(length)
+            for length, actions in zip(lengths, bench.action_bytes(*lengths), strict=True):
+                found[index, length] = bench.activation_bytes(length), actions
         return dict(ChainMap(*self.teams.gather(found)))
 
     def _warm_up(self) -> None:
@@ -131,7 +135,7 @@ class MeasurementRun:
         points = self.grid.points
         reached: list[SlicePoint] = []
         for point in points:
-            planned = sum(self.warm[length] for length, _ in reached) / len(self.teams.teams)
+            planned = _WARM_UPS * sum(self._seconds(length) for length, _ in [*reached, point]) / len(self.teams.teams)
             if not self.budget.within(*((_WARM_UP_SHARE, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
                 break
             self._warm(point[0])
@@ -144,6 +148,13 @@ class MeasurementRun:
         self.grid.fitted = [point for point in self.grid.fitted if point in reached]
         self.grid.held_out = [point for point in self.grid.held_out if point in reached]
 
+    def _seconds(self, length: int) -> float:
+        """Returns about how long a length takes to warm up, in proportion to the longest so far."""
+        if length in self.warm or not self.warm:
+            return self.warm.get(length, 0.0)
+        longest = max(self.warm)
+        return self.warm[longest] * max(1.0, length / longest)
+
     def _warm(self, length: int) -> None:
         """Runs a slice of a length that hasn't run yet, without counting it.
 
@@ -153,17 +164,42 @@ class MeasurementRun:
             context = max(context for each, context in self.grid.points if each == length)
             began = time.perf_counter()
             for bench in self.benches:
-                bench.run(length, context)
+                bench.warm_up(length, context)
             self.warm[length] = time.perf_counter() - began
 
     def _repeat(self, points: list[SlicePoint], share: float) -> None:
-        """Measures points until their samples agree, as often as is wanted at most."""
+        """Measures points until little is in doubt, as often as is wanted at most."""
         for repeat in range(self.repeats):
             if repeat >= _FEWEST_SAMPLES:
-                points = self._where(points, lambda point: self._doubt(point) > self.doubt)
+                points = self.budget.ranks.follow(self._doubtful(points))
             if not points or (repeat >= _LEAST_REPEATS and not self.budget.within(share)):
                 break
             self._round(points)
+
+    def _doubtful(self, points: list[SlicePoint]) -> list[SlicePoint]:
+        """Returns the points that are measured again: those in doubt themselves, or without any held out, together."""
+        if self.grid.held_out:
+            return [point for point in points if self._doubt(point) > self.doubt]
+        return self._doubtful_together()
+
+    def _doubtful_together(self) -> list[SlicePoint]:
+        """Returns the points that leave too much doubt in the sum of all.
+
+        None matters by itself, as a plan adds up many of them: what takes long and differs is measured again, and what
+        is too short to matter isn't.
+        """
+        seconds, doubts = dict[SlicePoint, float](), dict[SlicePoint, float]()
+        for point in self.grid.points:
+            samples = [sum(each) for each in zip(*self._totals(point), strict=True)]
+            seconds[point], spread = _relative_spread(samples)
+            doubts[point] = (seconds[point] * spread) ** 2 / len(samples)
+        allowed = (self.doubt * sum(seconds.values())) ** 2
+        if sum(doubts.values()) <= allowed:
+            return []
+        smallest = sorted(doubts, key=doubts.__getitem__)
+        sums = accumulate(doubts[point] for point in smallest)
+        certain = {point for point, left in zip(smallest, sums, strict=True) if left <= allowed / 2}
+        return [point for point in self.grid.points if point not in certain]
 
     def _measure_unsteady_again(self) -> None:
         """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""

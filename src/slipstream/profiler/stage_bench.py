@@ -91,11 +91,18 @@ class StageBench:
         shape = (batch, seq_len, stage.hidden_size)
         self._hidden = torch.randn(shape, generator=generator, dtype=stage.hidden_dtype, device=device)
         self._store = PrefilledStore(seq_len)
+        self._warm: set[int] = set()  # lengths of slices whose F and B have run
         self._wall, self._computing = 0.0, 0.0  # seconds
         self._fill()
 
+    def warm_up(self, length: int, context: int) -> None:
+        """Runs F and B of the slice, so that the code and the memory that ops on so many tokens need are there."""
+        self._warm.add(length)
+        self._forward(length, context)[1]()
+
     def run(self, length: int, context: int) -> dict[Op, float]:
         """Returns the seconds of F and B of the slice, then of F, I and W."""
+        self._warm.add(length)
         first, backward = self._forward(length, context)
         seconds = {Op.B: self._timed(backward)}
         second, backward = self._forward(length, context)
@@ -111,19 +118,24 @@ class StageBench:
         saves too (weights that autocast has cast) don't count.
         """
         others = [*self.stage.model.parameters(), *self.stage.model.buffers(), self._ids, self._positions]
-        twin = self._saved(length)  # alive until the second slice is counted
+        twin = self._saved(1)  # alive until the second slice is counted
         return storage_bytes(self._saved(length), apart_from=storage_ids([*others, *twin]))
 
-    def action_bytes(self, length: int) -> ActionBytes:
-        """Returns the bytes of F, B, I and W of the sequence's last slice, which has the longest context."""
-        self.run(length, self.seq_len - length)  # makes weight gradients, and what is cached
+    def action_bytes(self, *lengths: int) -> list[ActionBytes]:
+        """Returns the bytes of F, B, I and W of the sequence's last slice, which has the longest context, for every
+        length of it."""
+        for length in {*lengths} - self._warm:  # makes weight gradients, and what is cached
+            self.warm_up(length, self.seq_len - length)
         with memory_meter(self._device, tensors_alive()) as memory:
-            kept, peaks, backward = self._forward_bytes(length, memory)
-            peaks[Op.B] = _changed(memory, backward)[1]
-            _, _, backward = self._forward_bytes(length, memory)
-            with defer_weight_gradients() as work:
-                deferred, peaks[Op.I] = _changed(memory, backward)
-            peaks[Op.W] = _changed(memory, lambda: [add() for add in work])[1]
+            return [self._action_bytes(length, memory) for length in lengths]
+
+    def _action_bytes(self, length: int, memory: MemoryMeter) -> ActionBytes:
+        kept, peaks, backward = self._forward_bytes(length, memory)
+        peaks[Op.B] = _changed(memory, backward)[1]
+        _, _, backward = self._forward_bytes(length, memory)
+        with defer_weight_gradients() as work:
+            deferred, peaks[Op.I] = _changed(memory, backward)
+        peaks[Op.W] = _changed(memory, lambda: [add() for add in work])[1]
         return ActionBytes(kept, deferred, peaks)
 
     def _forward_bytes(self, length: int, memory: MemoryMeter) -> tuple[int, dict[Op, float], Callable[[], None]]:
@@ -141,10 +153,11 @@ class StageBench:
 
     def context_bytes(self) -> tuple[int, int]:
         """Returns the bytes per token of the keys and values, and of their gradients."""
-        self._store.free()
-        self._fill()
+        if self._warm:  # gradients are there
+            self._store.free()
+            self._fill()
         before = self._store.num_bytes
-        self.run(1, self.seq_len - 1)
+        self.warm_up(1, self.seq_len - 1)
         return before // self._store.length, (self._store.num_bytes - before) // self._store.length
 
     def windows(self) -> tuple[AttentionWindow, ...]:
@@ -219,17 +232,24 @@ class StageBench:
         return max(0.0, 1 - self._computing / self._wall) if self._device.type == "cpu" and self._wall else 0.0
 
     def _timed(self, work: Callable[[], object], exchanges: bool = True) -> float:
-        """Returns the seconds of `work`, in which the ranks that share a stage exchange something or nothing."""
+        """Returns the seconds of `work`, in which the ranks that share a stage exchange something or nothing.
+
+        A single thread on a CPU, which waits for nobody, has the seconds in which it computed: those in which another
+        program had its core don't lengthen them.
+        """
         if self._others is not None:
             self._others.sum()
         if self._shared is not None:
             self._shared.group.barrier()
         began = time.process_time()  # of all threads: with several, another program's share doesn't show
         seconds = seconds_of(work, self._device)
-        if self._shared is None or not exchanges:  # a rank that waits for another one doesn't compute either
-            self._computing += time.process_time() - began
-            self._wall += seconds
-        return seconds
+        if self._shared is not None and exchanges:  # a rank that waits for another one doesn't compute either
+            return seconds
+        computing = time.process_time() - began
+        self._computing += computing
+        self._wall += seconds
+        alone = self._device.type == "cpu" and torch.get_num_threads() == 1
+        return min(seconds, computing) if alone else seconds
 
 
 def _changed(memory: MemoryMeter, work: Callable[[], object]) -> tuple[int, int]:
