@@ -158,12 +158,13 @@ def train(folder: Path, options: argparse.Namespace, replicas: bool) -> list[dic
     measured = [json.loads((output / f"overhead-{rank}.json").read_text()) for rank in range(2)]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     measured[0]["saves"] = [line["save_seconds"] for line in lines if "save_seconds" in line]
+    measured[0]["alarms"] = sum("stragglers" in line for line in lines)
     return measured
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the medians of steps with and without, the median ratio of neighbouring blocks, and the seconds inside
-    the added calls."""
+    """Returns the medians of steps with and without, the median ratio of neighbouring blocks, the seconds inside the
+    added calls, and how often a rank was called slow."""
     pairs = list(zip(*(rank["steps"] for rank in ranks), strict=True))[UNCOUNTED * BLOCK - 1 :]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     blocks: dict[int, list[float]] = {}
@@ -175,6 +176,8 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, float]:
     ratios = [medians[number] / medians[number + 1] for number in medians if number % 2 == 0 and number + 1 in medians]
     inside = [min(row["inside"] for row in rows) for rows in pairs if rows[0]["on"]]
     return {
+        "steps_with": len(seconds[True]),
+        "alarms": ranks[0]["alarms"],
         "with": statistics.median(seconds[True]),
         "without": statistics.median(seconds[False]),
         "ratio": statistics.median(ratios),
@@ -187,7 +190,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=2 if is_trial() else 60, help="pairs of them, of 5 steps each")
+    parser.add_argument("--blocks", type=int, default=2 if is_trial() else 100, help="pairs of them, of 5 steps each")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as name:
         measured = {kind: train(Path(name), options, kind == "replicas") for kind in ("stages", "replicas")}
@@ -196,7 +199,8 @@ def main() -> None:
         print(
             f"two {kind}: {1e3 * found['with']:.1f} ms with, {1e3 * found['without']:.1f} ms without; median of "
             f"neighbouring blocks {found['ratio']:.4f}; {1e3 * found['inside']:.2f} ms inside the added calls, "
-            f"{found['inside'] / found['without']:.2%}"
+            f"{found['inside'] / found['without']:.2%}; a rank called slow {found['alarms']} times in "
+            f"{found['steps_with']} steps"
         )
     compared, saves = (statistics.median(measured["replicas"][0][each]) for each in ("compared", "saves"))
     print(f"comparing copies before a checkpoint: {1e3 * compared:.1f} ms; the training stands {1e3 * saves:.1f} ms")
