@@ -3,86 +3,31 @@
 from __future__ import annotations
 
 import copy
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import one_hot
-from transformers import GraniteMoeConfig, PretrainedConfig, PreTrainedModel, Qwen2MoeConfig
+from transformers import PreTrainedModel
 
 import slipstream
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
-from slipstream.model import causal_cross_entropy
-from slipstream.model.toy import perturb_parameters
 from slipstream.planning.model_report import report_on
-from support.architectures import (
-    ARCHITECTURES,
-    BOUND,
-    VOCABULARY,
-    build,
-    gradient_error,
-    gradients,
-    labels_of,
-    llama,
-    no_rounding_inside,
-    tokens,
-)
-from support.hybrids import HYBRIDS
+from support.architectures import BOUND, gradient_error, gradients, labels_of, llama, no_rounding_inside, tokens
+from support.forked import launch, selected_cases
+from support.mixtures import MIXTURES, mixture, unsplit_step
 from support.options import grouped
 from support.parameters import first_of
+from support.paths import WORKERS
+from workers.model.router_loss import CASES
 
-COEFFICIENT = 0.5  # so that the loss counts
-MIXTURES: dict[str, PretrainedConfig] = {
-    "qwen2_moe, a dense layer": Qwen2MoeConfig(**ARCHITECTURES["qwen2_moe"].to_diff_dict() | {"mlp_only_layers": [1]}),
-    "mixtral": ARCHITECTURES["mixtral"],
-    "qwen3_next": HYBRIDS["qwen3_next"],
-    "jamba": HYBRIDS["jamba"],
-    "gpt_oss": ARCHITECTURES["gpt_oss"],
-    "granitemoe": GraniteMoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
-}
 SETTINGS = [
     {"slices": [5, 1, 30, 28]},
     {"slices": [20, 44], "schedule": "zb-h1", "recompute": "full"},
     {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2, "recompute": "selective"},
     {"slices": 1},
 ]
-
-
-def mixture(name: str) -> PreTrainedModel:
-    config = copy.deepcopy(MIXTURES[name])
-    config.output_router_logits, config.router_aux_loss_coef = True, COEFFICIENT
-    model = build(config).double()
-    perturb_parameters(model)
-    model.router_aux_loss_coef = COEFFICIENT
-    return model
-
-
-def switch_loss(logits: Tensor, top_k: int) -> Tensor:
-    """Equations 4 to 6 of the paper, of one layer's logits (tokens, experts)."""
-    num_experts = logits.shape[-1]
-    chances = logits.softmax(-1)
-    choices = one_hot(chances.topk(top_k).indices, num_experts).sum(1).to(chances.dtype)
-    return num_experts * (choices.mean(0) * chances.mean(0)).sum()
-
-
-def unsplit_step(model: PreTrainedModel, batches: list[tuple[Tensor, Tensor]]) -> None:
-    """The gradients of the microbatches' tokens and labels, each loss weighted by its labels that count."""
-    count = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batches)
-    for inputs, labels in batches:
-        output = model(input_ids=inputs, use_cache=False, output_router_logits=True)
-        total, valid = causal_cross_entropy(output.logits[:, :-1], labels[:, 1:])
-        added = [switch_loss(each.flatten(0, -2), model.num_experts_per_tok) for each in output.router_logits]
-        (total / count + int(valid) / count * COEFFICIENT * torch.stack(added).mean()).backward()
 
 
 def error_of(model: PreTrainedModel, **settings: Any) -> float:
@@ -119,6 +64,17 @@ def test_sequences_of_different_lengths() -> None:
         pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2, router_loss="per_layer")
         pipe.step(sequences, sequences)
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
+@pytest.fixture(scope="module")
+def replicas(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    return launch(4, WORKERS / "model/router_loss.py", *selected_cases(request))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_of_two_stages(replicas: CompletedProcess[str], case: str) -> None:
+    assert f"passed {case}\n" in replicas.stdout, replicas.stderr[-3000:]
 
 
 def test_sums_without_their_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
