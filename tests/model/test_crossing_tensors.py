@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 
 from slipstream import Memory, Pipeline, SlipstreamError
 from slipstream.model import causal_cross_entropy
-from slipstream.model.toy import perturb_parameters
+from slipstream.model.hooks.crossing_tensors import find_layer_tensors
+from slipstream.model.toy import perturb_parameters, shapes_model
 from support.architectures import (
     BOUND,
     build,
     gradient_error,
     gradients,
     labels_of,
+    llama,
     no_rounding_inside,
     tokens,
     unsplit_step,
@@ -47,6 +49,18 @@ def error_of(name: str, **settings: Any) -> float:
         assert abs(loss - expected) < BOUND * expected
         assert abs(pipe.evaluate(inputs, labels_of(inputs)) - expected) < BOUND * expected
     return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+
+
+def test_where_nothing_crosses_one_run_goes_beyond_the_first_layer() -> None:
+    """A run of a deep model takes seconds, though nothing is computed."""
+    model = shapes_model(llama())
+    layers = list(model.model.layers)
+    entered: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: entered.append(number))
+    found = find_layer_tensors(model, layers)
+    assert (found.hidden.row_dim, found.hidden.token_dim, found.crossing) == (0, 1, ())
+    assert entered == [*range(len(layers)), 0, 0]
 
 
 @pytest.mark.parametrize("name", first_of(CROSSING, 3))

@@ -31,6 +31,26 @@ def test_a_toy_of_the_default_configuration_is_small_and_runs(name: str) -> None
         assert model(input_ids=toy_tokens(config), use_cache=False).logits.shape[:2] == (2, 48)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("recurrent_gemma", "inkling_text", "deepseek_v4", "codegen", "longcat_flash", "roc_bert"),
+        *("phi4_multimodal", "gemma3n_text"),
+    ],
+)
+def test_what_a_check_runs_many_times_is_smaller(name: str) -> None:
+    """Widths of recurrences, heads of layers with a window, ranks, other vocabularies, experts that do nothing."""
+    decodes = {"is_decoder": True} if name == "roc_bert" else {}
+    with torch.device("meta"):
+        model = reference_model(toy_config(AutoConfig.for_model(name, **decodes)))
+    assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS // 3
+
+
+def test_fewer_features_of_a_head_are_left_only_beside_those_that_are_rotated() -> None:
+    toy = toy_config(AutoConfig.for_model("codegen"))
+    assert (toy.n_embd // toy.n_head, toy.rotary_dim) == (128, 64)
+
+
 def test_parts_of_a_layer_become_small_with_it() -> None:
     """DBRX has a configuration for its feed-forward, as wide as the model, and one for its attention."""
     toy = toy_config(DbrxConfig(n_heads=16, attn_config={"kv_n_heads": 8}))

@@ -8,7 +8,7 @@ with the hidden states, and its gradient comes back with theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -90,12 +90,13 @@ def takes_more(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
 
 def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTensors:
     """Returns what goes from layer to layer in a model on the meta device, which is run on few tokens and on many."""
-    runs = []
+    runs: list[_Record] = []
     for sizes in _RUNS:
         ids = torch.zeros(*sizes, dtype=torch.int64, device="meta")
         # without a mask transformers would look for packed documents in positions, which have no values
         ones = torch.ones(*sizes, dtype=torch.int64)
-        runs.append(_Record(model, layers, ids, position_ids=ids, attention_mask=ones))
+        is_enough = bool(runs) and not runs[0].taken  # where nothing crosses, the first layer tells
+        runs.append(_Record(model, layers, ids, is_enough, position_ids=ids, attention_mask=ones))
     hidden = _form([run.hidden for run in runs])
     assert hidden is not None, "hidden states have rows and tokens"
     crossing = []
@@ -116,20 +117,25 @@ class _Taken(NamedTuple):
         """Returns the last layer whose parameters it depends on, or that returned it; -1 where there is none."""
         if self.returned is not None or not self.tensor.requires_grad:
             return -1 if self.returned is None else self.returned
-        owned = [(number, p) for number, layer in enumerate(layers) for p in layer.parameters() if p.requires_grad]
-        given = [p for _, p in owned]
-        gradients = torch.autograd.grad(self.tensor.sum(), given, retain_graph=True, allow_unused=True)
-        return max((number for (number, _), g in zip(owned, gradients, strict=True) if g is not None), default=-1)
+        owned = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
+        return max((owned.get(id(leaf), -1) for leaf in _leaves(self.tensor)), default=-1)
+
+
+class _FirstLayerError(Exception):
+    """Ends a run that needn't go on."""
 
 
 class _Record:
-    """The shape of the hidden states, and what layers took besides, in one run of a model."""
+    """The shape of the hidden states, and what layers took besides, in one run of a model or of its beginning."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, **given: Tensor) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, first_only: bool = False, **given: Tensor
+    ) -> None:
         self.hidden = torch.Size()
         self.taken: dict[int, _Taken] = {}  # by identity, of tensors that live until the end
         self._returned: dict[int, tuple[int, Tensor]] = {}
-        with torch.enable_grad(), ExitStack() as hooks:
+        self._first_only = first_only
+        with torch.enable_grad(), ExitStack() as hooks, suppress(_FirstLayerError):
             for number, layer in enumerate(layers):
                 hooks.enter_context(layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True))
                 hooks.enter_context(layer.register_forward_hook(partial(self._leave, number)))
@@ -142,11 +148,26 @@ class _Record:
             returned, _ = self._returned.get(id(tensor), (None, tensor))
             if tensor is not own and (tensor.requires_grad or returned is not None):
                 self.taken.setdefault(id(tensor), _Taken(tensor, returned, [])).inputs.append(place)
+        if self._first_only:
+            raise _FirstLayerError
 
     def _leave(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
         for item in output[1:] if isinstance(output, tuple) else ():
             if isinstance(item, Tensor):
                 self._returned.setdefault(id(item), (layer, item))
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves of a tensor's graph, whose gradients would say the same and take a deep model a second."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += (before for before, _ in node.next_functions)
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def _tensors(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[LayerInput, Tensor]]:

@@ -29,11 +29,11 @@ TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a m
 _SLICES = TokenCuts((0, 5, 12), (0, 12))
 
 
-def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> frozenset[int]:
+def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> ModelAnatomy:
     """Runs a toy of the architecture once whole and once in slices, forwards only. Not collective.
 
-    Returns the toy's layers that carry a state from slice to slice. Raises SlipstreamError, naming the layer and the
-    state, where slices can't be exact whatever the sizes are.
+    Returns the anatomy with the toy's sizes. Raises SlipstreamError, naming the layer and the state, where slices can't
+    be exact whatever the sizes are.
     """
     anatomy = anatomy or find_anatomy(config)
     try:
@@ -41,11 +41,12 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
             model = toy_model(config)
             perturb_parameters(model)  # so that states count
             sized = anatomy_of_size(anatomy, model.config)
-            return _ToyInSlices(model, sized, toy_tokens(config, _SLICES.length)).carrying()
+            _ToyInSlices(model, sized, toy_tokens(config, _SLICES.length)).check()
     except SlipstreamError as error:
         raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
         raise refusal(config, toy_failure(config, error)) from error
+    return sized
 
 
 def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
@@ -66,8 +67,8 @@ class _ToyInSlices:
         self._attending = set(attending)
         self._model, self._anatomy, self._tokens = model, anatomy, tokens
 
-    def carrying(self) -> frozenset[int]:
-        """Returns the layers that carry a state; raises SlipstreamError for what slices can't carry."""
+    def check(self) -> None:
+        """Raises SlipstreamError for what slices can't carry."""
         for place, output in self._whole.items():
             if _SLICES.length not in output.shape[:-1]:  # residual streams may be another dimension
                 given = f"the {place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
@@ -91,7 +92,6 @@ class _ToyInSlices:
             raise SlipstreamError(
                 f"its code fails where it is given a slice of the tokens ({type(failed).__name__}: {failed})"
             ) from failed
-        return carrying
 
     def _check_layers(self, outputs: Mapping[str, Tensor], carrying: frozenset[int]) -> None:
         """Raises SlipstreamError for the first layer that sees earlier tokens neither by attention nor by a state.

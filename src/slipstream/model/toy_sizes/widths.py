@@ -24,13 +24,19 @@ _MORE_FEATURES = (
     ),
     *("shared_intermediate_size", "feed_forward_size"),
 )
+_OTHER_FEATURES = (  # of low ranks, of embeddings for each layer, and of convolutions over sounds
+    *("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input"),
+    *("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"),
+)
 _RECURRENT_HEAD_SIZES = ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim")  # without rotary embedding
 _INDEX_HEADS = ("index_n_heads",)  # several, as keys of equal scores are selected by their places
+_VOCABULARIES = ("vocab_size", "decoder_vocab_size", "shape_vocab_size", "pronunciation_vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 _INNER = 32  # features inside a feed-forward
 _MOST = {  # sizes that change no code path: largest toy value -> names
-    128: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "encoder_hash_byte_group_vocab"),
-    _INNER: (*_FEATURES, *_MORE_FEATURES, "q_lora_rank", "kv_lora_rank", "position_bias_num_buckets"),
-    4: ("decoder_layers", "encoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    128: (*_VOCABULARIES, "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"),
+    _INNER: (*_FEATURES, *_MORE_FEATURES, *_OTHER_FEATURES, "position_bias_num_buckets"),
+    4: ("decoder_layers", "encoder_layers", *_EXPERTS),
     16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim", *_RECURRENT_HEAD_SIZES, *_INDEX_HEADS),
     2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
     1: ("n_group", "topk_group"),
@@ -39,10 +45,11 @@ _HEADLESS_WIDTH = 64
 _POSITIONS = re.compile(r"position|rope|rotary|alibi|seq_len|ctx")  # words of fields of models that count tokens
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+_WINDOW_HEADS = ("swa_num_attention_heads", "swa_num_key_value_heads")  # of layers with a window
 _RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
-_LINKED = ("attention_hidden_size", "embedding_dim")  # that are the model's width or a multiple of it
+_LINKED = ("attention_hidden_size", "embedding_dim", "lru_width")  # that are the model's width or a multiple of it
 _WIDTH_PARTS = "axial_pos_embds_dim"  # sizes that add up to the width
 _STATE_SPACE_HEADS = {  # their number -> their size
     "mamba_n_heads": "mamba_d_head",
@@ -50,6 +57,7 @@ _STATE_SPACE_HEADS = {  # their number -> their size
     "mamba_num_heads": "mamba_head_dim",
     "num_heads": "head_dim",
 }
+_STATE_SPACE_WIDTH = "mamba_d_ssm"
 _STATE_SPACE_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 
 
@@ -101,8 +109,9 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     before, after = getattr(toy, heads), _MOST_HEADS.get(toy.model_type, _NUM_HEADS)
     keys = first_of(toy, _KEY_VALUE_HEADS)
     as_many = [name for name in _INDEX_HEADS if keys and getattr(toy, name, None) == getattr(toy, keys)]
+    names = (heads, *_KEY_VALUE_HEADS, *_WINDOW_HEADS, *as_many)  # MiniMax M3's indexer has a head for each of keys
     for fields in (toy, *overrides.values(), *layer_parts(toy)):
-        for name in (heads, *_KEY_VALUE_HEADS, *as_many):  # MiniMax M3's indexer has a head for each of keys
+        for name in names:
             _change(fields, name, lambda number: max(1, after * number // before))
     _set_width(toy, width, _head_width(toy, getattr(toy, width) // before) * after)
     recurrent = [name for name in _RECURRENT_HEADS if isinstance(getattr(toy, name, None), int)]
@@ -118,8 +127,12 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
 def _head_width(toy: PretrainedConfig, size: int) -> int:
     """Returns a head's part of the width: smaller only where no position could depend on it, as in a recurrence.
 
-    A matrix memory has the square of it for every token.
+    A matrix memory has the square of it for every token. Where so many of a head's features are rotated as the
+    configuration says, there may be fewer of the others.
     """
+    rotated = getattr(toy, "rotary_dim", None)
+    if isinstance(rotated, int):
+        return min(size, 2 * rotated)
     return size if any(_POSITIONS.search(name) for name in vars(toy)) else min(size, _HEADLESS_WIDTH)
 
 
@@ -136,15 +149,22 @@ def _set_width(toy: PretrainedConfig, width: str, after: int) -> None:
 
 
 def _shrink_state_spaces(toy: PretrainedConfig) -> None:
-    """Keeps as many of Mamba 2's heads, whose width is a multiple of the model's, as fit its smaller width."""
+    """Keeps as many of Mamba 2's heads, whose width is a multiple of the model's, as fit its smaller width.
+
+    Where the heads have a width of their own, it becomes the model's.
+    """
     expand, width = first_of(toy, ("mamba_expand", "expand")), first_of(toy, WIDTHS)
     heads = first_of(toy, tuple(_STATE_SPACE_HEADS))
     size = None if heads is None else first_of(toy, (_STATE_SPACE_HEADS[heads],))
-    if expand is None or width is None or heads is None or size is None or getattr(toy, "mamba_d_ssm", None):
+    if expand is None or width is None or heads is None or size is None:
         return
-    num_heads = max(1, getattr(toy, expand) * getattr(toy, width) // getattr(toy, size))
+    together = getattr(toy, expand) * getattr(toy, width)
+    if getattr(toy, _STATE_SPACE_WIDTH, None):
+        together = min(getattr(toy, _STATE_SPACE_WIDTH), getattr(toy, width))
+        setattr(toy, _STATE_SPACE_WIDTH, together)
+    num_heads = max(1, together // getattr(toy, size))
     setattr(toy, heads, num_heads)
-    setattr(toy, size, getattr(toy, expand) * getattr(toy, width) // num_heads)
+    setattr(toy, size, together // num_heads)
     groups = first_of(toy, _STATE_SPACE_GROUPS)
     if groups is not None:
         setattr(toy, groups, gcd(getattr(toy, groups), num_heads))
