@@ -16,10 +16,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.planning.model_report import report_on
 from support.architectures import BOUND, gradient_error, gradients, labels_of, llama, no_rounding_inside, tokens
 from support.forked import launch, selected_cases
+from support.hybrids import HYBRIDS
 from support.mixtures import MIXTURES, mixture, unsplit_step
 from support.options import grouped
 from support.parameters import first_of
 from support.paths import WORKERS
+from support.versions import since
 from workers.model.router_loss import CASES
 
 SETTINGS = [
@@ -41,7 +43,13 @@ def error_of(model: PreTrainedModel, **settings: Any) -> float:
     return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
 
 
-@pytest.mark.parametrize("name", first_of(MIXTURES, 3))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(*each.values, marks=[*each.marks, *[since("5.21")] * (each.values[0] in HYBRIDS)])
+        for each in first_of(MIXTURES, 3)
+    ],
+)
 def test_gradients_are_those_of_the_whole_model(name: str) -> None:
     assert error_of(mixture(name), **SETTINGS[0]) < BOUND
 

@@ -30,6 +30,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.versions import counts_within_documents, since
 
 LENGTH = 96
 SLICES = [5, 1, 46, 44]  # the second alone in its slice, the third across position 64
@@ -105,6 +106,7 @@ def documents(*lengths: int) -> Tensor:
     return torch.cat([torch.full((2, length), number) for number, length in enumerate(lengths)], dim=1)
 
 
+@counts_within_documents
 def test_documents_are_refused_where_positions_would_run_on() -> None:
     inputs = tokens(length=64)
     pipe = Pipeline(unsplit(llama4()), slices=4, num_ranks=2)
@@ -115,6 +117,7 @@ def test_documents_are_refused_where_positions_would_run_on() -> None:
         pipe.step(inputs[:, :20], inputs[:, :20], document_ids=documents(8, 12))
 
 
+@counts_within_documents
 def test_documents_below_the_scale_are_separate_sequences() -> None:
     model, inputs = unsplit(llama4()), tokens(length=60)
     whole, cuts = copy.deepcopy(model), (0, 25, 60)
@@ -148,6 +151,7 @@ def test_carried_state_is_refused_with_and_without_the_self_check(name: str, sel
         Pipeline.from_config(config, slices=4, num_ranks=2, runtime=Runtime(self_check=self_check))
 
 
+@since("5.21")
 def test_a_recurrence_that_ignores_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of versions to come may."""
     monkeypatch.setattr("slipstream.model.causal_lm_stage.give_initial_states", lambda _: None)
@@ -156,6 +160,7 @@ def test_a_recurrence_that_ignores_its_state_is_refused(monkeypatch: pytest.Monk
         Pipeline.from_config(config, slices=4, runtime=Runtime(self_check=False))
 
 
+@counts_within_documents
 def test_the_self_check_says_up_to_which_length_documents_are_exact() -> None:
     assert check_sliceable(llama4(floor_scale=8192)).longest_packed == 8191
     assert check_sliceable(bart()).longest_packed == 0
