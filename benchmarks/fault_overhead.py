@@ -187,7 +187,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=384)  # steps of 100 ms
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=2 if is_trial() else 100, help="pairs of them, of 5 steps each")
