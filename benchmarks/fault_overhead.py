@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.harness import is_trial, setting, write
@@ -49,6 +50,7 @@ class Switch:
         self.inside = 0.0  # seconds of the step
         self.compared: list[float] = []  # seconds of each comparison of copies
         self.rows: list[dict[str, Any]] = []
+        self.watching = 0.0  # seconds that the watcher has computed
         self._watch: Any = None
 
     def install(self) -> None:
@@ -81,6 +83,8 @@ class Switch:
                 run(trainer)
             finally:
                 self.turn(True)  # or the watchers would be left
+                used = psutil.Process(self._watcher()).cpu_times()
+                self.watching = used.user + used.system
 
         for owner, name, function in (
             (StateCheck, "compare", timed_compare),
@@ -98,7 +102,11 @@ class Switch:
             watched_rank._watch = self._watch
         else:
             self._watch, watched_rank._watch = watched_rank._watch, None
-        os.kill(self._watch.watcher.pid, signal.SIGCONT if on else signal.SIGSTOP)
+        os.kill(self._watcher(), signal.SIGCONT if on else signal.SIGSTOP)
+
+    def _watcher(self) -> int:
+        """Returns the process that watches this rank."""
+        return int((watched_rank._watch or self._watch).watcher.pid)
 
     def _guard(self, owner: type, name: str, without: Callable[..., Any]) -> None:
         """Lets a method do nothing but `without` where the switch is off, and takes its time where it is on."""
@@ -127,7 +135,7 @@ def run_rank() -> None:
     switch.install()
     training_rank.main()
     output = Path(sys.argv[1]).parent
-    rows = {"steps": switch.rows, "compared": switch.compared}
+    rows = {"steps": switch.rows, "compared": switch.compared, "watching": switch.watching}
     (output / f"overhead-{os.environ['RANK']}.json").write_text(json.dumps(rows))
 
 
@@ -150,7 +158,7 @@ def train(folder: Path, options: argparse.Namespace, replicas: bool) -> list[dic
             "runtime": {"self_check": False},
             "training": {"output": str(output), "seq_len": options.length, "steps": steps}
             | {"batch_size": 2 if replicas else 1, "stall_limit": 600},
-            "checkpoint": {"every": 20} if replicas else {"every": 0},
+            "checkpoint": {"every": 3 * BLOCK} if replicas else {"every": 0},
         }
     )
     preflight(config, Progress(None)).write()
@@ -162,9 +170,9 @@ def train(folder: Path, options: argparse.Namespace, replicas: bool) -> list[dic
     return measured
 
 
-def summary(ranks: list[dict[str, Any]]) -> dict[str, float]:
+def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the medians of steps with and without, the median ratio of neighbouring blocks, the seconds inside the
-    added calls, and how often a rank was called slow."""
+    added calls, how often a rank was called slow, and the cores' share that the watchers take."""
     pairs = list(zip(*(rank["steps"] for rank in ranks), strict=True))[UNCOUNTED * BLOCK - 1 :]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     blocks: dict[int, list[float]] = {}
@@ -173,7 +181,12 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, float]:
         seconds[rows[0]["on"]].append(step)
         blocks.setdefault(rows[0]["step"] // BLOCK, []).append(step)
     medians = {number: statistics.median(steps) for number, steps in blocks.items()}
-    ratios = [medians[number] / medians[number + 1] for number in medians if number % 2 == 0 and number + 1 in medians]
+    ratios = [
+        2 * medians[number] / (medians[number - 1] + medians[number + 1])  # so that a drift cancels
+        for number in medians
+        if number % 2 == 0 and {number - 1, number + 1} <= medians.keys()
+    ]
+    time_with = sum(row["seconds"] for row in ranks[0]["steps"] if row["on"])
     inside = [min(row["inside"] for row in rows) for rows in pairs if rows[0]["on"]]
     return {
         "steps_with": len(seconds[True]),
@@ -181,8 +194,15 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, float]:
         "with": statistics.median(seconds[True]),
         "without": statistics.median(seconds[False]),
         "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "watching": sum(rank["watching"] for rank in ranks) / time_with,
         "inside": statistics.median(inside),
     }
+
+
+def standard_error(values: list[float]) -> float:
+    """Returns that of a median, were the values normal."""
+    return 1.2533 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def main() -> None:
@@ -198,8 +218,9 @@ def main() -> None:
     for kind, found in figures.items():
         print(
             f"two {kind}: {1e3 * found['with']:.1f} ms with, {1e3 * found['without']:.1f} ms without; median of "
-            f"neighbouring blocks {found['ratio']:.4f}; {1e3 * found['inside']:.2f} ms inside the added calls, "
-            f"{found['inside'] / found['without']:.2%}; a rank called slow {found['alarms']} times in "
+            f"neighbouring blocks {found['ratio']:.4f} (standard error {standard_error(found['ratios']):.4f});\n"
+            f"  {1e3 * found['inside']:.2f} ms inside the added calls, {found['inside'] / found['without']:.2%}; "
+            f"watchers compute {found['watching']:.2%} of a core's time; a rank called slow {found['alarms']} times in "
             f"{found['steps_with']} steps"
         )
     compared, saves = (statistics.median(measured["replicas"][0][each]) for each in ("compared", "saves"))

@@ -263,8 +263,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder
 @pytest.mark.more
 @pytest.mark.parametrize("policy", first_of(["rollback", "skip", "stop"], 1, "grid"))
 def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolder, policy: str) -> None:
-    """Batches of three sequences; a checkpoint every four steps."""
-    settings = [f"--training.bad_numbers={policy}", "--training.spike_factor=20", "--checkpoint.every=4"]
+    """Two replicas, and batches of four sequences; a checkpoint every four steps."""
+    replicas = ["--pipeline.num_ranks=1", "--parallel.data=2", "--training.batch_size=4"]
+    settings = [*replicas, f"--training.bad_numbers={policy}", "--training.spike_factor=20", "--checkpoint.every=4"]
     more = ["--training.eval_every=0", "--training.export_every=0", "--sample.prompt=null", "--training.steps=18"]
     result = launch(2, WORKERS / "training/bad_numbers.py", "train", str(config), *settings, *more)
     if policy == "stop":
@@ -276,8 +277,8 @@ def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolde
     steps, _ = read_metrics(output)
     done = {6: "rolled back to step 4", 16: "rolled back to step 12"} if policy == "rollback" else {}
     assert {step["step"]: step["bad"] for step in steps if "bad" in step} == {
-        6: {"why": "not finite", "samples": [15, 18], "done": done.get(6, "skipped")},
-        16: {"why": "spike", "samples": [45, 48], "done": done.get(16, "skipped")},
+        6: {"why": "not finite", "samples": [20, 24], "done": done.get(6, "skipped")},
+        16: {"why": "spike", "samples": [60, 64], "done": done.get(16, "skipped")},
     }
     rates = {step["step"]: step["lr"] for step in steps}
     assert rates[7] == (rates[5] if policy == "rollback" else rates[6])  # as many updates before it

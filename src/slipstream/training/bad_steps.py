@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from slipstream.errors import NonFiniteError
 from slipstream.parallel import RankGroup
@@ -29,12 +28,20 @@ class BadSteps:
         config: has `training.bad_numbers` and `training.spike_factor`.
         world: all ranks.
         device: where their exchange takes place.
+        has_copies: whether ranks of the same work exist, as replicas and tensor ranks are. Without any, loss and norm
+            are sums over all ranks, on which these needn't agree.
         roll_back: loads the last good checkpoint and returns its step; None where there is none. Collective.
     """
 
     def __init__(
-        self, config: Config, world: RankGroup, device: torch.device, roll_back: Callable[[], int | None]
+        self,
+        config: Config,
+        world: RankGroup,
+        device: torch.device,
+        has_copies: bool,
+        roll_back: Callable[[], int | None],
     ) -> None:
+        self._has_copies = has_copies
         self._config, self._world, self._device, self._roll_back = config, world, device, roll_back
         self._values: dict[str, deque[float]] = {
             name: deque(maxlen=_REMEMBERED) for name in ("loss", "norm of its gradient")
@@ -48,12 +55,14 @@ class BadSteps:
         mine = _SPIKE if self._describe_spikes(values) else _FINE
         if not all(map(math.isfinite, values.values())):
             mine = _NON_FINITE
-        verdict: Tensor = self._world.max(torch.tensor([mine], dtype=torch.int32, device=self._device))
-        self._verdict = int(verdict)
+        self._verdict = self._worst(mine) if self._has_copies else mine
         if self._verdict == _FINE:
             for name, value in values.items():
                 self._values[name].append(value)
         return self._verdict == _FINE
+
+    def _worst(self, mine: int) -> int:
+        return int(self._world.max(torch.tensor([mine], dtype=torch.int32, device=self._device)))
 
     def act(self, step: int, loss: float, norm: float, samples: tuple[int, int]) -> dict[str, Any] | None:
         """Does what is configured after a step; returns what the metrics say of a bad one. Collective.

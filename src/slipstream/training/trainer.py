@@ -64,7 +64,8 @@ class Trainer:
         kept = facts_of_documents(planned)
         settings = config.model_dump(mode="json")
         self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
-        self._bad_steps = BadSteps(config, world, device, self._roll_back)
+        has_copies = world.size > self._pipe.axes["pp"].size
+        self._bad_steps = BadSteps(config, world, device, has_copies, self._roll_back)
         self._parts = CheckpointedParts(self._pipe, optimizer, self._state, self._bad_steps, self._validator.history)
         takes_majority = training.corrupt_replicas == "majority"
         self._state_check = StateCheck(

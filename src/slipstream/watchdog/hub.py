@@ -10,7 +10,7 @@ import time
 from slipstream.watchdog.judgement import Fault, Report, describe_fault, find_fault, stall_limit
 from slipstream.watchdog.wire import Line, wait_for
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.25
 _SECONDS_FOR_DETAILS = 0.8
 _SECONDS_TO_SETTLE = 0.3  # after a death: of several that come at once all are named
 _SECONDS_TO_LEAVE = 2.0  # that others have to take the verdict, or to say good-bye

@@ -52,6 +52,12 @@ class _Watch:
     is_provisional: bool = False
     before: _Watch | None = None  # the provisional one, whose watcher ends by itself
 
+    def finish(self) -> None:
+        """Tells the watcher to end."""
+        self.board.set_state(State.FINISHED)
+        if self.watcher is not None and self.watcher.stdin is not None:
+            self.watcher.stdin.close()  # which it waits for
+
 
 _watch: _Watch | None = None
 
@@ -120,13 +126,13 @@ def start_watch(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=passed, cwd="/"
     )
     assert watch.watcher.stdin is not None
-    with watch.watcher.stdin as given_to_it:  # a command line could be read by other users
-        given_to_it.write(json.dumps(given).encode())
+    watch.watcher.stdin.write(json.dumps(given).encode() + b"\n")  # a command line could be read by other users
+    watch.watcher.stdin.flush()  # and open: its end tells the watcher that of this process
     for each in sockets:
         each.close()
     _watch = watch
     if watch.before is not None:  # only now, so that there is no moment without a watcher
-        watch.before.board.set_state(State.FINISHED)
+        watch.before.finish()
     atexit.register(_end_at_exit)
     Finalize(None, _end_at_exit, exitpriority=0)  # a process of multiprocessing ends without the former
 
@@ -153,7 +159,7 @@ def end_watch(failure: str = "") -> None:
         watch.board.set_phase(failure)
         watch.board.set_state(State.FAILED)
         return  # the watcher tells it once this process has gone
-    watch.board.set_state(State.FINISHED)
+    watch.finish()
     for each in (watch, watch.before):
         with suppress(subprocess.TimeoutExpired):
             if each is not None and each.watcher is not None:

@@ -21,8 +21,8 @@ from slipstream.watchdog.process_state import state_of
 from slipstream.watchdog.sight_text import doing_text, stack_lines, wait_lines
 from slipstream.watchdog.wire import Line, wait_for
 
-_LOOK_SECONDS = 0.2
-_REPORT_SECONDS = 0.5
+_LOOK_SECONDS = 0.4
+_REPORT_SECONDS = 1.0
 _PAUSED_SECONDS = 1.5
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_AFTER_ITS_RANK = 1.5  # to tell others of its death
@@ -50,13 +50,15 @@ class Watcher:
         self._end_by: float | None = None  # when the rank is ended
         self._verdict = ""
         self._hub_may_leave = False
+        # Standard input, which ends when the rank closes it or is gone: then this needn't wait for the next look.
+        self._lifeline = [sys.stdin.fileno()]
 
     def run(self) -> None:
         """Watches until the rank has ended."""
         who = {"rank": self._settings["rank"], "token": self._settings["token"], "is_watched": True}
         self._line.send(who | self._facts())
         while os.getppid() == self._parent and self._board.look().state != State.FINISHED:
-            wait_for([self._line.connection] if self._line.is_open else [], _LOOK_SECONDS)
+            self._wait()
             self._look()
             for message in self._line.receive():
                 self._obey(message)
@@ -68,6 +70,12 @@ class Watcher:
                     self._decide(_HUB_IS_LOST, _SECONDS_AFTER_ITS_RANK)
                 time.sleep(_LOOK_SECONDS)
         self._say_how_it_ended()
+
+    def _wait(self) -> None:
+        """Waits for a message, for the rank's end, or for the time of the next look."""
+        sources = [*self._lifeline, *([self._line.connection] if self._line.is_open else [])]
+        if set(self._lifeline) & set(wait_for(sources, _LOOK_SECONDS)):
+            self._lifeline = []
 
     def _say_how_it_ended(self) -> None:
         sight = self._board.look()
@@ -121,7 +129,7 @@ class Watcher:
         } | self._position(self._last)
 
     def _position(self, sight: Sight) -> dict[str, Any]:
-        order = os.pread(self._settings["order"], 2**26, 0).decode() if sight.action >= 0 else ""
+        order = self._order() if sight.action >= 0 else ""
         return {
             "is_counted": sight.silence == Silence.COUNTED,
             "may_be_long": sight.silence == Silence.LONG,
@@ -130,10 +138,15 @@ class Watcher:
             "doing": doing_text(sight, order),
         }
 
+    def _order(self) -> str:
+        """Returns the rank's place on the pipeline, a newline, and the text of its schedule."""
+        order = self._settings["order"]
+        return os.pread(order, os.fstat(order).st_size, 0).decode()
+
     def _obey(self, message: dict[str, Any]) -> None:
         if message.get("ask"):
             sight = self._board.look()
-            lines = wait_lines(sight, os.pread(self._settings["order"], 2**26, 0).decode())
+            lines = wait_lines(sight, self._order())
             is_blamed = self._settings["rank"] in message.get("blamed", [])
             if is_blamed and self._stopped_since is None:
                 lines += self._stack()
@@ -185,10 +198,11 @@ def _connection(settings: dict[str, Any]) -> socket.socket:
 
 
 def main() -> None:
-    """Watches the process that has started this one; standard input has the settings."""
+    """Watches the process that has started this one; the settings are a line of standard input, which then stays open
+    for as long as the rank lives."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)  # meant for the rank, with which this ends
-    settings = json.load(sys.stdin)
+    settings = json.loads(sys.stdin.readline())
     hub = None
     if settings["listening"] is not None:
         listening = socket.socket(fileno=settings["listening"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 _MOST_BYTES = 2**20  # of a line; whoever sends more isn't a watcher
@@ -55,9 +56,9 @@ class Line:
         return messages
 
 
-def wait_for(connections: list[socket.socket], seconds: float) -> None:
-    """Waits until something has come on one of the connections, or for some seconds."""
+def wait_for(connections: Sequence[socket.socket | int], seconds: float) -> list[socket.socket | int]:
+    """Waits until something has come on one of the connections or descriptors, or for some seconds; returns those."""
     with selectors.DefaultSelector() as selector:
         for each in connections:
             selector.register(each, selectors.EVENT_READ)
-        selector.select(seconds)
+        return [key.fileobj for key, _ in selector.select(seconds)]  # type: ignore[misc]
