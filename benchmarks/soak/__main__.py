@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.harness import setting, write
 from benchmarks.soak.faults import KINDS
 from benchmarks.soak.soaked_run import Soak
-from benchmarks.soak.verdict import goodput_text, problems_of, table
+from benchmarks.soak.verdict import goodput_text, problems_of, restarts_of, table
 
 
 def main() -> None:
@@ -50,10 +50,15 @@ def main() -> None:
             print(goodput_text(soak, undisturbed, seconds))
             found = {"faults": [asdict(each) for each in soak.faults], "seconds": seconds, "problems": problems}
             print(write("soak", {"setting": setting(**vars(given)), **found}))
+            restarts, wanted = restarts_of(soak)
+            print(f"the run has started its ranks {restarts} times again by itself, for {wanted} faults that need it")
             if problems:
                 print(soak.text()[-5000:], file=sys.stderr)
             for problem in problems:
                 print(f"problem: {problem}")
+        except AssertionError:
+            print(soak.text()[-5000:], file=sys.stderr)
+            raise
         finally:
             for pid in undisturbed.processes() + soak.processes():
                 with suppress(ProcessLookupError):

@@ -109,10 +109,10 @@ class Soak:
 
     def meet(self, kind: str) -> None:
         """Lets one fault happen, and waits until the run is past it."""
+        self.wait_until(lambda: self.ranks() or self.has_ended(), "ranks")
         ranks, fault = self.ranks(), Fault(kind, self.last_step())
-        if self.has_ended():
+        if self.has_ended() or not ranks:
             return
-        assert ranks, f"no process of {self.launcher} is called after a rank"
         fault.rank = self.dice.choice(sorted(ranks))
         victim, said = ranks[fault.rank], len(self.text())
         self.faults.append(fault)

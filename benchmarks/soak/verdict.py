@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.soak.faults import Fault
+from benchmarks.soak.faults import ENDS_THE_LAUNCHER, KINDS, Fault
 from benchmarks.soak.soaked_run import Soak
 from slipstream.checkpoint.checkpoint_folder import MOST_ASIDE
 from slipstream.checkpoint.save_interval import best_interval
@@ -49,6 +49,12 @@ def problems_of(soak: Soak, undisturbed: Soak) -> Iterator[str]:
         yield f"{len(aside)} damaged checkpoints are kept"
     if more := sorted(files - wanted):
         yield f"files are left: {', '.join(more)}"
+
+
+def restarts_of(soak: Soak) -> tuple[int, int]:
+    """Returns how often the run has started its ranks again by itself, and for how many faults it has to."""
+    ends_ranks = set(KINDS) - ENDS_THE_LAUNCHER - {"slow", "full disk"}
+    return soak.text().count("\nrestart "), sum(fault.kind in ends_ranks for fault in soak.faults)
 
 
 def table(faults: list[Fault], is_same: bool) -> str:
