@@ -285,6 +285,16 @@ def test_bad_steps_are_decided_alike_on_all_ranks(config: Path, output: RunFolde
     assert [step["step"] for step in steps] == list(range(1, 19))
 
 
+@pytest.mark.more
+def test_a_replica_that_stops_by_itself_ends_the_run(config: Path, output: RunFolder) -> None:
+    """By default nobody agrees on bad numbers: where there are any, nobody goes on."""
+    settings = ["--pipeline.num_ranks=1", "--parallel.data=2", "--training.batch_size=4", "--training.steps=18"]
+    result = launch(2, WORKERS / "training/bad_numbers.py", "train", str(config), *settings, "--sample.prompt=null")
+    assert result.returncode == 3
+    assert "the norm of its gradient nan" in result.stderr
+    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2, 3, 4, 5]
+
+
 def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFolder) -> None:
     """The loss of its last step was, but the update after it overflows."""
     poisoned = ["--optimizer.lr=3e37", "--optimizer.warmup_steps=0", "--optimizer.weight_decay=10"]

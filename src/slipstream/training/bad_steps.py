@@ -22,7 +22,8 @@ _MOST_IN_A_ROW = 10  # bad steps; then the run ends whatever the policy
 
 
 class BadSteps:
-    """Judges every step alike on all ranks before it changes the weights, and acts on a bad one as configured.
+    """Judges every step before it changes the weights, alike on all ranks where any may go on after a bad one, and acts
+    on one as configured.
 
     Args:
         config: has `training.bad_numbers` and `training.spike_factor`.
@@ -41,7 +42,10 @@ class BadSteps:
         has_copies: bool,
         roll_back: Callable[[], int | None],
     ) -> None:
-        self._has_copies = has_copies
+        training = config.training
+        # Where every rank would stop, one that does so alone ends the run for the others, too.
+        may_go_on = training.bad_numbers != "stop" or training.precision == "fp16"
+        self._agrees = has_copies and (may_go_on or training.spike_factor is not None)
         self._config, self._world, self._device, self._roll_back = config, world, device, roll_back
         self._values: dict[str, deque[float]] = {
             name: deque(maxlen=_REMEMBERED) for name in ("loss", "norm of its gradient")
@@ -55,7 +59,7 @@ class BadSteps:
         mine = _SPIKE if self._describe_spikes(values) else _FINE
         if not all(map(math.isfinite, values.values())):
             mine = _NON_FINITE
-        self._verdict = self._worst(mine) if self._has_copies else mine
+        self._verdict = self._worst(mine) if self._agrees else mine
         if self._verdict == _FINE:
             for name, value in values.items():
                 self._values[name].append(value)
