@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+_WITHOUT_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _LONGEST_SILENCE = 60.0  # seconds between lines where there is no terminal
 _NARROWEST_BAR, _WIDEST_BAR = 10, 30
 _SPEED_PERIOD = 3600.0  # seconds over which the time left is estimated: rich's 30 have no two steps of a minute each
@@ -40,8 +42,14 @@ class Progress:
 
     def say_result(self, text: str | Text) -> None:
         """Prints a line of what the command was run for, whatever the level."""
-        if self.console is not None:
+        if self.console is None:
+            return
+        try:
             self.console.print(text, markup=False)
+        except OSError as error:
+            if error.errno not in _WITHOUT_ROOM:
+                raise
+            # A log on a full disk doesn't end a run: the line comes with a later one, once there is room.
 
     @property
     def _has_bars(self) -> bool:
