@@ -42,8 +42,8 @@ def stack_lines(dump: str) -> list[str]:
 
 
 def _row(order: str, sight: Sight) -> list[str]:
-    """Returns the texts of the rank's actions. To parse what all ranks do, twice a second, would take from their cores
-    what they compute with."""
+    """Returns the texts of the rank's actions. To parse what all ranks do, at every report, would take from their
+    cores what they compute with."""
     rank, _, text = order.partition("\n")
     line = next((line for line in text.splitlines() if line.startswith(f"rank {rank}: ")), "")
     words = line.split()[2:]

@@ -34,7 +34,7 @@ from slipstream.profiler import ProfileSettings, count_model, find_costs, why_la
 from slipstream.schedule import Schedule, add_recompute
 from slipstream.simulator import memory_of
 
-_BUDGET = 60.0  # seconds of measuring, at most: a fourth for 8 layers of 512 and 2048 tokens, more for longer ones
+_BUDGET = 60.0  # seconds of measuring, at most
 _EVERY = 5.0  # seconds between lines about progress
 _REPEATS = 6  # of a point, at most
 _UNSEEN = 0.01  # of what is counted: what parts that were measured alone hold only together
