@@ -53,8 +53,8 @@ class Trainer:
         self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
         earlier = earlier_choices(config, saved.facts) if saved else None
         cut_advice = CutAdvice(config)
-        resumes, planned_for = saved is not None, (config, self._sequences, device, progress)
-        planned = start_settings(*planned_for, earlier, resumes, cut_advice.note)
+        resumes = saved is not None
+        planned = start_settings(config, self._sequences, device, progress, earlier, resumes, cut_advice.note)
         self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
         self._validator = Validator(config, self._load_held_out(resumes), self._pipe, device, progress.say)
         self._num_steps = count_steps(training, self._sequences)
