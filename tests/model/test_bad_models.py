@@ -15,6 +15,7 @@ from slipstream import SlipstreamError
 from slipstream.model import check_sliceable, find_anatomy, load_config
 from slipstream.model.toy import toy_config
 from support.architectures import llama
+from support.versions import provided
 
 _CONFIGURATION = """
 from transformers import LlamaConfig
@@ -102,11 +103,6 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         load_config(str(tmp_path))
 
 
-def test_layers_that_work_on_patches_of_tokens_are_refused() -> None:
-    with pytest.raises(SlipstreamError, match=r"input of layer 0 has the shape \(2, 13, \d+\) for 12 tokens"):
-        check_sliceable(AutoConfig.for_model("blt"))
-
-
 @pytest.mark.parametrize("name", ["zamba2", pytest.param("zamba", marks=pytest.mark.more)])
 def test_layers_that_share_weights_are_refused(name: str) -> None:
     """A toy of Zamba 2 has one of the layers that share them."""
@@ -124,3 +120,22 @@ def test_layers_that_run_in_cycles_are_refused() -> None:
 def test_layers_that_all_take_a_table_of_the_first_stage_are_refused() -> None:
     with pytest.raises(SlipstreamError, match=r"'roformer'.*all take what roformer.encoder.embed_positions"):
         find_anatomy(AutoConfig.for_model("roformer", is_decoder=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        pytest.param("inkling2_text", "model.final_input", marks=provided("inkling2_text")),
+        ("blt", "model.local_decoder"),
+    ],
+)
+def test_modules_after_the_layers_that_take_more_than_the_last_one_gives_are_refused(name: str, module: str) -> None:
+    """Inkling 2's last residual weighs what all blocks left; BLT's decoder takes its encoder's hidden states, too."""
+    with pytest.raises(SlipstreamError, match=rf"'{name}'.*{module} .*takes more than what the last layer gives"):
+        find_anatomy(AutoConfig.for_model(name))
+
+
+def test_layers_on_more_tokens_than_the_model_is_given_are_refused() -> None:
+    """CPM-Ant puts tokens of a prompt before the others."""
+    with pytest.raises(SlipstreamError, match=r"CpmAnt.*can't be cut into stages: its layers take hidden states of"):
+        find_anatomy(AutoConfig.for_model("cpmant"))

@@ -60,8 +60,8 @@ FEATURES = {
     ),
     "short convolutions": Sample("lfm2", paths=("attention", "convolution"), since="5.21"),
     "lightning attention": Sample("minimax", paths=("attention", "recurrence")),
-    "keys and queries of a convolution, values of the token before, routers that read the layer before": Sample(
-        "zaya", paths=("attention", "convolution", "recurrence"), since="5.21"
+    "convolved keys and queries, values of the token before, routers that read the layer before, dynamic rope": Sample(
+        "zaya", "rope dynamic", paths=("attention", "convolution", "recurrence"), since="5.21"
     ),
     "a matrix memory": Sample("xlstm", paths=("matrix memory",)),
     "a configuration in parts": Sample("dbrx"),

@@ -45,5 +45,5 @@ def test_catches_a_feature_that_slices_get_wrong(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("slipstream.model.causal_lm_stage.fix_length_dependent_rope", no_fix)
     assert length_dependent_rope.fix_length_dependent_rope is not no_fix
     dynamic = llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    with pytest.raises(SlipstreamError, match="layer 0 of the sliced model differs"):
+    with pytest.raises(SlipstreamError, match="differs from the whole one in layer 0"):
         check_sliceable(dynamic)

@@ -54,6 +54,11 @@ def test_fewer_features_of_a_head_are_left_only_beside_those_that_are_rotated() 
     assert (toy.n_embd // toy.n_head, toy.rotary_dim) == (128, 64)
 
 
+def test_the_width_of_wide_heads_is_smaller_than_all_heads_together() -> None:
+    toy = toy_config(AutoConfig.for_model("gemma3n_text"))
+    assert (toy.num_attention_heads, toy.head_dim, toy.hidden_size) == (2, 256, 128)
+
+
 def test_parts_of_a_layer_become_small_with_it() -> None:
     """DBRX has a configuration for its feed-forward, as wide as the model, and one for its attention."""
     toy = toy_config(DbrxConfig(n_heads=16, attn_config={"kv_n_heads": 8}))

@@ -131,12 +131,16 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     outputs: list[Any] = []
     taken: list[Tensor] = []  # by layers, besides hidden states
     tables: dict[str, list[Tensor]] = {}  # what modules of constants give
+    ends: dict[str, list[Tensor]] = {}  # what modules after the layers take
     for layer in model.get_submodule(layers).children():
         layer.register_forward_pre_hook(lambda layer, _: entered.append(layer))
         layer.register_forward_pre_hook(lambda _, *given: taken.extend(_others(*given)), with_kwargs=True)
         layer.register_forward_hook(lambda *given: outputs.append(given[-1]))
     for name, module in outside.items():
         module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
+        module.register_forward_pre_hook(
+            lambda _, *given, name=name: ends.update({name: _tensors(given)}), with_kwargs=True
+        )
         if has_parameters(module) and not any(parameter.requires_grad for parameter in module.parameters()):
             module.register_forward_hook(lambda *given, name=name: tables.update({name: _tensors(given[-1])}))
     with torch.no_grad(), full_precision(), recorded_attention() as attending:
@@ -155,8 +159,12 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
             kind = type(outside[name]).__name__
             raise _refusal(config, f"its layers all take what {name} ({kind}) gives, which only the first stage has")
     before, after = [], []
+    left = storage_ids(_tensors(outputs[-1]))
     for name, module in outside.items():
         if calls[name] == {num_layers}:
+            if len(ends[name]) > 1 and not storage_ids(ends[name]) <= left:
+                kind = type(module).__name__
+                raise _refusal(config, f"{name} ({kind}), after the layers, takes more than what the last layer gives")
             after.append(name)
         elif calls[name] <= {0} and has_parameters(module):
             before.append(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,6 +20,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy, meta_model
 from slipstream.model.adapters import TrainedWeights
 from slipstream.model.hooks.layer_arguments import Arguments
+from slipstream.model.hooks.length_dependent_rope import keep_frequencies
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward
@@ -60,9 +60,7 @@ def counting_model(config: PretrainedConfig, dtype: torch.dtype, trained: Traine
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     model = trained.apply(meta_model(config, dtype, attn_implementation=NAME))
-    for module in model.modules():
-        if hasattr(module, "rope_type"):  # undecorated: its frequencies would depend on positions, which have no values
-            module.forward = inspect.unwrap(type(module).forward).__get__(module)
+    keep_frequencies(model)
     return model.train()
 
 

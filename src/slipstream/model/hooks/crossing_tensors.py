@@ -22,7 +22,7 @@ from slipstream.model.hooks.layer_arguments import Arguments, argument, hidden_s
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 from slipstream.model.layer_range import LayerRange
 
-_RUNS = ((2, 3), (3, 5), (2, 1 << 14))  # rows and tokens of runs that tell which dims of a tensor these are
+_RUNS = ((3, 7), (2, 1 << 14))  # rows and tokens of runs that tell which dims of a tensor these are
 
 
 class TensorForm(NamedTuple):
@@ -98,7 +98,12 @@ def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTe
         is_enough = bool(runs) and not runs[0].taken  # where nothing crosses, the first layer tells
         runs.append(_Record(model, layers, ids, is_enough, position_ids=ids, attention_mask=ones))
     hidden = _form([run.hidden for run in runs])
-    assert hidden is not None, "hidden states have rows and tokens"
+    if hidden is None:
+        (rows, tokens), shape = _RUNS[0], tuple(runs[0].hidden)
+        raise SlipstreamError(
+            f"{type(model).__name__} can't be cut into stages: its layers take hidden states of the shape {shape} for "
+            f"{rows} x {tokens} tokens, which aren't one of each token."
+        )
     crossing = []
     for each in zip(*(run.taken.values() for run in runs), strict=True):
         tensor, first = each[0].tensor, each[0]
@@ -188,7 +193,7 @@ def _form(shapes: Sequence[Sequence[int]]) -> TensorForm | None:
     places: dict[str, int] = {}
     for dim, sizes in enumerate(zip(*shapes, strict=True)):
         if len(set(sizes)) > 1:
-            kind = {rows: "row", lengths: "token"}.get(sizes, "key" if sizes[:2] == lengths[:2] else "")
+            kind = {rows: "row", lengths: "token"}.get(sizes, "key" if sizes[0] == lengths[0] else "")
             if not kind or kind in places:
                 return None
             places[kind] = dim

@@ -27,6 +27,13 @@ def fix_length_dependent_rope(model: nn.Module) -> None:
             module.forward = _with_largest_position(module)
 
 
+def keep_frequencies(model: nn.Module) -> None:
+    """Makes rotary modules read no position: on the meta device positions have no values, and only shapes count."""
+    for module in model.modules():
+        if hasattr(module, "rope_type"):
+            module.forward = inspect.unwrap(type(module).forward).__get__(module)
+
+
 def _with_largest_position(module: nn.Module) -> Any:
     forward = type(module).forward
     signature = inspect.signature(forward)

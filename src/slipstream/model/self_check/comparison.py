@@ -114,7 +114,7 @@ class _ToyPair:
         sliced = run_sliced(self._stages, self.anatomy, tokens, cuts)
         self.paths = sliced.paths
         errors = relative_errors(sliced.outputs, whole.outputs)
-        output_error = _largest_error("{} of the sliced model differs from the whole one", errors)
+        output_error = _largest_error("the sliced model differs from the whole one in {}", errors)
         for name in whole.gradients:
             if name not in sliced.gradients:
                 raise SlipstreamError(f"{name} gets no gradient when the model is sliced")

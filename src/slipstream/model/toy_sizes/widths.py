@@ -42,6 +42,7 @@ _MOST = {  # sizes that change no code path: largest toy value -> names
     1: ("n_group", "topk_group"),
 }
 _HEADLESS_WIDTH = 64
+_WIDE_HEAD = 128  # features of the width; a toy of two such heads would take seconds
 _POSITIONS = re.compile(r"position|rope|rotary|alibi|seq_len|ctx")  # words of fields of models that count tokens
 _HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
@@ -128,8 +129,10 @@ def _head_width(toy: PretrainedConfig, size: int) -> int:
     """Returns a head's part of the width: smaller only where no position could depend on it, as in a recurrence.
 
     A matrix memory has the square of it for every token. Where so many of a head's features are rotated as the
-    configuration says, there may be fewer of the others.
+    configuration says, there may be fewer of the others. Wide heads keep their size if it is a field of its own.
     """
+    if isinstance(vars(toy).get("head_dim"), int) and size > _WIDE_HEAD:
+        return _HEADLESS_WIDTH
     rotated = getattr(toy, "rotary_dim", None)
     if isinstance(rotated, int):
         return min(size, 2 * rotated)
