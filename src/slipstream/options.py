@@ -133,8 +133,8 @@ class Runtime(Record):
     from token to token are refused all the same."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is to blame.
-    Default: the larger of 60 and five times the longest wait so far, and 600 before the second step. off: no process
-    watches the ranks."""
+    Default: the larger of 60 and five times the longest wait so far, and 600 before the second step as long as a rank
+    computes. off: no process watches the ranks."""
 
 
 class Layers(Record):

@@ -71,8 +71,9 @@ def test_a_machine_that_does_not_answer_is_named_after_the_limit_and_ten_seconds
     assert set(fault.reasons) == {1}
 
 
-def test_the_default_limit_grows_with_the_longest_wait() -> None:
+def test_the_default_limit_grows_with_the_longest_wait_and_is_long_while_first_steps_compute() -> None:
     assert stall_limit(7.0, {0: report()}) == 7.0
-    assert stall_limit(None, {0: report(step=1)}) == 600
+    assert stall_limit(None, {0: report(step=1, idle=90.0), 1: report(step=1, idle=50.0)}) == 600
+    assert stall_limit(None, {0: report(step=1, idle=90.0), 1: report(step=1, idle=61.0)}) == 60
     assert stall_limit(None, {0: report(longest=3.0)}) == 60
     assert stall_limit(None, {0: report(longest=3.0), 1: report(longest=30.0)}) == 150

@@ -8,7 +8,7 @@ from typing import Any
 
 LEAST_LIMIT = 60.0
 _TIMES_THE_LONGEST = 5
-_BEFORE_THE_FIRST_STEP = 600.0  # nothing is known of how long an action takes
+_BEFORE_THE_SECOND_STEP = 600.0  # nothing is known of how long an action takes, but that it computes
 _UNREACHABLE_AT_LEAST = 10.0
 _TIMES_THE_LIMIT = 10  # for a run that stands still while ranks load or save
 _MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
@@ -76,11 +76,12 @@ class Fault:
 
 def stall_limit(given: float | None, reports: Mapping[int, Report]) -> float:
     """Returns the seconds that a rank may wait: those that were given, or by default five times the longest wait so
-    far, at least 60; ten minutes before the first step has ended."""
+    far, at least 60; ten minutes before the second step, as long as a rank computes, reads or writes."""
     if given is not None:
         return given
-    if all(report.step < 2 for report in reports.values()):
-        return _BEFORE_THE_FIRST_STEP
+    is_busy = any(not report.ending and report.idle <= LEAST_LIMIT for report in reports.values())
+    if is_busy and all(report.step < 2 for report in reports.values()):
+        return _BEFORE_THE_SECOND_STEP
     return max(LEAST_LIMIT, _TIMES_THE_LONGEST * max(report.longest for report in reports.values()))
 
 

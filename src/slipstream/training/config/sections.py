@@ -138,7 +138,8 @@ class TrainingSection(Record):
     stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before the run ends and says which one is to blame.
     Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
-    longest wait so far, and 600 before the second step. off: no process watches the ranks."""
+    longest wait so far, and 600 before the second step as long as a rank computes. off: no process watches the
+    ranks."""
     check_replicas_every: int = Field(default=0, ge=0)
     """Steps between checks of weights and optimizer state for bits that have flipped; 0 for none but a comparison of
     all copies before each checkpoint."""
