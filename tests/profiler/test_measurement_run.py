@@ -117,7 +117,7 @@ def test_the_grid_ends_where_a_round_of_it_would_take_too_long(monkeypatch: pyte
     points = [(64, 64 * context) for context in range(20)]
     bench = CountingBench()
     monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.warm)))
-    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.25)  # of 100 seconds, two for each point
+    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.125)  # of 100 seconds, one for each point
     grid = MeasurementGrid(list(points))
     measured(bench, grid, budget=100.0)
     assert grid.points == points[:12]
@@ -127,6 +127,6 @@ def test_a_length_that_would_take_too_long_is_not_even_warmed_up(monkeypatch: py
     points = [(64, 64 * context) for context in range(8)]
     bench = CountingBench()
     monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.warm)))
-    measured(bench, grid := MeasurementGrid([*points, (4096, 0)]), budget=500.0)
+    measured(bench, grid := MeasurementGrid([*points, (4096, 0)]), budget=250.0)
     assert grid.points == points
     assert len(bench.warm) == 1

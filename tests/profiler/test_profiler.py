@@ -23,6 +23,7 @@ from slipstream.planner.costs import OPS, AttentionWindow
 from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
 from slipstream.profiler.layer_kinds import find_layer_kinds
 from slipstream.profiler.link_measurement import _travel, fit_link, measure_link
+from slipstream.profiler.live_memory import LiveMemory, tensors_alive
 from slipstream.profiler.measurement_grid import MeasurementGrid, make_grid
 from slipstream.profiler.profile_run import make_benches
 from slipstream.profiler.stage_bench import PrefilledStore, StageBench
@@ -67,6 +68,18 @@ def test_activation_bytes_are_what_the_allocator_says(name: str, layers: range) 
     # GPT-2's activation multiplies with three numbers, which autograd keeps as they are, 8 bytes each.
     numbers = 3 * 8 * len(layers) if name == "gpt2" else 0
     assert bench.activation_bytes(17) == expected - numbers
+
+
+def test_a_sample_needs_no_more_memory_than_warming_up() -> None:
+    """Memory that is new to a process is slow at first: the forwards of long slices seemed to take a third longer."""
+    (bench,) = benches(llama(), SETTINGS, [range(1, 3)])
+    bench.warm_up(1, 0)  # makes weight gradients, and what is cached
+    with LiveMemory(tensors_alive()) as memory:
+        bench.warm_up(16, 0)
+        warm = memory.peak
+        memory.restart_peak()
+        bench.run(16, 0)
+        assert memory.peak == warm
 
 
 def test_activation_bytes_of_a_layer_by_hand() -> None:

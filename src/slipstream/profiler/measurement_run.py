@@ -35,7 +35,6 @@ _FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
 _WARM_UP_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
 _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
-_WARM_UPS = 2  # of a slice, as long as one sample of it: it runs F and B, and the sample F and B, and F, I and W
 _FEWEST_POINTS = 8
 _Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
 _Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: of activations, and of actions
@@ -135,7 +134,7 @@ class MeasurementRun:
         points = self.grid.points
         reached: list[SlicePoint] = []
         for point in points:
-            planned = _WARM_UPS * sum(self._seconds(length) for length, _ in [*reached, point]) / len(self.teams.teams)
+            planned = sum(self._seconds(length) for length, _ in [*reached, point]) / len(self.teams.teams)
             if not self.budget.within(*((_WARM_UP_SHARE, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
                 break
             self._warm(point[0])
@@ -156,7 +155,7 @@ class MeasurementRun:
         return self.warm[longest] * max(1.0, length / longest)
 
     def _warm(self, length: int) -> None:
-        """Runs a slice of a length that hasn't run yet, without counting it.
+        """Runs a slice of a length that hasn't run yet, as a sample does, without counting it.
 
         It is the one with the longest context: the others of its length compute nothing else, and need no more memory.
         """

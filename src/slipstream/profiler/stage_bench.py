@@ -96,9 +96,11 @@ class StageBench:
         self._fill()
 
     def warm_up(self, length: int, context: int) -> None:
-        """Runs F and B of the slice, so that the code and the memory that ops on so many tokens need are there."""
-        self._warm.add(length)
-        self._forward(length, context)[1]()
+        """Runs all ops of the slice, so that the code and the memory that they need on so many tokens are there.
+
+        Memory that is new to the process is slow at first, and W keeps more of it than B does.
+        """
+        self.run(length, context)
 
     def run(self, length: int, context: int) -> dict[Op, float]:
         """Returns the seconds of F and B of the slice, then of F, I and W."""
