@@ -10,11 +10,12 @@ import time
 from slipstream.watchdog.judgement import Fault, Report, describe_fault, find_fault, stall_limit
 from slipstream.watchdog.wire import Line, wait_for
 
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 1.0  # it looks as often as watchers report, too
+_ASKING_SECONDS = 0.25
 _SECONDS_FOR_DETAILS = 0.8
 _SECONDS_TO_SETTLE = 0.3  # after a death: of several that come at once all are named
 _SECONDS_TO_LEAVE = 2.0  # that others have to take the verdict, or to say good-bye
-_PAUSED_SECONDS = 1.5  # a longer look was no look: this process was stopped itself, or found no processor
+_PAUSED_SECONDS = 2.5  # a longer look was no look: this process was stopped itself, or found no processor
 
 
 class Hub(threading.Thread):
@@ -123,7 +124,7 @@ class Hub(threading.Thread):
             report.detail = ["?"]
         deadline = time.monotonic() + _SECONDS_FOR_DETAILS
         while time.monotonic() < deadline and any(self._reports[rank].detail == ["?"] for rank in self._lines):
-            self._exchange(_LOOK_SECONDS)
+            self._exchange(_ASKING_SECONDS)
         for report in self._reports.values():
             report.detail = [] if report.detail == ["?"] else report.detail
         fault = self._judge()[0] or fault  # more may have died meanwhile

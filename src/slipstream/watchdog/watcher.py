@@ -21,12 +21,12 @@ from slipstream.watchdog.process_state import state_of
 from slipstream.watchdog.sight_text import doing_text, stack_lines, wait_lines
 from slipstream.watchdog.wire import Line, wait_for
 
-_LOOK_SECONDS = 0.4
-_REPORT_SECONDS = 1.0
-_PAUSED_SECONDS = 1.5
+_LOOK_SECONDS = 1.0  # every look takes a core from a rank for a moment
+_PAUSED_SECONDS = 2.5
 _SECONDS_TO_CONNECT = 60.0
 _SECONDS_AFTER_ITS_RANK = 1.5  # to tell others of its death
 _SECONDS_FOR_A_STACK = 0.3
+_SOON_SECONDS = 0.1  # between tries to connect, and between looks at a rank that is about to be ended
 _MOST_STACK_BYTES = 65536
 _LEAST_BYTES = 2**24  # read or written, by which a rank counts as at work: a heartbeat in a file is less
 
@@ -68,13 +68,14 @@ class Watcher:
             if not self._line.is_open and self._end_by is None:
                 if not self._hub_may_leave:
                     self._decide(_HUB_IS_LOST, _SECONDS_AFTER_ITS_RANK)
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_SOON_SECONDS)
         self._say_how_it_ended()
 
     def _wait(self) -> None:
         """Waits for a message, for the rank's end, or for the time of the next look."""
         sources = [*self._lifeline, *([self._line.connection] if self._line.is_open else [])]
-        if set(self._lifeline) & set(wait_for(sources, _LOOK_SECONDS)):
+        seconds = _LOOK_SECONDS if self._end_by is None else _SOON_SECONDS
+        if set(self._lifeline) & set(wait_for(sources, seconds)):
             self._lifeline = []
 
     def _say_how_it_ended(self) -> None:
@@ -106,12 +107,12 @@ class Watcher:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        if process is not None and now - self._cpu[0] > 1:
+        if process is not None and now - self._cpu[0] > _LOOK_SECONDS / 2:
             began, used, _ = self._cpu
             self._cpu = now, process.cpu_seconds, (process.cpu_seconds - used) > 0.3 * (now - began)
             if (self._cpu[2] and not sight.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
                 self._active, self._num_bytes = now, process.num_bytes
-        if now - self._reported > _REPORT_SECONDS:
+        if now - self._reported > _LOOK_SECONDS / 2:
             self._reported = now
             self._line.send(self._facts())
 
@@ -223,7 +224,7 @@ def main() -> None:
                 f"rank {settings['rank']} isn't watched: its watcher can't reach that of rank 0 at {where}\n"
             )
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_SOON_SECONDS)
     if hub is not None and hub.has_watchers:
         hub.join()
 
