@@ -157,7 +157,8 @@ SUBJECTS = {
     "model_paths": Subject(
         "attention by a model's own code, and a hybrid next to GPipe of PyTorch",
         "model_paths",
-        sources=(*_PIPELINE, "benchmarks/model_paths.py"),
+        "--repeats 2",
+        (*_PIPELINE, "benchmarks/model_paths.py"),
     ),
     "schedule_search": Subject("found orders against their lower bound", "schedule_search", sources=_PLANNER),
     "slicing": Subject("exact slicing against TeraPipe's Algorithm 1", "slicing", sources=_PLANNER),
@@ -170,7 +171,7 @@ SUBJECTS = {
     "fused_cpu": Subject("layers with and without fused kernels, CPU", "fused"),
     "lora": Subject("LoRA against full training and against PEFT in one process", "lora", sources=_PIPELINE),
     "streaming": Subject("memory and data waits of a run that streams 2 GB of conversations", "streaming"),
-    "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead"),
+    "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),
     "soak": Subject("a run in 200 faults, and its weights after them", "soak"),
     "gpipe_memory_formula": Subject("GPipe's peak activations", "gpipe.memory", "formula", _GPIPE),
     "gpipe_memory_amoebanet_d": Subject("GPipe's Table 1, AmoebaNet-D", "gpipe.memory", "AmoebaNet-D", _GPIPE),

@@ -60,7 +60,7 @@ FEATURES = {
     ),
     "short convolutions": Sample("lfm2", paths=("attention", "convolution"), since="5.21"),
     "lightning attention": Sample("minimax", paths=("attention", "recurrence")),
-    "convolved keys and queries, values of the token before, routers that read the layer before, dynamic rope": Sample(
+    "convolved keys, values of the token before, routers that read the layer before, dynamic rope": Sample(
         "zaya", "rope dynamic", paths=("attention", "convolution", "recurrence"), since="5.21"
     ),
     "a matrix memory": Sample("xlstm", paths=("matrix memory",)),

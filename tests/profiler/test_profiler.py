@@ -71,7 +71,7 @@ def test_activation_bytes_are_what_the_allocator_says(name: str, layers: range) 
 
 
 def test_a_sample_needs_no_more_memory_than_warming_up() -> None:
-    """Memory that is new to a process is slow at first: the forwards of long slices seemed to take a third longer."""
+    """Memory that is new to a process is slow at first, and would count where few samples are taken."""
     (bench,) = benches(llama(), SETTINGS, [range(1, 3)])
     bench.warm_up(1, 0)  # makes weight gradients, and what is cached
     with LiveMemory(tensors_alive()) as memory:
