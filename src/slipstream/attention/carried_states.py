@@ -105,6 +105,7 @@ class CarriedStates:
             if (read := self._states.get((call, first))) is not None:
                 read.value = None
             found.append(left.gradient)
+            left.gradient = None  # the reader's graph, which W holds, would keep it
         return found
 
 
