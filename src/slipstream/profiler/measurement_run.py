@@ -7,7 +7,7 @@ import time
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, product
+from itertools import chain, product
 from math import sqrt
 
 from slipstream.errors import SlipstreamError
@@ -30,6 +30,7 @@ from slipstream.schedule import Op
 FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
 _FEWEST_SAMPLES = 2  # of a point, where they agree
 _LEAST_REPEATS = 3  # of points whose samples don't agree, however little time is left
+_NOTABLE = 0.1  # of a point's longest op: one of another op or stage that takes less may differ from sample to sample
 _STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
 _FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
@@ -69,7 +70,7 @@ class MeasurementRun:
     budget: TimeBudget
     teams: MeasuringTeams
     repeats: int  # rounds, at most
-    doubt: float  # relative, of the medians: of each point, or of their sum where none is held out
+    doubt: float  # relative, of each point's medians; where none is held out, between the two shortest samples of an op
     windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
     samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
     warm: dict[int, float] = field(default_factory=dict)  # seconds that each length's first slice took in all stages
@@ -176,29 +177,19 @@ class MeasurementRun:
             self._round(points)
 
     def _doubtful(self, points: list[SlicePoint]) -> list[SlicePoint]:
-        """Returns the points that are measured again: those in doubt themselves, or without any held out, together."""
-        if self.grid.held_out:
-            return [point for point in points if self._doubt(point) > self.doubt]
-        return self._doubtful_together()
+        """Returns the points that are measured again."""
+        in_doubt = self._doubt if self.grid.held_out else self._disagreement
+        return [point for point in points if in_doubt(point) > self.doubt]
 
-    def _doubtful_together(self) -> list[SlicePoint]:
-        """Returns the points that leave too much doubt in the sum of all.
+    def _disagreement(self, point: SlicePoint) -> float:
+        """Returns by how much, relatively, the two shortest samples of an op differ, of those that take long at all.
 
-        None matters by itself, as a plan adds up many of them: what takes long and differs is measured again, and what
-        is too short to matter isn't.
+        What disturbs a sample makes it longer, such as memory that is new to the process. One op of one stage is enough
+        for a fit to few points to be wrong everywhere.
         """
-        seconds, doubts = dict[SlicePoint, float](), dict[SlicePoint, float]()
-        for point in self.grid.points:
-            samples = [sum(each) for each in zip(*self._totals(point), strict=True)]
-            seconds[point], spread = _relative_spread(samples)
-            doubts[point] = (seconds[point] * spread) ** 2 / len(samples)
-        allowed = (self.doubt * sum(seconds.values())) ** 2
-        if sum(doubts.values()) <= allowed:
-            return []
-        smallest = sorted(doubts, key=doubts.__getitem__)
-        sums = accumulate(doubts[point] for point in smallest)
-        certain = {point for point, left in zip(smallest, sums, strict=True) if left <= allowed / 2}
-        return [point for point in self.grid.points if point not in certain]
+        ops = [sorted(samples) for index in self._indices for samples in self.samples[index, point].values()]
+        least = _NOTABLE * max(shortest for shortest, *_ in ops)
+        return max(second / shortest - 1 for shortest, second, *_ in ops if shortest >= least)
 
     def _measure_unsteady_again(self) -> None:
         """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""

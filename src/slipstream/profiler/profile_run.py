@@ -35,7 +35,8 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 _DTYPES["bf16"] = torch.float32  # like training.precision=bf16: float32 weights, bfloat16 autocast
 _LONGEST_SLICE = 8192  # tokens by default: the logits of more would rarely fit
 _OPTIMIZER_REPEATS = 5
-_DOUBT, _DOUBT_OF_FEW = 0.005, 0.01  # of a point's median: a plan's stages add up many of them
+_DOUBT = 0.005  # of a point's median: a plan's stages add up many of them
+_DOUBT_OF_FEW = 0.04  # between the two shortest samples of an op
 _CACHES = 128 * 2**20  # bytes: many times a core's share of a CPU's caches
 
 
