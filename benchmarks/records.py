@@ -71,7 +71,7 @@ SUBJECTS = {
     "auto_grid": Subject(
         'all on "auto" against grids made by hand, for four models',
         "auto_grid",
-        "--model deep --costs runs/costs",
+        "--model deep --costs runs/costs --quick",
         (*_PIPELINE, "benchmarks/auto_grid_models.py"),
     ),
     "in_turns": Subject(
