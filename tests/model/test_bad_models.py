@@ -131,11 +131,11 @@ def test_layers_that_all_take_a_table_of_the_first_stage_are_refused() -> None:
 )
 def test_modules_after_the_layers_that_take_more_than_the_last_one_gives_are_refused(name: str, module: str) -> None:
     """Inkling 2's last residual weighs what all blocks left; BLT's decoder takes its encoder's hidden states, too."""
-    with pytest.raises(SlipstreamError, match=rf"'{name}'.*{module} .*takes more than what the last layer gives"):
+    with pytest.raises(SlipstreamError, match=rf"'{name}'.*{module} .*takes more than what.*Give it to a trainer"):
         find_anatomy(AutoConfig.for_model(name))
 
 
 def test_layers_on_more_tokens_than_the_model_is_given_are_refused() -> None:
     """CPM-Ant puts tokens of a prompt before the others."""
-    with pytest.raises(SlipstreamError, match=r"CpmAnt.*can't be cut into stages: its layers take hidden states of"):
+    with pytest.raises(SlipstreamError, match=r"CpmAnt.*can't be cut into stages: its layers take.*Give it to"):
         find_anatomy(AutoConfig.for_model("cpmant"))

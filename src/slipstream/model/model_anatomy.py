@@ -20,7 +20,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.crossing_tensors import CrossingTensor, TensorForm, find_layer_tensors, takes_more
+from slipstream.model.hooks.crossing_tensors import (
+    TRAIN_WHOLE,
+    CrossingTensor,
+    TensorForm,
+    find_layer_tensors,
+    takes_more,
+)
 from slipstream.model.hooks.layer_arguments import hidden_states
 from slipstream.model.hooks.own_attention import check_own_attention
 from slipstream.model.layer_range import LayerHalf, ModelEnd
@@ -221,7 +227,9 @@ def _find_layers(model: nn.Module, tokens: Tensor) -> str:
                 hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
         model(input_ids=tokens, use_cache=False)
     if not ran:
-        raise SlipstreamError(f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages.")
+        raise SlipstreamError(
+            f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages. {TRAIN_WHOLE}"
+        )
     return max(sorted(ran), key=lambda name: sum(p.numel() for p in lists[name].parameters()))
 
 
@@ -271,4 +279,4 @@ def uses_randomness(model: nn.Module) -> bool:
 
 
 def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
-    return SlipstreamError(f"model_type {config.model_type!r} can't be cut into stages: {reason}.")
+    return SlipstreamError(f"model_type {config.model_type!r} can't be cut into stages: {reason}. {TRAIN_WHOLE}")

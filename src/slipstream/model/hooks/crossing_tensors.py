@@ -22,6 +22,9 @@ from slipstream.model.hooks.layer_arguments import Arguments, argument, hidden_s
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 from slipstream.model.layer_range import LayerRange
 
+TRAIN_WHOLE = "Give it to a trainer that keeps models whole, such as transformers' Trainer with replicas."
+"""What to do with a model that can't be cut into stages."""
+
 _RUNS = ((3, 7), (2, 1 << 14))  # rows and tokens of runs that tell which dims of a tensor these are
 
 
@@ -102,7 +105,7 @@ def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTe
         (rows, tokens), shape = _RUNS[0], tuple(runs[0].hidden)
         raise SlipstreamError(
             f"{type(model).__name__} can't be cut into stages: its layers take hidden states of the shape {shape} for "
-            f"{rows} x {tokens} tokens, which aren't one of each token."
+            f"{rows} x {tokens} tokens, which aren't one of each token. {TRAIN_WHOLE}"
         )
     crossing = []
     for each in zip(*(run.taken.values() for run in runs), strict=True):
