@@ -131,9 +131,11 @@ def test_a_link_of_the_overview_opens_its_run_and_nothing_is_too_wide(folder: Pa
     const found = {before: isOpen()}, table = document.querySelector(".scroll");
     found.table = table.scrollWidth - table.clientWidth;
     document.querySelectorAll("table.runs a")[1].click();
-    await new Promise((done) => setTimeout(done, 200));
+    const boxes = () => document.querySelectorAll("#run-2 .lanes rect").length;
+    for (let waited = 0; waited < 5000 && !boxes(); waited += 50)  // it is drawn once it is seen
+        await new Promise((done) => setTimeout(done, 50));
     found.after = isOpen();
-    found.boxes = document.querySelectorAll("#run-2 .lanes rect").length;
+    found.boxes = boxes();
     found.wider = document.documentElement.scrollWidth - innerWidth;
     return found;"""
     found = ask(write_run_page(folder)[0], tmp_path, script, width=1000)
