@@ -95,7 +95,7 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     except SlipstreamError:
         raise
     except Exception as error:  # the model's own code
-        raise _refusal(config, toy_failure(config, error)) from error
+        raise _refusal(config, toy_failure(config, error), advice="") from error
 
 
 def anatomy_of_size(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
@@ -278,5 +278,5 @@ def uses_randomness(model: nn.Module) -> bool:
     )
 
 
-def _refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:
-    return SlipstreamError(f"model_type {config.model_type!r} can't be cut into stages: {reason}. {TRAIN_WHOLE}")
+def _refusal(config: PretrainedConfig, reason: str, advice: str = TRAIN_WHOLE) -> SlipstreamError:
+    return SlipstreamError(f"model_type {config.model_type!r} can't be cut into stages: {reason}. {advice}".rstrip())

@@ -138,17 +138,16 @@ def test_one_rank_with_a_frozen_stage(settings: dict[str, Any]) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("settings", first_of(SETTINGS[1:], 2, "grid"), ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama, tied", pytest.param("gpt2", marks=pytest.mark.grid)])
-def test_one_rank_with_the_parts_of_its_head(name: str, settings: dict[str, Any]) -> None:
-    """Of tied weights what rows look up too.
-
-    The gradient of GPT-2's input is that of its positions as well. Where zb-v has W long after I, the account counts it
-    for each: a slice's hidden state too much, never too little.
-    """
+def test_one_rank_with_the_parts_of_its_head(
+    name: str, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Of tied weights what rows look up too."""
+    if name == "gpt2" and settings is SETTINGS[-1]:
+        reason = "W of GPT-2's positions and EW have one gradient, which the account counts twice: too much, by a slice"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     options = {"vocabulary": "spread", **grouped(self_check=False, **settings)}
-    pipe = Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **options)
-    simulated, measured = peaks(pipe)
-    counted_twice = 22 * 32 * 4 if name == "gpt2" and settings.get("schedule") == "zb-v" else 0  # of 64 in 3 slices
-    assert -1024 < simulated - measured < 1024 + counted_twice
+    simulated, measured = peaks(Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **options))
+    assert abs(simulated - measured) < 1024
 
 
 @pytest.mark.more
