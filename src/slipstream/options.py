@@ -127,6 +127,11 @@ class Runtime(Record):
     section: ClassVar[str] = "runtime"
     fused: bool = False
     """Whether norms and activations are compiled, each to one kernel; needs a compiler on every machine."""
+    cuda_graphs: bool = False
+    """Whether a step that repeats is recorded as CUDA graphs, one for each slice's forward and backward on a stage.
+    They cost the host microseconds where the model's Python code costs milliseconds, for slices so short that the GPU
+    waits for its host. Where a model or a step can't be recorded it runs without, and a line of the log says why. A
+    rank keeps the memory of its activations and gradients from step to step."""
     self_check: bool = True
     """Whether a toy of the same architecture, sliced, is compared with the same toy unsliced before training (a
     second); with tensor parallelism also cut over its ranks and whole. Without it, models whose layers carry state

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import AttentionSite, ContextStore, KeyRanges, flash_kernels, slice_attention
+from slipstream.attention import (
+    AttentionSite,
+    ContextStore,
+    KeyRanges,
+    cuda_kernels,
+    kernel_choice,
+    slice_attention,
+)
 from support.attention import distance, make_case
 
 pytestmark = [
@@ -32,8 +41,32 @@ def test_flash(first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -
     case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
     site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3)
     backend = slice_attention._backend(case.query, case.value, site)
-    assert isinstance(backend, flash_kernels.FlashCUDA)
+    assert isinstance(backend, cuda_kernels.FusedCUDA)
     assert distance(case.sliced(), case.reference()) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("kernel", sorted(kernel_choice.KERNELS))
+@pytest.mark.parametrize("width", [64, 128])
+def test_each_fused_kernel(kernel: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On slices of lengths for which all of them are tried."""
+    case = make_case(
+        (2, 4, 2, 704, width, width), torch.zeros(1, 704, dtype=torch.int64), [0, 64, 320, 704], torch.bfloat16, "cuda"
+    )
+    monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: kernel_choice.KERNELS[kernel])
+    assert distance(case.sliced(), case.reference()) < 2e-2
+
+
+def test_the_fastest_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_choice, "_known", {})
+    query = torch.zeros(1, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
+    (tile,) = KeyRanges.causal(128, 256).tiles
+    chosen = kernel_choice.choose_kernel(query, 2, tile)
+    assert chosen in kernel_choice.KERNELS.values()
+    monkeypatch.setattr(kernel_choice, "_known", {})
+    monkeypatch.setattr(kernel_choice, "_measure", None)  # must not be called again
+    assert kernel_choice.choose_kernel(query, 2, tile) is chosen
+    assert list(kernel_choice.chosen_kernels()) == ["bfloat16 4/2 heads of 64, 128 tokens, 256 keys"]
 
 
 @pytest.mark.parametrize("first_key", MASKS.values(), ids=MASKS)

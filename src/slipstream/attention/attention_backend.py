@@ -1,4 +1,4 @@
-"""The inputs and buffers of a backend: `FlashCPU`, `FlashCUDA` or `MaskedMath`, which compute attention tile by tile.
+"""The inputs and buffers of a backend: `FlashCPU`, `FusedCUDA` or `MaskedMath`, which compute attention tile by tile.
 
 Each computes the attention of one tile: its T queries and its S keys, [tile.first, tile.end). With
 P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any rectangle of the

@@ -111,7 +111,7 @@ class ContextStore:
                 raise ContextError(f"{_name(call, ranges)} is replayed, but its forward never ran")
         else:
             if context is None:
-                buffers = [part.new_empty(*part.shape[:2], self.length, part.shape[3]) for part in (key, value)]
+                buffers = [_buffer(part, self.length) for part in (key, value)]
                 context = self._contexts[call] = _CallBuffers(buffers)
             self._check_free(call, context, ranges)
             context.slices[ranges.start] = StoredSlice(ranges.end, ranges.first)
@@ -165,6 +165,15 @@ class ContextStore:
                 f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
                 "written yet: first run the slices that it attends to"
             )
+
+
+def _buffer(part: Tensor, length: int) -> Tensor:
+    """Returns an empty (B,Hkv,L,D); on a GPU stored as (B,L,Hkv,D), so that a slice of it is one piece, as models have
+    it. The CPU's kernels are faster where a head is one piece."""
+    batch, heads, _, width = part.shape
+    if part.device.type == "cpu":
+        return part.new_empty(batch, heads, length, width)
+    return part.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 def _name(call: Hashable, ranges: KeyRanges) -> str:

@@ -1,16 +1,15 @@
-"""PyTorch's flash attention kernels on tiles of a slice: several rectangles merged on CPU, one call on CUDA."""
+"""PyTorch's flash attention kernel for CPUs on tiles of a slice: several rectangles, merged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
 from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
-from slipstream.attention.masked_math import MaskedMath
 
 # A thread's work in backward fits in its cache (2 MB): K, V, dK, dV of 2 heads and 1024 keys, or of more heads where
 # there are fewer keys. This limits the temporary dK and dV, and at 4096 tokens in 8 slices it takes 0.96-0.99 of the
@@ -121,64 +120,3 @@ def _mask(query: Tensor, tile: ScoreTile, part: ScoreRectangle) -> Tensor | None
         return None
     seen = tile.mask(part, query.device)
     return query.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-
-
-@dataclass(frozen=True)
-class FlashCUDA:
-    """Computes a tile on CUDA, mostly in one call: its kernel aligns causal and sliding windows lower-right.
-
-    Query t of T sees the keys S - T + t - window + 1 .. S - T + t of S. Other masks go to the masked math.
-    """
-
-    site: AttentionSite
-    width_multiple: ClassVar[int] = 8
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        if tile.irregular:
-            MaskedMath(self.site).forward(query, key, value, out, lse, tile)
-            return
-        found_out, found_lse, *_ = _aten._flash_attention_forward(
-            query.transpose(1, 2),  # (B,T,H,D)
-            key.transpose(1, 2),  # (B,S,Hkv,D)
-            value.transpose(1, 2),
-            return_debug_mask=False,
-            **self._settings(query, key, tile),
-        )
-        out.copy_(found_out.transpose(1, 2))
-        lse.copy_(found_lse)
-
-    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        if tile.irregular:
-            MaskedMath(self.site).backward(queries, key, value, grads, tile)
-            return
-        query, out, lse, grad_out = queries
-        no_dropout = query.new_empty(0)  # instead of its random state
-        found = _aten._flash_attention_backward(
-            grad_out.transpose(1, 2),
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            out.transpose(1, 2),
-            lse.contiguous(),
-            rng_state=no_dropout,
-            unused=no_dropout,
-            **self._settings(query, key, tile),
-        )
-        for total, grad in zip(grads, found, strict=True):
-            total.add_(grad.transpose(1, 2))
-
-    def _settings(self, query: Tensor, key: Tensor, tile: ScoreTile) -> dict[str, Any]:
-        """Returns the keyword arguments that the forward and the backward kernel have in common."""
-        return {
-            "cum_seq_q": None,
-            "cum_seq_k": None,
-            "max_q": query.shape[2],
-            "max_k": key.shape[2],
-            "dropout_p": 0.0,
-            "is_causal": True,
-            "scale": self.site.scale,
-            "window_size_left": None if tile.window is None else tile.window - 1,
-            "window_size_right": 0,
-        }

@@ -92,7 +92,18 @@ class ScoreTile:
         key = torch.arange(self.first + keys.start, self.first + keys.stop, device=device)
         if self.first_keys is None:
             return key <= query
-        return (key <= query) & (key >= self.first_keys[rows, None].to(device))
+        return (key <= query) & (key >= self._first_keys_on(device)[rows, None])
+
+    def _first_keys_on(self, device: torch.device) -> Tensor:
+        """Returns the first keys, copied once to a GPU, which else would wait for each copy."""
+        assert self.first_keys is not None
+        if device not in self._copies:
+            self._copies[device] = self.first_keys.to(device)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Tensor]:
+        return {}
 
 
 def _triangle(begin: int, end: int, past: int) -> Iterator[ScoreRectangle]:

@@ -78,10 +78,12 @@ class MaskedMath:
         found = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
         return found[:, None, :, tile.first : tile.end]
 
-    def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator:
+    def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator | None:
+        if self.site.dropout == 0.0:
+            return None
         return torch.Generator(device).manual_seed((self.site.seed * 1_000_003 + tile.index) % (1 << 63))
 
-    def _dropped(self, probs: Tensor, generator: torch.Generator) -> Tensor:
+    def _dropped(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.site.dropout == 0.0:
             return probs
         draw = torch.rand(probs.shape, generator=generator, device=probs.device, dtype=probs.dtype)

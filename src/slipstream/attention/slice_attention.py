@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
 from slipstream.attention.context_store import AttentionResult
-from slipstream.attention.flash_kernels import FlashCPU, FlashCUDA
+from slipstream.attention.cuda_kernels import FusedCUDA
+from slipstream.attention.flash_kernels import FlashCPU
+from slipstream.attention.kernel_choice import choose_kernel
 from slipstream.attention.key_ranges import KeyRanges, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
 
-AttentionBackend = FlashCPU | FlashCUDA | MaskedMath
+AttentionBackend = FlashCPU | FusedCUDA | MaskedMath
 
 
 def attend(
@@ -71,7 +73,7 @@ def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBack
             return FlashCPU(site)
         narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernel takes
         if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and narrow:
-            return FlashCUDA(site)
+            return FusedCUDA(site)
     return MaskedMath(site)
 
 
@@ -115,18 +117,17 @@ class _SliceAttention(torch.autograd.Function):
         site = backend.site
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
         grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every rectangle
-        grad_query = _empty(query, query.shape[-1], grad_keys.dtype).zero_()
-        saved = QueryState(query, output, logsumexp, grad_output)
+        queries, buffers = QueryState(query, output, logsumexp, grad_output), (keys, values, grad_keys, grad_values)
         with torch.autocast(query.device.type, enabled=False):
-            for tile, own, seen in _tiles(site.ranges):
-                gradients = TileGradients(grad_query[own], grad_keys[seen], grad_values[seen])
-                queries = QueryState(*(each[own] for each in saved))
-                backend.backward(queries, keys[seen], values[seen], gradients, tile)
-            grad_sinks = None if sinks is None else _sink_gradient(saved, sinks)
+            if (whole := _whole_tile(backend, sinks)) is not None:
+                grad_query = _differentiate_whole(queries, buffers, site, whole)
+            else:
+                grad_query = _differentiate(queries, buffers, backend)
+            grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
         mine = slice(site.ranges.start, site.ranges.end)
         grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
         site.store.finish(site.call, site.ranges)
-        return grad_query.to(query.dtype), grad_key, grad_value, grad_sinks, None, None
+        return grad_query, grad_key, grad_value, grad_sinks, None, None
 
 
 def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionBackend:
@@ -134,18 +135,49 @@ def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionB
     return backend if selected is None else MaskedMath(backend.site, selected)
 
 
+def _whole_tile(backend: AttentionBackend, sinks: Tensor | None) -> ScoreTile | None:
+    """Returns the tile that is the whole slice, where a fused kernel of a GPU computes it without further passes."""
+    tiles = backend.site.ranges.tiles
+    is_whole = isinstance(backend, FusedCUDA) and sinks is None and len(tiles) == 1 and not tiles[0].irregular
+    return tiles[0] if is_whole else None
+
+
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
 ) -> AttentionResult:
-    wide = torch.promote_types(query.dtype, torch.float32)
-    output = _empty(query, values.shape[-1], wide)
-    logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
+    site = backend.site
     with torch.autocast(query.device.type, enabled=False):
-        for tile, own, seen in _tiles(backend.site.ranges):
-            backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
+        if (whole := _whole_tile(backend, sinks)) is not None:
+            kernel, seen = choose_kernel(query, keys.shape[1], whole), slice(whole.first, whole.end)
+            return kernel.forward(query, keys[:, :, seen], values[:, :, seen], whole, site.scale)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = _empty(query, values.shape[-1], wide)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
+        for tile, own, seen_keys in _tiles(site.ranges):
+            backend.forward(query[own], keys[seen_keys], values[seen_keys], output[own], logsumexp[own], tile)
         if sinks is not None:
             _add_sinks_(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
+
+
+def _differentiate_whole(
+    queries: QueryState, buffers: tuple[Tensor, ...], site: AttentionSite, tile: ScoreTile
+) -> Tensor:
+    """Adds to the gradients of keys and values; returns the query's."""
+    keys, values, grad_keys, grad_values = (each[:, :, tile.first : tile.end] for each in buffers)
+    kernel = choose_kernel(queries.query, keys.shape[1], tile)
+    totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
+    return kernel.backward(queries, keys, values, totals, tile, site.scale)
+
+
+def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> Tensor:
+    """Does the same tile by tile."""
+    keys, values, grad_keys, grad_values = buffers
+    total = _empty(queries.query, queries.query.shape[-1], grad_keys.dtype).zero_()
+    for tile, own, seen in _tiles(backend.site.ranges):
+        gradients = TileGradients(total[own], grad_keys[seen], grad_values[seen])
+        backend.backward(QueryState(*(each[own] for each in queries)), keys[seen], values[seen], gradients, tile)
+    return total.to(queries.query.dtype)
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -108,6 +108,11 @@ class CausalLMStage:
             router_loss.install(model)
         self._run_token(1, records_masks=True)  # records the model's mask functions, before documents wrap them
 
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether the next forward draws random numbers."""
+        return self._seeds.are_used
+
     def check_measurable(self) -> None:
         """Raises SlipstreamError where times and memory aren't those of hidden states that go from stage to stage."""
         if self._takes_more:

@@ -70,6 +70,11 @@ class SplitBatch:
     loss_scale: float = 1.0
     sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
 
+    @property
+    def loss_weight(self) -> float:
+        """The weight of each valid target's loss in what gradients are of: its part of the global mean (rule 9)."""
+        return 1.0 / (self.num_valid / self.loss_scale)
+
     def twice(self, number: int) -> SplitBatch:
         """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
         slices, targets, sequences = self.slices[number], self.targets[number], self.sequences[number : number + 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
+from slipstream.pipeline.execution.fixed_gradients import FixedGradients
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 from slipstream.pipeline.stage import Stage
 
@@ -51,12 +52,28 @@ class Parameters:
             )
         # The part of each of the unsplit model's parameters that this rank holds
         self.shares = {name: self._share(name, parameter) for name, parameter in self._own()}
+        self._fixed: FixedGradients | None = None
         self._is_stale = False  # the masters may have been updated since the parameters were
+
+    def keep_clear_of(self, fixed: FixedGradients) -> None:
+        """Has every step begin with copies of those gradients of earlier steps that lie where it writes."""
+        self._fixed = fixed
 
     def begin(self, loss_scale: float = 1.0) -> None:
         """Begins a step; call it after `publish`."""
         self._is_stale = False
         self._gradients.begin(loss_scale)
+        if self._fixed is not None:
+            self._copy_from(self._fixed.storages)
+
+    def _copy_from(self, storages: Collection[int]) -> None:
+        """Copies gradients of earlier steps, but for those that are added to where they are."""
+        own = {id(parameter) for _, parameter in self._own()}
+        for _, master in self.named():
+            if id(master) not in own and master.grad is not None and _address(master.grad) in storages:
+                master.grad = master.grad.clone()
+        if isinstance(self._gradients, GradientReduction):
+            self._gradients.copy_earlier(storages)
 
     def reduce(self, stage: int) -> None:
         """Sums a stage's gradients over replicas after its last backward, while other stages still run."""
@@ -145,6 +162,10 @@ class Parameters:
 
     def _added_over(self, name: str) -> tuple[int, ...]:
         return () if self._tensor is None else self._tensor.added_over(name)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:

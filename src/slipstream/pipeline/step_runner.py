@@ -18,7 +18,7 @@ from slipstream.messages import (
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
-from slipstream.pipeline.execution import Executor, KeptOutputs, Losses, TokenOutputs, run_together
+from slipstream.pipeline.execution import Executor, KeptOutputs, Losses, StepGraphs, TokenOutputs, run_together
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -61,14 +61,24 @@ class StepRunner:
         self.transport = self.scattered(self._connect(layout.training, routes))
         self.schedule_name = ""  # of the last step or evaluation
         self._sequences: Sequence[MicrobatchSequences] = ()  # of that
+        self._here = ranks.here(layout.num_ranks)
+
+        def executor(
+            rank: int, transport: Transport, reduce: Callable[[int], None], losses: Losses = losses
+        ) -> Executor:
+            own = {stage: stages[stage] for stage in layout.stages_of([rank])}
+            return Executor(rank, own, transport, losses, device, layout.recompute, reduce)
 
         def executors(losses: Losses) -> list[Executor]:
-            of_all = self.transport, losses, device, layout.recompute, parameters.reduce
-            here = {rank: layout.stages_of([rank]) for rank in ranks.here(layout.num_ranks)}
-            return [Executor(rank, {stage: stages[stage] for stage in own}, *of_all) for rank, own in here.items()]
+            return [executor(rank, self.transport, self._reduce, losses) for rank in self._here]
 
+        self._reduce_gradients = parameters.reduce
         self._make_executors = executors
         self.executors = executors(losses)
+        self.graphs: StepGraphs | None = None
+        if options.runtime.cuda_graphs:
+            self.graphs = StepGraphs(stages, executor, device, _graph_refusal(ranks, options))
+            parameters.keep_clear_of(self.graphs.gradients)
 
     def run(self, schedule: Schedule, batch: SplitBatch, agree: Callable[[], object]) -> Tensor:
         """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
@@ -78,7 +88,7 @@ class StepRunner:
         """
         self.schedule_name, self._sequences = schedule.name, batch.sequences
         self.transport.begin(agree)
-        run_together(self.executors, schedule, batch)
+        self._run(schedule, batch)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for executor in self.executors:
             sums += torch.stack(executor.finish())
@@ -91,6 +101,20 @@ class StepRunner:
             )
         mean: Tensor = total / count
         return mean
+
+    def _run(self, schedule: Schedule, batch: SplitBatch) -> None:
+        """Runs a step or an evaluation, the step as graphs where it is recorded."""
+        if self.graphs is None or not schedule.has_backward:
+            run_together(self.executors, schedule, batch)
+            return
+        with self.graphs.running():
+            run_together(self.executors, schedule, batch, self.graphs.of_step(self._here, schedule, batch))
+            self.graphs.note_gradients()
+
+    def _reduce(self, stage: int) -> None:
+        if self.graphs is not None:
+            self.graphs.note_gradients()
+        self._reduce_gradients(stage)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch; (0,)
@@ -130,3 +154,12 @@ class StepRunner:
             return LocalTransport()
         skips = skip_channels(routes, training) + vocabulary_channels(training)
         return DistributedTransport(send_windows(training), self._device, self._ranks, skips)
+
+
+def _graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
+    """Returns why the steps of a pipeline can't be recorded as CUDA graphs; None where they may."""
+    if ranks.tensor.size > 1:
+        return "ranks of the tensor axis exchange tensors inside of layers"
+    if options.parallel.shard_parameters:
+        return "sharded parameters lie elsewhere in every step"
+    return "routers add to the loss" if options.router_loss != "none" else None

@@ -133,7 +133,8 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice |
     dtype = weight.grad_dtype or left.dtype
     if left.dtype != dtype and not left.is_cuda:
         left, right = left.to(dtype), right.to(dtype)  # exact
-    if weight.grad is None and left.shape[1] == len(weight):
+    if weight.grad is None and left.shape[1] == len(weight) and not left.is_cuda:
+        # a GPU adds to zeros instead, as CUDA graphs do: so a step is the same to the bit with them and without
         weight.grad = _product(left, right, dtype)
         return
     if weight.grad is None:

@@ -84,6 +84,12 @@ class GradientReduction:
                 self._earlier[id(parameter)] = parameter.grad
             parameter.grad = None
 
+    def copy_earlier(self, storages: Collection[int]) -> None:
+        """Copies what is set aside and lies in these storages, as this step writes there."""
+        for key, earlier in self._earlier.items():
+            if earlier is not None and earlier.untyped_storage().data_ptr() in storages:
+                self._earlier[key] = earlier.clone()
+
     @torch.no_grad()
     def reduce(self, stage: int) -> None:
         """Starts the reduction of a stage's gradients, after its last backward in this step. Collective."""

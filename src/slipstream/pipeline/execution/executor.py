@@ -14,6 +14,7 @@ from slipstream.messages import Message, Transport, TransportError
 from slipstream.model import Tensors, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation, run_eagerly
 from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.saved_activations import SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
@@ -57,7 +58,7 @@ class Executor:
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
-            Op.W: partial(self._timed, self._backward_weights),
+            Op.W: self._backward_weights,
             Op.R: self._replay,
             Op.OFFLOAD: partial(self._timed, self._saved.offload),
             Op.RELOAD: partial(self._timed, self._saved.reload),
@@ -77,14 +78,20 @@ class Executor:
         """Calls the observer around every action from now on."""
         self._handlers = {op: partial(self._observed, observer, handler) for op, handler in self._handlers.items()}
 
-    def start(self, schedule: Schedule, batch: SplitBatch) -> Generator[Action]:
+    def start(
+        self,
+        schedule: Schedule,
+        batch: SplitBatch,
+        run: ActionRunner = run_eagerly,
+        state: StepState | None = None,
+    ) -> Generator[Action]:
         """Runs this rank's actions of a lowered schedule, and yields before each that must wait for a message.
 
-        Only where ranks share a process does what is yielded matter: then the next rank runs.
+        Only where ranks share a process does what is yielded matter: then the next rank runs. `run` computes what an
+        action computes; `state` is empty, of this batch.
         """
-        self._schedule = schedule
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._state = StepState(batch, zero, zero.clone())
+        self._schedule, self._run = schedule, run
+        self._state = state or StepState.of(batch, self._device)
         self._stopwatch = Stopwatch(self._rank, self._device)
         place = self._rank, schedule, self._stages
         self._messages = StageMessages(*place, self._transport, self._state, self._stopwatch)
@@ -138,10 +145,21 @@ class Executor:
         observer.after(action, self._state)
 
     def _forward(self, action: Action) -> None:
+        g, m, i = key_of(action)
+        inputs, stage = self._inputs(action), self._stages[g]
+        outputs = self._timed_run(action, inputs, partial(self._compute_forward, action))
+        if not self._schedule.trains(g):
+            outputs = copied_from_messages(outputs, inputs)
+            self._messages.release(self._messages.received(action))
+        if stage.is_last and not stage.has_loss:
+            self._head.spread(action, *outputs)
+        elif not stage.is_last:
+            self._messages.hand_on(Action(Op.SEND_F, g, m, i), outputs, self._state.handed, (g + 1, m, i))
+
+    def _compute_forward(self, action: Action, inputs: Tensors) -> Tensors:
+        """Returns what F hands on, nothing where it ends in the loss, and keeps the beginning of its backward."""
         g, m, i = key = key_of(action)
         stage, state = self._stages[g], self._state
-        inputs = self._inputs(action)
-        began = self._stopwatch.mark()
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
         if trains := self._schedule.trains(g):
             specs = self._messages.specs(Op.RECV_F, key)
@@ -151,18 +169,12 @@ class Executor:
         else:
             with torch.no_grad():
                 outputs = self._compute(action, inputs, store)
+            self._end_forward_only(action)
         if stage.has_loss:
             outputs = (self._losses.add(outputs, state, key, self._schedule.has_backward),)
-        self._stopwatch.record(action, began)
         if trains:
             state.roots[key] = roots_of(outputs)
-        else:
-            outputs = copied_from_messages(outputs, inputs)
-            self._end_forward_only(action)
-        if stage.is_last and not stage.has_loss:
-            self._head.spread(action, *outputs)
-        elif not stage.is_last:
-            self._messages.hand_on(Action(Op.SEND_F, g, m, i), outputs, state.handed, (g + 1, m, i))
+        return () if stage.has_loss else tuple(output.detach() for output in outputs)
 
     def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
         """Runs what F runs and R repeats: returns the stage's outputs, or what the last one's loss needs of them."""
@@ -183,53 +195,36 @@ class Executor:
 
     def _replay(self, action: Action) -> None:
         """Runs R, under the autocast of F, since both belong to one step."""
+        self._saved.await_reload(key_of(action))
+        self._timed_run(action, (), partial(self._recompute, action))
+
+    def _recompute(self, action: Action, _inputs: Tensors) -> Tensors:
         g, m, _ = key = key_of(action)
-        self._saved.await_reload(key)
-        began = self._stopwatch.mark()
         store = self._state.stores[g, m]
         self._state.replays[key].replay(lambda inputs: self._compute(action, inputs, store), store)
-        self._stopwatch.record(action, began)
+        return ()
 
     def _end_forward_only(self, action: Action) -> None:
-        self._messages.release(self._messages.received(action))
         if action.slice == self._schedule.slice_counts[action.microbatch] - 1:
             self._state.stores.pop((action.stage, action.microbatch)).free()
 
     def _backward(self, action: Action) -> None:
-        self._messages.release(self._differentiate(action))
+        self._messages.release(self._differentiate(action, self._compute_backward))
 
     def _backward_input(self, action: Action) -> None:
         """Runs I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
-        with defer_weight_gradients() as work:
-            messages = self._differentiate(action)
-        work.append(partial(self._messages.release, messages))
-        self._state.weights[key_of(action)] = work
+        self._state.for_weights[key_of(action)] = self._differentiate(action, self._compute_input_gradients)
 
-    def _differentiate(self, action: Action) -> list[Message]:
+    def _differentiate(self, action: Action, compute: Callable[[Action, Tensors], Tensors]) -> list[Message]:
         """Runs the backward of one slice, and returns the messages whose buffers it worked on."""
         g, m, i = key = key_of(action)
-        stage, state = self._stages[g], self._state
-        gradients = () if stage.has_loss else self._messages.take_gradients(action)
+        gradients = () if self._stages[g].has_loss else self._messages.take_gradients(action)
         self._saved.await_reload(key)
-        began = self._stopwatch.mark()
-        roots = state.roots.pop(key)
-        state.replays.pop(key, None)
-        of_outputs = zip(self._messages.needing(Op.SEND_F, key), gradients, strict=True)
-        backward(roots, {0: state.loss_gradients.get(m)} if stage.has_loss else dict(of_outputs))
-        del roots  # their graph
-        if i == 0:
-            state.stores.pop((g, m)).free()
-            if stage.has_loss:
-                state.loss_gradients.pop(m, None)
-        self._stopwatch.record(action, began)
-        found = state.input_gradients.pop(key, {})
-        # taken out, as W may hold the graph that left them
-        sent = [found.pop(index, None) for index in self._messages.needing(Op.RECV_F, key)]
-        full = with_zeros(sent, self._messages.specs(Op.RECV_F, key), self._device)
+        full = self._timed_run(action, gradients, partial(compute, action))
         # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
         full = copied_from_messages(full, gradients)
         if g > self._schedule.num_frozen_stages:
-            self._messages.hand_on(Action(Op.SEND_B, g, m, i), full, state.gradients, (g - 1, m, i))
+            self._messages.hand_on(Action(Op.SEND_B, g, m, i), full, self._state.gradients, (g - 1, m, i))
         elif full:
             self._head.spread(action, *full)
         received = self._messages.received(action)
@@ -237,9 +232,44 @@ class Executor:
             received += self._messages.received(Action(Op.F, g, m, i))
         return received
 
+    def _compute_backward(self, action: Action, gradients: Tensors) -> Tensors:
+        """Returns the gradients of a slice's inputs on its stage, given those of its outputs."""
+        g, m, i = key = key_of(action)
+        stage, state = self._stages[g], self._state
+        roots = state.roots.pop(key)
+        state.replays.pop(key, None)
+        of_outputs = zip(self._messages.needing(Op.SEND_F, key), gradients, strict=True)
+        backward(roots, {0: state.loss_gradient(m)} if stage.has_loss else dict(of_outputs))
+        del roots  # their graph
+        if i == 0:
+            state.stores.pop((g, m)).free()
+            if stage.has_loss:
+                state.loss_gradients.pop(m, None)
+        found = state.input_gradients.pop(key, {})
+        # taken out, as W may hold the graph that left them
+        sent = [found.pop(index, None) for index in self._messages.needing(Op.RECV_F, key)]
+        return with_zeros(sent, self._messages.specs(Op.RECV_F, key), self._device)
+
+    def _compute_input_gradients(self, action: Action, gradients: Tensors) -> Tensors:
+        with defer_weight_gradients() as work:
+            found = self._compute_backward(action, gradients)
+        self._state.weights[key_of(action)] = work
+        return found
+
     def _backward_weights(self, action: Action) -> None:
+        self._timed_run(action, (), partial(self._add_weight_gradients, action))
+        self._messages.release(self._state.for_weights.pop(key_of(action)))
+
+    def _add_weight_gradients(self, action: Action, _inputs: Tensors) -> Tensors:
         for add_gradient in self._state.weights.pop(key_of(action)):
             add_gradient()
+        return ()
+
+    def _timed_run(self, action: Action, inputs: Tensors, compute: Computation) -> Tensors:
+        began = self._stopwatch.mark()
+        outputs = self._run(action, inputs, compute)
+        self._stopwatch.record(action, began)
+        return outputs
 
     def _reduce(self, action: Action) -> None:
         self._reduce_gradients(action.stage)

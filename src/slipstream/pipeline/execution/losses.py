@@ -32,12 +32,12 @@ class SliceLosses:
         return self.function(outputs, state.batch.targets[m][i])
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
-        """Adds a slice to the step's loss; returns the root of its backward: its part of the global mean, its sum over
-        the valid tokens of the whole batch (rule 9)."""
+        """Adds a slice to the step's loss; returns the root of its backward, which begins with the weight of each
+        target."""
         total, count = computed
         state.loss += total.detach()
         state.count += count
-        return total / (state.batch.num_valid / state.batch.loss_scale)
+        return total
 
 
 @dataclass(frozen=True)

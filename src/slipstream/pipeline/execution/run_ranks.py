@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
+from typing import NamedTuple
 
 from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution.action_graphs import ActionRunner, run_eagerly
 from slipstream.pipeline.execution.executor import Executor
+from slipstream.pipeline.execution.step_state import StepState
 from slipstream.schedule import Action, Schedule, report_wait
 
 
-def run_together(executors: list[Executor], schedule: Schedule, batch: SplitBatch) -> None:
+class RankStep(NamedTuple):
+    """How a rank runs a step: by default eagerly, from an empty state."""
+
+    run: ActionRunner = run_eagerly
+    state: StepState | None = None
+
+
+def run_together(
+    executors: Sequence[Executor], schedule: Schedule, batch: SplitBatch, steps: Sequence[RankStep] | None = None
+) -> None:
     """Runs the ranks of this process alternately, each as far as it gets: one, or all of a pipeline."""
+    pairs = zip(executors, steps or [RankStep()] * len(executors), strict=True)
     with ExitStack() as stack:
-        rows = [stack.enter_context(closing(executor.start(schedule, batch))) for executor in executors]
+        rows = [stack.enter_context(closing(executor.start(schedule, batch, *step))) for executor, step in pairs]
         awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
         while awaiting:
             before = dict(awaiting)

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
+from slipstream.messages import Message
 from slipstream.model import Tensors, TensorSpec
 from slipstream.model.saving import SliceReplay, WeightGradient
 from slipstream.pipeline.batch import SplitBatch
@@ -34,6 +35,7 @@ class StepState:
     batch: SplitBatch
     loss: Tensor  # sum over this rank's slices so far, float64
     count: Tensor
+    loss_weight: Tensor  # of each valid token's loss in what gradients are of, float64
     # By the input, for the stages before
     input_gradients: dict[SliceKey, dict[int, Tensor]] = field(default_factory=dict)
     roots: dict[SliceKey, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
@@ -43,10 +45,22 @@ class StepState:
     gradients: dict[SliceKey, Tensors] = field(default_factory=dict)  # of a stage's outputs, from the same rank
     outgoing: dict[Action, Tensors] = field(default_factory=dict)  # computed, not yet sent
     weights: dict[SliceKey, list[WeightGradient]] = field(default_factory=dict)  # left by I for W
+    for_weights: dict[SliceKey, list[Message]] = field(default_factory=dict)  # whose buffers W reads
     sequence_sums: dict[int, Tensor] = field(default_factory=dict)  # by microbatch, of its slices so far
     log_probabilities: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences, by microbatch
     loss_gradients: dict[int, Tensor] = field(default_factory=dict)  # of whole sequences' sums, by microbatch
     stores: dict[tuple[int, int], ContextStore] = field(default_factory=dict)  # by stage and microbatch
+
+    @classmethod
+    def of(cls, batch: SplitBatch, device: torch.device) -> StepState:
+        """Returns what a step holds before its first action."""
+        weight = torch.full((), batch.loss_weight, dtype=torch.float64, device=device)
+        return cls(batch, torch.zeros_like(weight), torch.zeros_like(weight), weight)
+
+    def loss_gradient(self, microbatch: int) -> Tensor:
+        """Returns the gradient with which the backward of each slice's sum of losses begins, (), or that of the sums of
+        whole sequences, (n,)."""
+        return self.loss_gradients.get(microbatch, self.loss_weight)
 
     def leftovers(self) -> list[str]:
         held = {name: value for name, value in vars(self).items() if isinstance(value, dict) and value}

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.messages import HEADER_BYTES, Message, SkipSend, Transport, message_bytes, part_size
-from slipstream.model import CausalLMStage, Tensors, TensorSpec, storage_bytes, storage_id
+from slipstream.messages import HEADER_BYTES, MadeUpTransport, SkipSend, Transport, message_bytes, part_size
+from slipstream.model import CausalLMStage, storage_bytes, storage_id
 from slipstream.model.saving import RecomputePolicy
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, StepState, run_together, vocabulary_specs
@@ -21,7 +21,7 @@ from slipstream.pipeline.memory.lone_stage import alone
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
 from slipstream.profiler import MemoryMeter, memory_meter, tensors_alive
-from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Channel, Op, Schedule, SlicedMicrobatch
+from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 ADAMW_STATES = 2  # tensors per parameter, in its dtype: the running means of gradients and of their squares
@@ -51,7 +51,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
     on CUDA what its allocator has allocated. Not for rows of several documents.
     """
-    batch, transport = step.batch, step.scatter(_MadeUpMessages(step.device))
+    batch, transport = step.batch, step.scatter(MadeUpTransport(step.device))
     step = replace(step, batch=batch.twice(number))
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
@@ -180,7 +180,7 @@ def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
     """Returns the bytes of the messages of V and L, and of E, of each slice, where the head is spread."""
     if not step.schedule.spreads_vocabulary:
         return {}
-    state = StepState(step.batch, torch.zeros(()), torch.zeros(()))
+    state = StepState.of(step.batch, torch.device("cpu"))
     last = step.schedule.num_stages - 1
     ops = (Op.V, Op.L, Op.E) if step.schedule.spreads_embedding else (Op.V, Op.L)
 
@@ -262,24 +262,3 @@ def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
         for tensor in (*stage.model.parameters(), *stage.model.buffers()):
             owners.setdefault(storage_id(tensor), (number, tensor))
     return {number: [tensor for owner, tensor in owners.values() if owner == number] for number in stages}
-
-
-class _MadeUpMessages(Transport):
-    """Drops what is sent; every receive of a shape and a dtype returns the same numbers."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._posted: dict[Message, Tensors] = {}
-        self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-
-    def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
-        self._posted[message] = tuple(self._numbers(spec.shape, spec.dtype) for spec in specs)
-
-    def receive(self, message: Message) -> Tensors:
-        return self._posted.pop(message)
-
-    def _numbers(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if (shape, dtype) not in self._made:
-            numbers = torch.linspace(-1, 1, shape.numel(), dtype=dtype, device=self._device)
-            self._made[shape, dtype] = numbers.view(shape)
-        return self._made[shape, dtype]

@@ -1,0 +1,197 @@
+r"""The fused attention kernels of a GPU, on one regular tile of a slice: FlashAttention in one call, cuDNN's in two.
+
+Both return the log-sum-exp, so that parts can be merged, and take that of the merged parts in backward. FlashAttention
+aligns causal masks and windows lower-right, as a slice needs them. cuDNN's kernel, as PyTorch offers it, aligns them
+upper-left; so a slice is its past, which every query sees whole, and its own keys, a causal square:
+
+             first     start     end
+               |---------|----|----|
+               |         | \       |     F: two outputs, merged by their log-sum-exps
+               |  past   |    \    |     B: each part with the merged output and log-sum-exp
+               |         |       \ |
+               |---------|---------|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
+from slipstream.attention.key_ranges import ScoreTile
+from slipstream.attention.masked_math import MaskedMath
+
+_aten = torch.ops.aten
+
+
+class FusedKernel(Protocol):
+    """Attention of the queries of one regular tile to its keys; tensors are (B, heads, tokens, D)."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: ScoreTile, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output, in the query's dtype, and the log-sum-exp (B,H,T), float32."""
+        ...
+
+    def backward(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile, scale: float
+    ) -> Tensor:
+        """Adds to the gradients of keys and values; returns the query's, in its dtype."""
+        ...
+
+
+class FlashKernel:
+    """FlashAttention as PyTorch has it: version 2, or 3 or 4 where `activate_flash_attention_impl` was called."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: ScoreTile, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `FusedKernel`."""
+        output, logsumexp, *_ = _aten._flash_attention_forward(
+            query.transpose(1, 2),  # (B,T,H,D)
+            key.transpose(1, 2),  # (B,S,Hkv,D)
+            value.transpose(1, 2),
+            return_debug_mask=False,
+            **self._settings(query, key, tile, scale),
+        )
+        return output.transpose(1, 2), logsumexp
+
+    def backward(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile, scale: float
+    ) -> Tensor:
+        """See `FusedKernel`."""
+        query, out, lse, grad_out = queries
+        no_dropout = query.new_empty(0)  # instead of its random state
+        grad_query, grad_key, grad_value = _aten._flash_attention_backward(
+            grad_out.transpose(1, 2),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            out.transpose(1, 2),
+            lse.contiguous(),
+            rng_state=no_dropout,
+            unused=no_dropout,
+            **self._settings(query, key, tile, scale),
+        )
+        grads.key.add_(grad_key.transpose(1, 2))
+        grads.value.add_(grad_value.transpose(1, 2))
+        found: Tensor = grad_query.transpose(1, 2)
+        return found
+
+    def _settings(self, query: Tensor, key: Tensor, tile: ScoreTile, scale: float) -> dict[str, Any]:
+        """Returns the keyword arguments that the forward and the backward kernel have in common."""
+        return {
+            "cum_seq_q": None,
+            "cum_seq_k": None,
+            "max_q": query.shape[2],
+            "max_k": key.shape[2],
+            "dropout_p": 0.0,
+            "is_causal": True,
+            "scale": scale,
+            "window_size_left": None if tile.window is None else tile.window - 1,
+            "window_size_right": 0,
+        }
+
+
+class CudnnKernel:
+    """cuDNN's fused attention: causal tiles without a window, of heads of up to 128 numbers."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: ScoreTile, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `FusedKernel`."""
+        output, logsumexp = self._part(query, key[:, :, tile.past :], value[:, :, tile.past :], True, scale)
+        if not tile.past:
+            return output, logsumexp
+        past, past_logsumexp = self._part(query, key[:, :, : tile.past], value[:, :, : tile.past], False, scale)
+        return merged(output, logsumexp, past, past_logsumexp)
+
+    def backward(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile, scale: float
+    ) -> Tensor:
+        """See `FusedKernel`."""
+        own, past = slice(tile.past, None), slice(0, tile.past)
+        grad_query = self._part_backward(queries, key, value, grads, own, True, scale)
+        if tile.past:
+            grad_query.add_(self._part_backward(queries, key, value, grads, past, False, scale))
+        return grad_query
+
+    def _part(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        output, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, is_causal, False, scale=scale
+        )
+        return output, logsumexp.squeeze(-1)
+
+    def _part_backward(
+        self,
+        queries: QueryState,
+        key: Tensor,
+        value: Tensor,
+        grads: TileGradients,
+        keys: slice,
+        is_causal: bool,
+        scale: float,
+    ) -> Tensor:
+        query, out, lse, grad_out = queries
+        key, value = key[:, :, keys], value[:, :, keys]
+        no_dropout = torch.empty((), dtype=torch.int64, device=query.device)  # instead of its random state
+        lengths = None, None, query.shape[2], key.shape[2]
+        grad_query, grad_key, grad_value = _aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous()[..., None],
+            no_dropout,
+            no_dropout,
+            None,
+            *lengths,
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        grads.key[:, :, keys].add_(grad_key)
+        grads.value[:, :, keys].add_(grad_value)
+        found: Tensor = grad_query
+        return found
+
+
+def merged(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the attention over two disjoint sets of keys, in the outputs' dtype but summed in that of the
+    log-sum-exps; in three passes over memory."""
+    weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse), (B,H,T)
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2)[..., None]  # in memory as the outputs are
+    total = output * (1 - weight)
+    torch.addcmul(total, other, weight, out=output)
+    return output, torch.logaddexp(logsumexp, other_logsumexp)
+
+
+_FLASH = FlashKernel()
+
+
+@dataclass(frozen=True)
+class FusedCUDA:
+    """Computes a tile by a fused kernel of a GPU; by the masked math where its mask is neither causal nor a window."""
+
+    site: AttentionSite
+    width_multiple: ClassVar[int] = 8
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
+        if tile.irregular:
+            MaskedMath(self.site).forward(query, key, value, out, lse, tile)
+            return
+        found_out, found_lse = _FLASH.forward(query, key, value, tile, self.site.scale)
+        out.copy_(found_out)
+        lse.copy_(found_lse)
+
+    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
+        """See `attention_backend`."""
+        if tile.irregular:
+            MaskedMath(self.site).backward(queries, key, value, grads, tile)
+            return
+        grads.query.add_(_FLASH.backward(queries, key, value, grads, tile, self.site.scale))

@@ -1,0 +1,197 @@
+"""Decides which steps run as CUDA graphs, and records them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from slipstream.messages import MadeUpTransport, Transport
+from slipstream.model import CausalLMStage
+from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.execution.action_graphs import (
+    ActionRunner,
+    Computation,
+    CUDAGraphs,
+    RecordedStep,
+    Recorder,
+    run_eagerly,
+    signature,
+)
+from slipstream.pipeline.execution.executor import Executor
+from slipstream.pipeline.execution.fixed_gradients import FixedGradients
+from slipstream.pipeline.execution.run_ranks import RankStep
+from slipstream.pipeline.stage import Stage
+from slipstream.schedule import Action, Op, Schedule
+from slipstream.watchdog import counted_off
+
+_log = logging.getLogger(__name__)
+_EAGER_STEPS = 2  # alike, before one is recorded: in the last of them, calls that wait for the GPU are looked for
+
+MakeExecutor = Callable[[int, Transport, Callable[[int], None]], Executor]
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Returns what records the kernels of a device; None where nothing can."""
+    return CUDAGraphs() if device.type == "cuda" else None
+
+
+class StepGraphs:
+    """The graphs of this process's ranks in the step that repeats: of one schedule, and of batches of one shape.
+
+    The first steps of a kind run eagerly. Then the actions of each rank are recorded, with made-up messages, without
+    running; from then on they are replayed. Steps of another kind run eagerly until they repeat in turn.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], make_executor: MakeExecutor, device: torch.device, refusal: str | None
+    ) -> None:
+        """`refusal` says why this pipeline's steps can't be recorded at all."""
+        self._stages, self._make_executor, self._device = stages, make_executor, device
+        self.refusal = refusal or next(filter(None, map(_refusal_of, stages.values())), None)
+        self.gradients = FixedGradients([p for stage in stages.values() for p in stage.model.parameters()])
+        self._kind: tuple[object, ...] = ()
+        self._num_alike = 0
+        self._recorded: list[RecordedStep] = []
+        self._said: set[str] = set()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of actions that are replayed."""
+        return sum(len(step) for step in self._recorded)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs a step on a stream that can be recorded."""
+        if self._stream is None or self.refusal is not None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
+
+    def of_step(self, ranks: Sequence[int], schedule: Schedule, batch: SplitBatch) -> list[RankStep]:
+        """Returns how each of these ranks runs a step."""
+        draws = any(stage.draws_numbers for stage in self._stages.values() if isinstance(stage, CausalLMStage))
+        drawing = "dropout draws other numbers in every step" if draws else None
+        reason = self.refusal or drawing or _refusal_of_step(schedule, batch)
+        if reason is not None:
+            self._say(reason)
+            return [RankStep() for _ in ranks]
+        kind = schedule, signature(batch), self._modes()
+        if kind[1:] != self._kind[1:] or schedule is not self._kind[0]:
+            self._kind, self._num_alike, self._recorded = kind, 0, []
+        self._num_alike += 1
+        if self._num_alike > _EAGER_STEPS and not self._recorded and self.refusal is None:
+            self._record(ranks, schedule, batch)
+        if self._recorded:
+            self.gradients.begin()
+            return [RankStep(step.replay, step.begin(batch)) for step in self._recorded]
+        run: ActionRunner = self._watched if self._num_alike == _EAGER_STEPS else run_eagerly
+        return [RankStep(run) for _ in ranks]
+
+    def note_gradients(self) -> None:
+        """Notes which parameters have gradients, to which graphs are to add."""
+        if not self._recorded:
+            self.gradients.note()
+
+    def _record(self, ranks: Sequence[int], schedule: Schedule, batch: SplitBatch) -> None:
+        """Records the actions of these ranks, or says why it can't."""
+        if recorder_of(self._device) is None:
+            self.refusal = f"{self._device.type} has none"
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        self.gradients.begin()
+        try:
+            with counted_off("recording CUDA graphs"):
+                self._recorded = [self._recorded_rank(rank, schedule, batch) for rank in ranks]
+        except RuntimeError as error:
+            self._recorded = []
+            self.refusal = next(iter(str(error).splitlines()), type(error).__name__)
+            self._say(self.refusal)
+
+    def _recorded_rank(self, rank: int, schedule: Schedule, batch: SplitBatch) -> RecordedStep:
+        recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
+        assert recorder is not None
+        step = RecordedStep(recorder, batch, self._device)
+        executor = self._make_executor(rank, MadeUpTransport(self._device), _nothing)
+        for _ in executor.start(schedule, step.batch, step.record, step.state):
+            raise RuntimeError(f"rank {rank} waits for another rank's message while it is recorded")
+        executor.finish()
+        return step
+
+    def _watched(self, action: Action, inputs: tuple[Tensor, ...], compute: Computation) -> tuple[Tensor, ...]:
+        """Runs an action, and gives graphs up where it waits for the GPU: what it reads there may be another number in
+        another step."""
+        with _synchronizations(self._device) as found:
+            outputs = compute(inputs)
+        if found and self.refusal is None:
+            self.refusal = f"the model waits for the GPU ({found[0]})"
+            self._say(self.refusal)
+        return outputs
+
+    def _modes(self) -> tuple[object, ...]:
+        """Returns what else a graph depends on: modes, and where parameters lie."""
+        parameters = (p for stage in self._stages.values() for p in stage.model.parameters())
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        modes = (stage.model.training for stage in self._stages.values())
+        return *autocast, *modes, *((p.data_ptr(), p.requires_grad) for p in parameters)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            _log.info("runs without CUDA graphs: %s", reason)
+
+
+def _nothing(_: int) -> None:
+    """Does nothing."""
+
+
+def _refusal_of(stage: Stage) -> str | None:
+    if not isinstance(stage, CausalLMStage):
+        return "an nn.Sequential's layers may be any code"
+    for name, parameter in stage.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"{name} has hooks, which are Python"
+    return None
+
+
+def _refusal_of_step(schedule: Schedule, batch: SplitBatch) -> str | None:
+    if any(op in (Op.OFFLOAD, Op.RELOAD) for op in {action.op for action in schedule.positions}):
+        return "activations are offloaded"
+    if schedule.spreads_vocabulary:
+        return "the vocabulary is spread over ranks"
+    if batch.sequences:
+        return "the loss is a function of whole sequences"
+    if any(piece.document_start is not None for pieces in batch.slices for piece in pieces):
+        return "rows of several documents have other masks in every step"
+    return None
+
+
+@contextmanager
+def _synchronizations(device: torch.device) -> Iterator[list[str]]:
+    """Collects where calls wait for the GPU, as file:line."""
+    found: list[str] = []
+    if device.type != "cuda":
+        with nullcontext():
+            yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found += [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)]

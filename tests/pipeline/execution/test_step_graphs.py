@@ -1,0 +1,163 @@
+"""Steps that are recorded as graphs have the gradients of eager ones, or say why they aren't recorded.
+
+On a CPU operations are recorded in place of kernels; the tests marked `gpu` record CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import Pipeline
+from slipstream.pipeline.execution import step_graphs
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from support.options import grouped
+from support.recorded_ops import RecordedOps
+
+SETTINGS = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2, "self_check": False, "cuda_graphs": True}
+CUTS: Mapping[str, Mapping[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "zb-v": {"schedule": "zb-v", "stages_per_rank": 2, "partition": [1] * 4},
+    "interleaved": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "partition": [1] * 4, "recompute": 1},
+    "zb-h1, all recomputed": {"schedule": "zb-h1", "recompute": "full"},
+    "1f1b, selective": {"schedule": "1f1b", "recompute": "selective"},
+}
+ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device whose steps can be recorded."""
+    if request.param == "cpu":
+        monkeypatch.setattr(step_graphs, "recorder_of", lambda _: RecordedOps())
+    return str(request.param)
+
+
+def batch(number: int, device: str) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, of which another number counts in every batch."""
+    torch.manual_seed(number)
+    inputs = torch.randint(0, 60, tokens().shape)
+    labels = inputs.clone()
+    labels[0, : 3 * number] = -100
+    return inputs.to(device), labels.to(device)
+
+
+def num_recorded(pipe: Pipeline) -> int:
+    graphs = pipe._engine.runner.graphs
+    assert graphs is not None
+    return graphs.num_recorded
+
+
+def refusal(pipe: Pipeline) -> str | None:
+    assert pipe._engine.runner.graphs is not None
+    return pipe._engine.runner.graphs.refusal
+
+
+def zero_gradients(pipe: Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral, window of 7"])
+def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str) -> None:
+    model = build(ARCHITECTURES[name]).to(device)
+    whole = copy.deepcopy(model)
+    with no_rounding_inside():
+        pipe = Pipeline(model, **grouped(device=device, **SETTINGS, **cut))
+        for number in range(5):
+            inputs, labels = batch(number, device)
+            whole.zero_grad(), zero_gradients(pipe)
+            expected = unsplit_step(whole, inputs, labels)
+            loss = pipe.step(inputs, labels)
+            assert abs(float(loss / expected - 1)) < BOUND
+            found = gradients(pipe.named_parameters())
+            assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+            assert (num_recorded(pipe) > 0) == (number >= 2), refusal(pipe)
+
+
+@pytest.mark.parametrize("options", [{}, {"master_dtype": "float64", "dtype": "float32"}], ids=["", "masters"])
+def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device: str) -> None:
+    """Also where a master took the tensors over to which graphs add, and where the loss is scaled."""
+    model = build(ARCHITECTURES["llama"]).to(device)
+    pipes = [
+        Pipeline(copy.deepcopy(model), **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}, **options))
+        for graphs in (False, True)
+    ]
+    for number in range(7):
+        inputs, labels = batch(number, device)
+        for pipe in pipes:
+            if number == 3:
+                zero_gradients(pipe)
+            pipe.step(inputs, labels, loss_scale=2.0 if number == 5 else 1.0)
+        eager, replayed = (gradients(pipe.named_parameters()) for pipe in pipes)
+        assert gradient_error(eager, replayed) < (1e-5 if options else BOUND)
+    assert num_recorded(pipes[1]), refusal(pipes[1])
+
+
+def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
+    model = build(ARCHITECTURES["llama"]).to(device)
+    whole = copy.deepcopy(model)
+    pipe = Pipeline(model, **grouped(device=device, **SETTINGS | {"slices": 3}))
+    seen = []
+    with no_rounding_inside():
+        for length in (64, 64, 64, 40, 64, 40, 40, 40):
+            inputs = batch(0, device)[0][:, :length]
+            whole.zero_grad(), zero_gradients(pipe)
+            unsplit_step(whole, inputs, inputs)
+            pipe.step(inputs, inputs)
+            found = gradients(pipe.named_parameters())
+            assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+            seen.append(num_recorded(pipe) > 0)
+    assert seen == [False, False, True, False, False, False, False, True]
+
+
+def test_an_evaluation_between_replayed_steps(device: str) -> None:
+    pipe = Pipeline(build(ARCHITECTURES["llama"]).to(device), **grouped(device=device, **SETTINGS))
+    losses = []
+    for _ in range(4):
+        inputs, labels = batch(1, device)
+        losses += [float(pipe.step(inputs, labels)), float(pipe.evaluate(inputs, labels))]
+    assert num_recorded(pipe)
+    assert max(losses) - min(losses) < 1e-12
+
+
+REFUSED: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+    "dropout draws": ("gpt2 with dropout", {}, {}),
+    "waits for": ("gpt_oss", {}, {}),
+    "offloaded": ("llama", {"offload": 1.0}, {}),
+    "several documents": ("llama", {}, {"document_ids": True}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_recorded_is_named(reason: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    name, options, given = REFUSED[reason]
+    config = copy.deepcopy(ARCHITECTURES[name.split(" with")[0]])
+    if name.endswith("dropout"):
+        config.resid_pdrop = 0.1
+    pipe = Pipeline(build(config).to(device), **grouped(device=device, **SETTINGS, **options))
+    with caplog.at_level(logging.INFO, "slipstream"):
+        for _ in range(3):
+            inputs, labels = batch(0, device)
+            documents = torch.arange(inputs.shape[1], device=device).expand_as(inputs) // 20
+            pipe.step(inputs, labels, document_ids=documents if given else None)
+    assert num_recorded(pipe) == 0
+    said = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
+    assert len(said) == 1
+    assert reason in said[0]
