@@ -12,10 +12,10 @@ from slipstream.attention import (
     AttentionSite,
     ContextStore,
     KeyRanges,
-    cuda_kernels,
     kernel_choice,
     slice_attention,
 )
+from slipstream.attention.flex_kernels import FlexCUDA
 from support.attention import distance, make_case
 
 pytestmark = [
@@ -41,8 +41,18 @@ def test_flash(first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -
     case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
     site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3)
     backend = slice_attention._backend(case.query, case.value, site)
-    assert isinstance(backend, cuda_kernels.FusedCUDA)
+    regular = first_key.shape[0] == 1 and (first_key.max() == 0 or first_key is MASKS["window"])
+    assert type(backend).__name__ == ("FusedCUDA" if regular else "FlexCUDA")
     assert distance(case.sliced(), case.reference()) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("first_key", [MASKS["causal"], MASKS["irregular"]], ids=["causal", "irregular"])
+def test_soft_caps_take_a_compiled_kernel(first_key: Tensor) -> None:
+    shape, cuts = (2, 4, 2, LENGTH, 64, 64), [0, 20, 350, LENGTH]
+    case = make_case(shape, first_key, cuts, torch.bfloat16, "cuda", sinks=True, softcap=5.0)
+    site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3, softcap=5.0)
+    assert isinstance(slice_attention._backend(case.query, case.value, site), FlexCUDA)
+    assert distance(case.sliced(), case.reference()) < 2e-2
 
 
 @pytest.mark.parametrize("kernel", sorted(kernel_choice.KERNELS))
@@ -60,12 +70,13 @@ def test_the_fastest_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_choice, "_known", {})
     query = torch.zeros(1, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
-    (tile,) = KeyRanges.causal(128, 256).tiles
-    chosen = kernel_choice.choose_kernel(query, 2, tile)
+    mask = KeyRanges.causal(128, 256).regular
+    assert mask is not None
+    chosen = kernel_choice.choose_kernel(query, 2, mask)
     assert chosen in kernel_choice.KERNELS.values()
     monkeypatch.setattr(kernel_choice, "_known", {})
     monkeypatch.setattr(kernel_choice, "_measure", None)  # must not be called again
-    assert kernel_choice.choose_kernel(query, 2, tile) is chosen
+    assert kernel_choice.choose_kernel(query, 2, mask) is chosen
     assert list(kernel_choice.chosen_kernels()) == ["bfloat16 4/2 heads of 64, 128 tokens, 256 keys"]
 
 

@@ -1,4 +1,4 @@
-r"""The fused attention kernels of a GPU, on one regular tile of a slice: FlashAttention in one call, cuDNN's in two.
+r"""The fused attention kernels of a GPU, on a slice with a regular mask: FlashAttention in one call, cuDNN's in two.
 
 Both return the log-sum-exp, so that parts can be merged, and take that of the merged parts in backward. FlashAttention
 aligns causal masks and windows lower-right, as a slice needs them. cuDNN's kernel, as PyTorch offers it, aligns them
@@ -21,23 +21,23 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
-from slipstream.attention.key_ranges import ScoreTile
+from slipstream.attention.key_ranges import RegularMask, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 
 _aten = torch.ops.aten
 
 
 class FusedKernel(Protocol):
-    """Attention of the queries of one regular tile to its keys; tensors are (B, heads, tokens, D)."""
+    """Attention under a regular mask, of whose keys it is given all; tensors are (B, heads, tokens, D)."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: ScoreTile, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Returns the output, in the query's dtype, and the log-sum-exp (B,H,T), float32."""
         ...
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile, scale: float
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
     ) -> Tensor:
         """Adds to the gradients of keys and values; returns the query's, in its dtype."""
         ...
@@ -47,7 +47,7 @@ class FlashKernel:
     """FlashAttention as PyTorch has it: version 2, or 3 or 4 where `activate_flash_attention_impl` was called."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: ScoreTile, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `FusedKernel`."""
         output, logsumexp, *_ = _aten._flash_attention_forward(
@@ -55,12 +55,12 @@ class FlashKernel:
             key.transpose(1, 2),  # (B,S,Hkv,D)
             value.transpose(1, 2),
             return_debug_mask=False,
-            **self._settings(query, key, tile, scale),
+            **self._settings(query, key, mask, scale),
         )
         return output.transpose(1, 2), logsumexp
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile, scale: float
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
     ) -> Tensor:
         """See `FusedKernel`."""
         query, out, lse, grad_out = queries
@@ -74,14 +74,14 @@ class FlashKernel:
             lse.contiguous(),
             rng_state=no_dropout,
             unused=no_dropout,
-            **self._settings(query, key, tile, scale),
+            **self._settings(query, key, mask, scale),
         )
         grads.key.add_(grad_key.transpose(1, 2))
         grads.value.add_(grad_value.transpose(1, 2))
         found: Tensor = grad_query.transpose(1, 2)
         return found
 
-    def _settings(self, query: Tensor, key: Tensor, tile: ScoreTile, scale: float) -> dict[str, Any]:
+    def _settings(self, query: Tensor, key: Tensor, mask: RegularMask, scale: float) -> dict[str, Any]:
         """Returns the keyword arguments that the forward and the backward kernel have in common."""
         return {
             "cum_seq_q": None,
@@ -91,31 +91,31 @@ class FlashKernel:
             "dropout_p": 0.0,
             "is_causal": True,
             "scale": scale,
-            "window_size_left": None if tile.window is None else tile.window - 1,
+            "window_size_left": None if mask.window is None else mask.window - 1,
             "window_size_right": 0,
         }
 
 
 class CudnnKernel:
-    """cuDNN's fused attention: causal tiles without a window, of heads of up to 128 numbers."""
+    """cuDNN's fused attention: causal masks without a window, of heads of up to 128 numbers."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: ScoreTile, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `FusedKernel`."""
-        output, logsumexp = self._part(query, key[:, :, tile.past :], value[:, :, tile.past :], True, scale)
-        if not tile.past:
+        output, logsumexp = self._part(query, key[:, :, mask.past :], value[:, :, mask.past :], True, scale)
+        if not mask.past:
             return output, logsumexp
-        past, past_logsumexp = self._part(query, key[:, :, : tile.past], value[:, :, : tile.past], False, scale)
+        past, past_logsumexp = self._part(query, key[:, :, : mask.past], value[:, :, : mask.past], False, scale)
         return merged(output, logsumexp, past, past_logsumexp)
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile, scale: float
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
     ) -> Tensor:
         """See `FusedKernel`."""
-        own, past = slice(tile.past, None), slice(0, tile.past)
+        own, past = slice(mask.past, None), slice(0, mask.past)
         grad_query = self._part_backward(queries, key, value, grads, own, True, scale)
-        if tile.past:
+        if mask.past:
             grad_query.add_(self._part_backward(queries, key, value, grads, past, False, scale))
         return grad_query
 
@@ -185,7 +185,7 @@ class FusedCUDA:
         if tile.irregular:
             MaskedMath(self.site).forward(query, key, value, out, lse, tile)
             return
-        found_out, found_lse = _FLASH.forward(query, key, value, tile, self.site.scale)
+        found_out, found_lse = _FLASH.forward(query, key, value, tile.regular, self.site.scale)
         out.copy_(found_out)
         lse.copy_(found_lse)
 
@@ -194,4 +194,4 @@ class FusedCUDA:
         if tile.irregular:
             MaskedMath(self.site).backward(queries, key, value, grads, tile)
             return
-        grads.query.add_(_FLASH.backward(queries, key, value, grads, tile, self.site.scale))
+        grads.query.add_(_FLASH.backward(queries, key, value, grads, tile.regular, self.site.scale))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from slipstream.attention.attention_backend import QueryState, TileGradients
 from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel
-from slipstream.attention.key_ranges import KeyRanges, ScoreTile
+from slipstream.attention.key_ranges import RegularMask
 
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
@@ -48,16 +48,16 @@ class AttentionShape(NamedTuple):
         return f"{kind}, {self.length} tokens, {self.keys} keys"
 
 
-def choose_kernel(query: Tensor, key_heads: int, tile: ScoreTile) -> FusedKernel:
-    """Returns the fastest kernel for a regular tile of a slice; the first call for a shape times them.
+def choose_kernel(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKernel:
+    """Returns the fastest kernel for a slice with a regular mask; the first call for a shape times them.
 
     Args:
         query: (B,H,T,D) on a GPU, float16 or bfloat16.
         key_heads: of keys and values.
-        tile: all of the queries.
+        mask: of all queries.
     """
-    num_keys = tile.end - tile.first
-    if tile.window is not None or not _cudnn_takes(query.shape[-1], query.shape[2], num_keys):
+    num_keys = mask.past + query.shape[2]
+    if mask.window is not None or not _cudnn_takes(query.shape[-1], query.shape[2], num_keys):
         return KERNELS["flash"]
     dtype = str(query.dtype).removeprefix("torch.")
     sizes = query.shape[1], key_heads, query.shape[3], _power_of_two(query.shape[2]), _power_of_two(num_keys)
@@ -120,13 +120,13 @@ def _seconds(kernel: FusedKernel, shape: AttentionShape, device: torch.device) -
 
     query, grad = draw(shape.heads, shape.length), draw(shape.heads, shape.length)
     key, value = draw(shape.key_heads, shape.keys), draw(shape.key_heads, shape.keys)
-    (tile,) = KeyRanges.causal(shape.keys - shape.length, shape.keys).tiles
+    mask = RegularMask(0, shape.keys - shape.length)
     wide = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
 
     def run() -> None:
-        output, lse = kernel.forward(query, key, value, tile, 0.1)
+        output, lse = kernel.forward(query, key, value, mask, 0.1)
         grads = TileGradients(query, *wide)
-        kernel.backward(QueryState(query, output, lse, grad), key, value, grads, tile, 0.1)
+        kernel.backward(QueryState(query, output, lse, grad), key, value, grads, mask, 0.1)
 
     try:
         return _timed(run, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ class ScoreRectangle:
     def causal(self) -> bool:
         """Whether it is a square whose query t sees the keys 0 .. t."""
         return self.diagonal and not self.masked
+
+
+class RegularMask(NamedTuple):
+    """The scores of T queries that see the keys before them, all from `first` on or as many as a window has."""
+
+    first: int  # the first key that any query sees
+    past: int  # the number of keys from there on that come before the first query
+    window: int | None = None  # the keys that a query sees, its own included
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +93,11 @@ class ScoreTile:
     def irregular(self) -> bool:
         """Whether the tile is neither causal nor a sliding window, but has several documents or both."""
         return self.first_keys is not None and self.window is None
+
+    @property
+    def regular(self) -> RegularMask:
+        """The mask of a tile that isn't irregular."""
+        return RegularMask(self.first, self.past, self.window)
 
     def mask(self, part: ScoreRectangle, device: torch.device) -> Tensor:
         """Returns whether a query of a rectangle sees a key of it, (queries, keys)."""
@@ -164,6 +178,19 @@ class KeyRanges:
     def num_rows(self) -> int:
         """1 where all batch rows are alike, else the batch size."""
         return self.first_key.shape[0]
+
+    @cached_property
+    def regular(self) -> RegularMask | None:
+        """The mask, where it is causal or a sliding window, and the same in all rows."""
+        if self.num_rows > 1:
+            return None
+        (first_key,) = self.first_key
+        past = self.start - self.first
+        if int(first_key.max()) == self.first:
+            return RegularMask(self.first, past)
+        window = self.end - int(first_key[-1])
+        is_window = bool((first_key == (torch.arange(self.start, self.end) + 1 - window).clamp(min=0)).all())
+        return RegularMask(self.first, past, window) if is_window else None
 
     def __repr__(self) -> str:
         return f"KeyRanges([{self.start}, {self.end}), first={self.first}, {len(self.tiles)} tiles)"

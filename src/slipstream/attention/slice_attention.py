@@ -15,12 +15,13 @@ from slipstream.attention.attention_backend import AttentionSite, QueryState, Ti
 from slipstream.attention.context_store import AttentionResult
 from slipstream.attention.cuda_kernels import FusedCUDA
 from slipstream.attention.flash_kernels import FlashCPU
+from slipstream.attention.flex_kernels import FlexCUDA, has_flex
 from slipstream.attention.kernel_choice import choose_kernel
 from slipstream.attention.key_ranges import KeyRanges, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
 
-AttentionBackend = FlashCPU | FusedCUDA | MaskedMath
+AttentionBackend = FlashCPU | FusedCUDA | FlexCUDA | MaskedMath
 
 
 def attend(
@@ -68,13 +69,16 @@ def _padded(each: Tensor, width: int) -> Tensor:
 
 
 def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBackend:
-    if site.softcap is None and site.dropout == 0.0:
-        if query.device.type == "cpu":
-            return FlashCPU(site)
-        narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernel takes
-        if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16) and narrow:
-            return FusedCUDA(site)
-    return MaskedMath(site)
+    if site.dropout:
+        return MaskedMath(site)
+    if query.device.type == "cpu":
+        return FlashCPU(site) if site.softcap is None else MaskedMath(site)
+    narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernels take
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or not narrow:
+        return MaskedMath(site)
+    if site.softcap is None and (site.ranges.regular or not has_flex()):
+        return FusedCUDA(site)
+    return FlexCUDA(site) if has_flex() else MaskedMath(site)
 
 
 def _tiles(ranges: KeyRanges) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
@@ -119,10 +123,7 @@ class _SliceAttention(torch.autograd.Function):
         grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every rectangle
         queries, buffers = QueryState(query, output, logsumexp, grad_output), (keys, values, grad_keys, grad_values)
         with torch.autocast(query.device.type, enabled=False):
-            if (whole := _whole_tile(backend, sinks)) is not None:
-                grad_query = _differentiate_whole(queries, buffers, site, whole)
-            else:
-                grad_query = _differentiate(queries, buffers, backend)
+            grad_query = _differentiate(queries, buffers, backend)
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
         mine = slice(site.ranges.start, site.ranges.end)
         grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
@@ -135,43 +136,57 @@ def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionB
     return backend if selected is None else MaskedMath(backend.site, selected)
 
 
-def _whole_tile(backend: AttentionBackend, sinks: Tensor | None) -> ScoreTile | None:
-    """Returns the tile that is the whole slice, where a fused kernel of a GPU computes it without further passes."""
-    tiles = backend.site.ranges.tiles
-    is_whole = isinstance(backend, FusedCUDA) and sinks is None and len(tiles) == 1 and not tiles[0].irregular
-    return tiles[0] if is_whole else None
-
-
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
 ) -> AttentionResult:
-    site = backend.site
     with torch.autocast(query.device.type, enabled=False):
-        if (whole := _whole_tile(backend, sinks)) is not None:
-            kernel, seen = choose_kernel(query, keys.shape[1], whole), slice(whole.first, whole.end)
-            return kernel.forward(query, keys[:, :, seen], values[:, :, seen], whole, site.scale)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = _empty(query, values.shape[-1], wide)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
-        for tile, own, seen_keys in _tiles(site.ranges):
-            backend.forward(query[own], keys[seen_keys], values[seen_keys], output[own], logsumexp[own], tile)
+        if isinstance(backend, FusedCUDA | FlexCUDA) and (whole := _attend_whole(query, keys, values, backend)):
+            output, logsumexp = whole
+        else:
+            output, logsumexp = _attend_by_tiles(query, keys, values, backend)
         if sinks is not None:
-            _add_sinks_(output, logsumexp, sinks)
+            output, logsumexp = _with_sinks(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
 
 
-def _differentiate_whole(
-    queries: QueryState, buffers: tuple[Tensor, ...], site: AttentionSite, tile: ScoreTile
-) -> Tensor:
-    """Adds to the gradients of keys and values; returns the query's."""
-    keys, values, grad_keys, grad_values = (each[:, :, tile.first : tile.end] for each in buffers)
-    kernel = choose_kernel(queries.query, keys.shape[1], tile)
-    totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
-    return kernel.backward(queries, keys, values, totals, tile, site.scale)
+def _attend_whole(query: Tensor, keys: Tensor, values: Tensor, backend: FusedCUDA | FlexCUDA) -> AttentionResult | None:
+    """Returns the attention of a slice from one or two kernels of a GPU; None where it takes one for every tile."""
+    site, mask = backend.site, backend.site.ranges.regular
+    keys, values = (each[:, :, site.ranges.first : site.ranges.end] for each in (keys, values))
+    if isinstance(backend, FlexCUDA):
+        return backend.attend(query, keys, values)
+    if mask is None:
+        return None
+    return choose_kernel(query, keys.shape[1], mask).forward(query, keys, values, mask, site.scale)
+
+
+def _attend_by_tiles(query: Tensor, keys: Tensor, values: Tensor, backend: AttentionBackend) -> AttentionResult:
+    assert not isinstance(backend, FlexCUDA)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = _empty(query, values.shape[-1], wide)
+    logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
+    for tile, own, seen in _tiles(backend.site.ranges):
+        backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
+    return output, logsumexp
 
 
 def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> Tensor:
+    """Adds to the gradients of keys and values; returns the query's."""
+    ranges = backend.site.ranges
+    if not isinstance(backend, FlexCUDA) and not (isinstance(backend, FusedCUDA) and ranges.regular):
+        return _differentiate_by_tiles(queries, buffers, backend)
+    keys, values, grad_keys, grad_values = (each[:, :, ranges.first : ranges.end] for each in buffers)
+    totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
+    if isinstance(backend, FlexCUDA):
+        return backend.differentiate(queries, keys, values, totals)
+    assert ranges.regular is not None
+    kernel = choose_kernel(queries.query, keys.shape[1], ranges.regular)
+    return kernel.backward(queries, keys, values, totals, ranges.regular, backend.site.scale)
+
+
+def _differentiate_by_tiles(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> Tensor:
     """Does the same tile by tile."""
+    assert not isinstance(backend, FlexCUDA)
     keys, values, grad_keys, grad_values = buffers
     total = _empty(queries.query, queries.query.shape[-1], grad_keys.dtype).zero_()
     for tile, own, seen in _tiles(backend.site.ranges):
@@ -191,11 +206,10 @@ def _copy(each: Tensor, dtype: torch.dtype) -> Tensor:
     return _empty(each, each.shape[-1], dtype).copy_(each)
 
 
-def _add_sinks_(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> None:
+def _with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> AttentionResult:
     """Merges a key of score `sink` and value 0: lse' = log(e^lse + e^sink), O' = e^(lse - lse') O."""
     sink = sinks.to(logsumexp.dtype)[:, None]  # (H,1)
-    output.mul_(torch.sigmoid(logsumexp - sink)[..., None])
-    logsumexp.copy_(torch.logaddexp(logsumexp, sink))
+    return output * torch.sigmoid(logsumexp - sink)[..., None], torch.logaddexp(logsumexp, sink)
 
 
 def _sink_gradient(queries: QueryState, sinks: Tensor) -> Tensor:
