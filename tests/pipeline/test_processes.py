@@ -68,3 +68,15 @@ def test_a_rank_that_waits_in_vain_reports() -> None:
 def test_two_processes(what: str) -> None:
     ended = launch(2, WORKER, what)
     assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        ["exact|llama, tied|zb-v|2|selective|0.7", "buffers", "absent", "ragged|llama, tied", "exact|gpt2|1f1b|1"], 3
+    ),
+)
+def test_messages_by_way_of_host_memory(case: str) -> None:
+    """As between ranks that share a GPU, here with memory of processors on both sides."""
+    ended = launch(2, WORKER, *f"staged {case}".split("|"))
+    assert "rank 1 reported" in ended.stdout if case == "absent" else ended.returncode == 0, ended.stderr[-3000:]

@@ -59,8 +59,18 @@ def message_bytes(specs: Sequence[TensorSpec]) -> int:
 
 def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
     """Writes the message into a buffer of `message_bytes` uint8."""
+    write_header(message, tensors, buffer)
+    write_tensors(tensors, buffer)
+
+
+def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
+    """Writes what describes the message to the buffer's begin."""
     header = header_of(message, tensors)
     buffer[: 8 * len(header)].view(torch.int64).copy_(header)
+
+
+def write_tensors(tensors: Tensors, buffer: Tensor) -> None:
+    """Writes the tensors of a message to their places behind its header."""
     specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     for place, tensor in zip(unpack(specs, buffer), tensors, strict=True):
         place.copy_(tensor.detach())

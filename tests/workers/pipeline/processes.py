@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slipstream
 from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
+from slipstream.messages import StagedTransport
 from slipstream.messages.transport import TransportError
 from slipstream.model import causal_cross_entropy
+from slipstream.pipeline import step_runner
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -209,8 +212,11 @@ def buffers() -> None:
     for _ in range(2):
         pipe.step(inputs, inputs)
     (executor,) = pipe._engine.runner.executors
-    pool = executor._transport._pool  # type: ignore[attr-defined]
-    assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
+    transport: Any = executor._transport
+    is_staged = isinstance(transport, StagedTransport)
+    pools = [transport._hosts._free, transport._here._free] if is_staged else [transport._pool]
+    for pool in pools:
+        assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
 
 
 def mesh() -> None:
@@ -241,7 +247,10 @@ if __name__ == "__main__":
         "buffers": buffers,
         "mesh": mesh,
     }
-    cases[sys.argv[1]](*sys.argv[2:])
-    if sys.argv[1] not in ("mismatch", "absent"):
+    what = sys.argv[1].removeprefix("staged ")
+    if what != sys.argv[1]:  # as between GPUs that ranks share
+        step_runner.connect_transport = StagedTransport
+    cases[what](*sys.argv[2:])
+    if what not in ("mismatch", "absent"):
         dist.barrier()
     dist.destroy_process_group()
