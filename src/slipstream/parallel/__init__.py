@@ -7,5 +7,5 @@ from slipstream.parallel.parameter_shard import ParameterShard
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
 from slipstream.parallel.rank_group import RankGroup, release_groups_at_exit
 from slipstream.parallel.ranks import Ranks
-from slipstream.parallel.staged_collectives import PendingWork, receive_tensor, send_tensor, start_all_reduce
+from slipstream.parallel.staged_collectives import PendingWork, all_reduce, receive_tensor, send_tensor
 from slipstream.parallel.watched_group import NO_LIMIT, watch_group

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.errors import LostRankError, SlipstreamError
 from slipstream.parallel.staged_collectives import (
     PendingWork,
+    all_reduce,
     gpu_backend,
     start_all_gather,
     start_all_reduce,
@@ -190,10 +191,9 @@ class RankGroup:
             return None
         self._count("all_reduce", tensor)
         with self._loss_named("an all-reduce"):
-            work = start_all_reduce(tensor, op, self.process_group)
             if not wait:
-                return work
-            work.wait()
+                return start_all_reduce(tensor, op, self.process_group)
+            all_reduce(tensor, op, self.process_group)
         return None
 
     @contextmanager

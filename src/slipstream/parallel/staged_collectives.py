@@ -34,7 +34,7 @@ class StagedWork:
 
     def wait(self) -> None:
         self._work.wait()
-        self._result.copy_(self._host, non_blocking=True)  # torch reuses pinned memory only after such a copy
+        self._result.detach().copy_(self._host, non_blocking=True)  # torch reuses pinned memory only after such a copy
 
 
 def gpu_backend(process_group: dist.ProcessGroup | None) -> str:
@@ -43,8 +43,16 @@ def gpu_backend(process_group: dist.ProcessGroup | None) -> str:
     return dict(each.split(":") for each in backends.split(",") if each).get("cuda", "")
 
 
+def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    """Replaces the tensor on every rank by the reduction over the ranks. Collective."""
+    if _is_staged(tensor, group):
+        start_all_reduce(tensor, op, group).wait()
+    else:
+        dist.all_reduce(tensor, op, group=group)
+
+
 def start_all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> PendingWork:
-    """Starts to replace the tensor on every rank by the reduction over the ranks. Collective."""
+    """Starts `all_reduce`; don't touch the tensor until the work has been waited for. Collective."""
     if not _is_staged(tensor, group):
         work: PendingWork = dist.all_reduce(tensor, op, group=group, async_op=True)
         return work
@@ -91,7 +99,7 @@ def _is_staged(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Returns a copy in host memory, complete."""
-    return _host_memory(tensor).copy_(tensor)
+    return _host_memory(tensor).copy_(tensor.detach())
 
 
 def _host_memory(like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import storage_id
-from slipstream.parallel import ParameterShard, ParameterShare, Ranks, start_all_reduce
+from slipstream.parallel import ParameterShard, ParameterShare, Ranks, all_reduce
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
@@ -189,5 +189,5 @@ class TiedGradients:
                 wide = accumulators[-1].grad_dtype
                 total = sum(present[1:], present[0]) if present else torch.zeros_like(weight, dtype=wide)
                 if self._group is not None:
-                    start_all_reduce(total, dist.ReduceOp.SUM, self._group).wait()
+                    all_reduce(total, dist.ReduceOp.SUM, self._group)
                 yield name, total

@@ -47,6 +47,16 @@ def sharing_here(config: Config) -> str:
     return describe_sharing(count_local_ranks(config)) if choose_device_type(config) == "cuda" else ""
 
 
+def describe_device(config: Config) -> str:
+    """Returns what must be alike on all machines of a run: "cpu", "cuda", or that ranks share GPUs."""
+    return "cuda, shared by ranks" if sharing_here(config) else choose_device_type(config)
+
+
+def share_of_gpu(config: Config) -> float:
+    """Returns the part of a GPU that a rank has on average; 1 where it computes on a processor."""
+    return min(1.0, torch.cuda.device_count() / count_local_ranks(config)) if sharing_here(config) else 1.0
+
+
 def check_machine(config: Config) -> None:
     """Raises SlipstreamError where this machine lacks a GPU that is asked for or a compiler for `runtime.fused`, or is
     asked for what ranks that share a GPU can't do."""

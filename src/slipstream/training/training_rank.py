@@ -27,7 +27,7 @@ from slipstream.training.device_choice import (
     check_machine,
     choose_backends,
     choose_device,
-    choose_device_type,
+    describe_device,
     sharing_here,
 )
 from slipstream.training.ownership import FolderLock
@@ -116,7 +116,7 @@ def _describe(config: Config) -> dict[str, str]:
     """Returns the versions, the device and the settings of this rank, which must be the same on all."""
     schedule = named_schedule(config.pipeline)
     texts = {f"contents of {config.pipeline.schedule}": str(schedule)} if isinstance(schedule, Schedule) else {}
-    return launch.describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
+    return launch.describe_process(config.model_dump(mode="json"), describe_device(config), texts)
 
 
 def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> bool:
