@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from support.forked import launch, slipstream_command
+from support.forked import SHOWS_GPU, launch, slipstream_command
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/shared_gpu.py"
@@ -51,6 +51,7 @@ on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks see the first GPU alone."""
+    monkeypatch.setenv(SHOWS_GPU, "1")
     if torch.cuda.device_count() > 1:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
