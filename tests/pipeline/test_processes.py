@@ -77,6 +77,11 @@ def test_two_processes(what: str) -> None:
     ),
 )
 def test_messages_by_way_of_host_memory(case: str) -> None:
-    """As between ranks that share a GPU, here with memory of processors on both sides."""
+    """As between ranks that share a GPU, here with memory of processors on both sides and copies that take a while."""
     ended = launch(2, WORKER, *f"staged {case}".split("|"))
     assert "rank 1 reported" in ended.stdout if case == "absent" else ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_a_copy_that_fails_ends_both_ranks() -> None:
+    ended = launch(2, WORKER, "staged failing", timeout=60)
+    assert all(f"rank {rank} reported" in ended.stdout for rank in range(2)), ended.stderr[-3000:]

@@ -31,6 +31,8 @@ from slipstream.messages.copy_stream import (
 )
 from slipstream.messages.message import (
     Message,
+    TransportError,
+    call_off,
     check_header,
     header_bytes,
     header_in,
@@ -64,6 +66,7 @@ class StagedTransport(DistributedTransport):
         super().__init__(windows, device, ranks, skips)
         self._outward, self._inward = CopyStream(device), CopyStream(device)
         self._hosts, self._here = buffers_beside(device), buffers_on(device)
+        self._failure = ""  # of the GPU, as the thread has seen it
         self._sender = ThreadPoolExecutor(1, "sender", partial(_enter_thread, device))
 
     def release_groups(self) -> None:
@@ -95,8 +98,23 @@ class StagedTransport(DistributedTransport):
         return StagedSend(posted, partial(self._here.give, here))
 
     def _send_copied(self, copied: Moment, channel: Channel, buffer: Tensor) -> PendingWork:
-        wait_for(copied)
+        """Sends what has been copied; where the GPU failed, says so to the receiver, for which this rank may wait."""
+        try:
+            wait_for(copied)
+        except RuntimeError as error:
+            self._failure = self._failure or str(error)
+            call_off(buffer)
+            self._send_buffer(channel, buffer).wait()
+            raise
         return self._send_buffer(channel, buffer)
+
+    def _arrived(self, message: Message) -> tuple[Tensor, Sequence[TensorSpec]]:
+        try:
+            return super()._arrived(message)
+        except TransportError as error:
+            if self._failure:  # which has ended the rank that this one waited for
+                raise TransportError(f"a message could not be copied from this rank's GPU: {self._failure}") from error
+            raise
 
     def _take(self, specs: Sequence[TensorSpec]) -> Tensor:
         return self._hosts.take(message_bytes(specs))[0]

@@ -16,7 +16,7 @@ from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
 from slipstream.messages import StagedTransport
 from slipstream.messages.transport import TransportError
 from slipstream.model import causal_cross_entropy
-from slipstream.pipeline import step_runner
+from support import slow_copies
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -203,6 +203,17 @@ def absent() -> None:
     print("rank 1 reported", flush=True)
 
 
+def failing() -> None:
+    """Where a copy fails, the rank says why, although it waits for another, which ends as well."""
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, slices=4, runtime=Runtime(self_check=False))
+    slow_copies.SlowCopies.fails_at = -1 if pipe.rank else 3
+    with pytest.raises(TransportError) as raised:
+        pipe.step(tokens(), tokens())
+    reason = "can't come: its tensors could not be copied" if pipe.rank else "rank's GPU: an illegal memory access"
+    assert reason in str(raised.value), str(raised.value)
+    print(f"rank {pipe.rank} reported", flush=True)
+
+
 def buffers() -> None:
     """64 messages a channel pass through as many buffers as are in flight, not through 64."""
     inputs = tokens(batch=4)
@@ -244,13 +255,14 @@ if __name__ == "__main__":
         "auto": auto,
         "mismatch": mismatch,
         "absent": absent,
+        "failing": failing,
         "buffers": buffers,
         "mesh": mesh,
     }
     what = sys.argv[1].removeprefix("staged ")
     if what != sys.argv[1]:  # as between GPUs that ranks share
-        step_runner.connect_transport = StagedTransport
+        slow_copies.install()
     cases[what](*sys.argv[2:])
-    if what not in ("mismatch", "absent"):
+    if what not in ("mismatch", "absent", "failing"):
         dist.barrier()
     dist.destroy_process_group()
