@@ -73,7 +73,7 @@ def test_two_processes(what: str) -> None:
 @pytest.mark.parametrize(
     "case",
     first_of(
-        ["exact|llama, tied|zb-v|2|selective|0.7", "buffers", "absent", "ragged|llama, tied", "exact|gpt2|1f1b|1"], 3
+        ["exact|llama, tied|zb-v|2|selective|0.7", "ragged|llama, tied", "buffers", "absent", "exact|gpt2|1f1b|1"], 3
     ),
 )
 def test_messages_by_way_of_host_memory(case: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from slipstream.planner.costs import load_profile
 from support.forked import SHOWS_GPU, launch, slipstream_command
 from support.paths import WORKERS
 
@@ -107,3 +108,18 @@ def test_a_run_chooses_its_order(tmp_path: Path, device: str) -> None:
     automatic = [f"--pipeline.{name}=auto" for name in ("schedule", "slices", "partition")]
     train(device, tmp_path / "run", *automatic, "--training.steps=12")
     assert len(losses(tmp_path / "run")) == 12
+
+
+@on_a_gpu
+@pytest.mark.more
+def test_a_profile(tmp_path: Path, device: str) -> None:
+    """Two processes measure at the same time, and the link between them."""
+    config, output = tmp_path / "config.yaml", tmp_path / "profile.json"
+    training = SETTINGS["training"] | {"output": str(tmp_path / "run")}
+    config.write_text(yaml.safe_dump(SETTINGS | {"data": {"corpus": "python-stdlib"}, "training": training}))
+    options = [f"--output={output}", f"--device={device}", "--ranks=2", "--repeats=2", "--granularity=16"]
+    ended = slipstream_command("profile", config, *options)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    link = load_profile(output).link
+    assert link is not None
+    assert "gloo" in link.backend
