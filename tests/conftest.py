@@ -23,6 +23,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HOME=_CACHE,
     XDG_CACHE_HOME=_CACHE,
+    PYTORCH_NVML_BASED_CUDA_CHECK="1",  # or a question whether there is a GPU would keep ranks from being forked
 )
 
 register_profiles()

@@ -122,7 +122,7 @@ class Precision(Record):
 
 
 class Runtime(Record):
-    """Kernels, checks and time limits around the computation."""
+    """Kernels, checks, time limits and connections around the computation."""
 
     section: ClassVar[str] = "runtime"
     fused: bool = False
@@ -140,6 +140,9 @@ class Runtime(Record):
     """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is to blame.
     Default: the larger of 60 and five times the longest wait so far, and 600 before the second step as long as a rank
     computes. off: no process watches the ranks."""
+    transport: Literal["auto", "nccl", "gloo"] = "auto"
+    """What connects ranks: `nccl`, which needs a GPU for each rank; `gloo`, by way of pinned host memory where ranks
+    compute on GPUs, also several on one; `auto`, NCCL where each rank of a machine has a GPU, else gloo."""
 
 
 class Layers(Record):

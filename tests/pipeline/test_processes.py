@@ -68,3 +68,20 @@ def test_a_rank_that_waits_in_vain_reports() -> None:
 def test_two_processes(what: str) -> None:
     ended = launch(2, WORKER, what)
     assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "case",
+    first_of(
+        ["exact|llama, tied|zb-v|2|selective|0.7", "ragged|llama, tied", "buffers", "absent", "exact|gpt2|1f1b|1"], 3
+    ),
+)
+def test_messages_by_way_of_host_memory(case: str) -> None:
+    """As between ranks that share a GPU, here with memory of processors on both sides and copies that take a while."""
+    ended = launch(2, WORKER, *f"staged {case}".split("|"))
+    assert "rank 1 reported" in ended.stdout if case == "absent" else ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_a_copy_that_fails_ends_both_ranks() -> None:
+    ended = launch(2, WORKER, "staged failing", timeout=60)
+    assert all(f"rank {rank} reported" in ended.stdout for rank in range(2)), ended.stderr[-3000:]

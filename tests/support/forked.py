@@ -39,6 +39,7 @@ _PROCESSES.set_forkserver_preload(
 )
 
 
+SHOWS_GPU = "SLIPSTREAM_TESTS_SHOW_GPU"  # set where processes may use a GPU: others compute on CPUs everywhere
 COMMAND = Path(slipstream.__file__).with_name("__main__.py")
 
 
@@ -67,7 +68,7 @@ class ForkedProgram:
     def __init__(self, folder: Path, script: Path, *arguments: str | Path) -> None:
         self._texts = folder / "stdout", folder / "stderr"
         words = [str(argument) for argument in arguments]
-        self._process = _PROCESSES.Process(target=_run, args=(script, words, dict(os.environ), self._texts))
+        self._process = _PROCESSES.Process(target=_run, args=(script, words, _environment(), self._texts))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -104,8 +105,7 @@ def _run_all(
     places: Sequence[dict[str, str]], script: Path, arguments: Sequence[str | Path], timeout: float
 ) -> CompletedProcess[str]:
     words = [str(argument) for argument in arguments]
-    environment = dict(os.environ)  # which a test may have changed since the process that forks was started
-    places = [environment | place for place in places]
+    places = [_environment() | place for place in places]
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder, "stdout"), Path(folder, "stderr")
         ranks = [_PROCESSES.Process(target=_run, args=(script, words, place, texts)) for place in places]
@@ -116,6 +116,11 @@ def _run_all(
     if code is None:
         raise TimeoutError(f"{script.name} {' '.join(words)} took over {timeout} seconds\n{stdout}\n{stderr}")
     return CompletedProcess([str(script), *words], code, stdout, stderr)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, which a test may have changed since the process that forks was started."""
+    return dict(os.environ) if SHOWS_GPU in os.environ else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def _place(rank: int, num_processes: int, port: int) -> dict[str, str]:

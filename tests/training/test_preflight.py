@@ -441,10 +441,24 @@ def test_a_checkpoint_that_is_not_there(refuse: Refuse, values: dict[str, Any], 
     assert f"there is no checkpoint 7 in {earlier.checkpoints}; give one of its steps (3), latest" in refuse(values)
 
 
-def test_more_ranks_than_devices(refuse: Refuse, values: dict[str, Any]) -> None:
-    values["pipeline"]["num_ranks"] = num_stages = torch.cuda.device_count() + 1
+def test_a_device_that_is_not_there(refuse: Refuse, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     values["training"]["device"] = "cuda"
-    assert f"training.device=cuda needs {num_stages} CUDA devices" in refuse(values)
+    assert "training.device=cuda needs a CUDA device, but there is none; use --training.device=cpu" in refuse(values)
+
+
+def test_what_ranks_that_share_a_gpu_cannot_do(
+    refuse: Refuse, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    values["pipeline"]["num_ranks"] = 2
+    values["runtime"] = {"transport": "nccl"}
+    assert "runtime.transport=nccl: 2 ranks share 1 GPU, and NCCL connects only ranks with a GPU each" in refuse(values)
+    values["training"]["device"] = "cpu"
+    assert "runtime.transport=nccl: 2 ranks compute on CPUs" in refuse(values)
+    values["training"]["device"], values["runtime"] = "cuda", {"transport": "auto"}
+    values["parallel"], values["training"]["batch_size"] = {"data": 2, "shard_parameters": True}, 2
+    assert "parallel.shard_parameters=true: FSDP2 exchanges shards between GPUs by NCCL alone" in refuse(values)
 
 
 def test_an_output_that_is_a_file(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:

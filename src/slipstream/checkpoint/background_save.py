@@ -40,7 +40,7 @@ class BackgroundSave:
         self._problem: str | NonFiniteError = ""
         self._began, self._doing = time.monotonic(), "is being written by this rank"
         self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
-        self._device = torch.cuda.current_device() if group.uses_nccl else None  # of this thread alone
+        self._device = _current_gpu()  # of this thread alone
         # A daemon, so that a run that fails can end although this waits for a rank that is gone.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
@@ -101,6 +101,12 @@ class BackgroundSave:
             self._folder.retire(None if best is None else best.step)
         except OSError as error:
             self._problem = f"the checkpoint of step {self.step} is saved, but no older one was removed: {error}"
+
+
+def _current_gpu() -> int | None:
+    """Returns the number of the GPU that this process uses; None where it uses none."""
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_device() if in_use else None
 
 
 def _wait_for(path: Path, digest: FileDigest) -> None:

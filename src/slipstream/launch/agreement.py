@@ -23,7 +23,7 @@ def describe_process(settings: Mapping[str, Any], device_type: str, texts: Mappi
 
     Args:
         settings: nested dictionaries of JSON values.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu" or "cuda", and whether ranks share it.
         texts: the contents of files that the settings name, by what to call them; compared by their hashes.
     """
     return {

@@ -25,11 +25,11 @@ def measure_profile(
         model_config: a transformers.PretrainedConfig.
         settings: the arguments of ProfileSettings.
         num_ranks: the number of a pipeline's ranks that share this machine.
-        device: "cpu", "cuda", or "auto": CUDA where there is a device for each process.
+        device: "cpu", "cuda", or "auto": CUDA where there is a GPU, which processes may share.
         tensor_ranks: the number of processes of each of these ranks, which share every layer.
 
     Raises:
-        SlipstreamError: if the settings don't fit together, there are too few devices, or the processes of a rank can't
+        SlipstreamError: if the settings don't fit together, there is no such device, or the processes of a rank can't
             share the model's layers.
         RankFailedError: if a rank ended early.
     """
@@ -41,14 +41,9 @@ def measure_profile(
     if has_launcher():
         raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
     num_devices, num_processes = torch.cuda.device_count(), num_ranks * tensor_ranks
-    if device == "cuda" and num_devices < num_processes:
-        given = f"--ranks={num_ranks}" + (f" --tp={tensor_ranks}" if tensor_ranks > 1 else "")
-        fewer = f" or --ranks={num_devices // tensor_ranks}" if num_devices >= tensor_ranks else ""
-        raise SlipstreamError(
-            f"--device=cuda with {given} needs as many CUDA devices, but there are {num_devices}; "
-            f"use --device=cpu{fewer}"
-        )
-    chosen = ("cuda" if num_devices >= num_processes else "cpu") if device == "auto" else device
+    if device == "cuda" and not num_devices:
+        raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
+    chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
     with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as name:
         folder = Path(name)
         model_config.save_pretrained(folder / _MODEL)
@@ -65,17 +60,18 @@ def _measure_as_rank(folder: Path) -> None:
 
     from slipstream.launch.progress import Progress
     from slipstream.model import load_config
-    from slipstream.parallel import Ranks, make_mesh
+    from slipstream.parallel import Ranks, choose_backend, gpu_of, make_mesh
     from slipstream.profiler import ProfileSettings, profile_model
     from slipstream.profiler.link_measurement import measure_link
     from slipstream.terminal import make_console
 
     request = json.loads((folder / _REQUEST).read_text())
-    device, backend = torch.device("cpu"), "gloo"
+    device, num_local = torch.device("cpu"), int(os.environ["LOCAL_WORLD_SIZE"])
     if request["device"] == "cuda":
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        device = gpu_of(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend)
+    backend = choose_backend("auto", device.type, num_local)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
     is_first = dist.get_rank() == 0
     settings, shared = ProfileSettings(**request["settings"]), request["tensor_ranks"]
     ranks = Ranks.of(make_mesh(pp=dist.get_world_size() // shared, tp=shared, device_type=device.type))

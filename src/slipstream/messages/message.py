@@ -24,6 +24,7 @@ _DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 _OPS = tuple(Op)
+_NEVER_COPIED = -1  # in place of an op
 _Came = tuple[Action, list[tuple[torch.Size, torch.dtype]]]
 
 
@@ -59,8 +60,23 @@ def message_bytes(specs: Sequence[TensorSpec]) -> int:
 
 def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
     """Writes the message into a buffer of `message_bytes` uint8."""
+    write_header(message, tensors, buffer)
+    write_tensors(tensors, buffer)
+
+
+def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
+    """Writes what describes the message to the buffer's begin."""
     header = header_of(message, tensors)
     buffer[: 8 * len(header)].view(torch.int64).copy_(header)
+
+
+def call_off(buffer: Tensor) -> None:
+    """Makes what is in a buffer a message that says that its tensors could not be read."""
+    buffer[:8].view(torch.int64).fill_(_NEVER_COPIED)
+
+
+def write_tensors(tensors: Tensors, buffer: Tensor) -> None:
+    """Writes the tensors of a message to their places behind its header."""
     specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
     for place, tensor in zip(unpack(specs, buffer), tensors, strict=True):
         place.copy_(tensor.detach())
@@ -96,9 +112,12 @@ def header_in(buffer: Tensor) -> Tensor:
 
 def check_header(header: Tensor, message: Message, specs: Sequence[TensorSpec]) -> None:
     """Raises TransportError where another message came than `message` of `specs`."""
+    words = header[: header_bytes(specs) // 8].tolist()
+    if words[0] == _NEVER_COPIED:
+        raise TransportError(f"{message} can't come: its tensors could not be copied. See that rank's own last lines.")
     sent = Action(message.op, message.stage, message.microbatch, message.slice)
     expected = (sent, [(spec.shape, spec.dtype) for spec in specs])
-    if _read(header[: header_bytes(specs) // 8].tolist()) != expected:
+    if _read(words) != expected:
         came = _read(header.tolist())
         raise TransportError(
             f"expected {message} of {_described(expected)}, but {came[0]} of {_described(came)} came. Every "

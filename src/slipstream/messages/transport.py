@@ -23,7 +23,7 @@ from slipstream.messages.message import (
     unpack,
 )
 from slipstream.model import Tensors, TensorSpec
-from slipstream.parallel import Ranks, release_groups_at_exit
+from slipstream.parallel import PendingWork, Ranks, release_groups_at_exit
 from slipstream.schedule import Channel, Schedule, send_windows
 from slipstream.watchdog import explain_loss, waiting
 
@@ -138,7 +138,7 @@ class DistributedTransport(Transport):
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._posted: dict[Message, tuple[dist.Work, Tensor, Sequence[TensorSpec]]] = {}  # with the buffer
         self._held: dict[Message, Tensor] = {}
-        self._sends: defaultdict[Channel, deque[tuple[Message, dist.Work, Tensor]]] = defaultdict(deque)
+        self._sends: defaultdict[Channel, deque[tuple[Message, PendingWork, Tensor]]] = defaultdict(deque)
         self._agree: Callable[[], object] = _nothing
         self._unchecked: list[tuple[Tensor, Message, Sequence[TensorSpec]]] = []
         release_groups_at_exit(self)
@@ -163,12 +163,19 @@ class DistributedTransport(Transport):
             self._complete(channel)
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         buffer = self._take([TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
-        pack(message, tensors, buffer)
-        to, group = self._global_ranks[channel.destination], self._groups[channel]
-        with _explained(f"{message} could not be sent"):
-            work = dist.isend(buffer, to, group=group)
-        assert work is not None
+        with explained(f"{message} could not be sent"):
+            work = self._post_send(channel, message, tensors, buffer)
         self._sends[channel].append((message, work, buffer))
+
+    def _post_send(self, channel: Channel, message: Message, tensors: Tensors, buffer: Tensor) -> PendingWork:
+        """Fills the buffer and sends it."""
+        pack(message, tensors, buffer)
+        return self._send_buffer(channel, buffer)
+
+    def _send_buffer(self, channel: Channel, buffer: Tensor) -> PendingWork:
+        work = dist.isend(buffer, self._global_ranks[channel.destination], group=self._groups[channel])
+        assert work is not None
+        return work
 
     def settle(self, channel: Channel, message: Message) -> None:
         while any(sent == message for sent, _, _ in self._sends[channel]):
@@ -178,15 +185,13 @@ class DistributedTransport(Transport):
         self._agree_first()
         buffer = self._take(specs)
         source, group = self._global_ranks[channel.source], self._groups[channel]
-        with _explained(f"{message} did not arrive"):
+        with explained(f"{message} did not arrive"):
             work = dist.irecv(buffer, source, group=group)
         assert work is not None
         self._posted[message] = work, buffer, specs
 
     def receive(self, message: Message) -> Tensors:
-        work, buffer, specs = self._posted.pop(message)
-        with _explained(f"{message} did not arrive", "a message"):
-            work.wait()
+        buffer, specs = self._arrived(message)
         header = header_in(buffer)
         if self._device.type == "cpu":
             check_header(header, message, specs)
@@ -194,6 +199,13 @@ class DistributedTransport(Transport):
             self._unchecked.append((header[: header_bytes(specs) // 8].clone(), message, specs))
         self._held[message] = buffer
         return unpack(specs, buffer)
+
+    def _arrived(self, message: Message) -> tuple[Tensor, Sequence[TensorSpec]]:
+        """Waits for a posted message; returns its buffer and what it should hold."""
+        work, buffer, specs = self._posted.pop(message)
+        with explained(f"{message} did not arrive", "a message"):
+            work.wait()
+        return buffer, specs
 
     def release(self, message: Message) -> None:
         self._give_back(self._held.pop(message))
@@ -210,7 +222,7 @@ class DistributedTransport(Transport):
 
     def _complete(self, channel: Channel) -> None:
         _, work, buffer = self._sends[channel].popleft()
-        with _explained("the {} from rank {} to rank {} were not taken".format(*channel), "the end of a send"):
+        with explained("the {} from rank {} to rank {} were not taken".format(*channel), "the end of a send"):
             work.wait()
         self._give_back(buffer)
 
@@ -224,7 +236,7 @@ class DistributedTransport(Transport):
 
 
 @contextmanager
-def _explained(problem: str, awaited: str = "") -> Iterator[None]:
+def explained(problem: str, awaited: str = "") -> Iterator[None]:
     """Turns an error of gloo or NCCL, which another rank's end causes, into one that names the message."""
     try:
         with waiting(awaited.encode()):

@@ -34,7 +34,7 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
         pp: the number of pipeline ranks.
         dp: the number of replicas of every pipeline.
         tp: the number of ranks that share every layer.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
 
     Returns:
         The mesh, for `Pipeline(mesh=...)`.
@@ -56,6 +56,8 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
             f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
         )
     _watch_everyone()
+    if RankGroup(dist.group.WORLD).gpu_backend != "nccl":
+        device_type = "cpu"  # else torch might choose a GPU for the process, of which there may not be enough
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
 
 

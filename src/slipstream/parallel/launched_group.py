@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.gpu_sharing import TransportName, choose_backend, gpu_of
 from slipstream.parallel.watched_group import NO_LIMIT, watch_store
 
 # The variables by which other launchers say how many processes they have started
@@ -25,10 +26,12 @@ def join_launched_group(
     device: torch.device | str | None = None,
     stall_limit: float | Literal["off"] | None = None,
     is_provisional: bool = False,
+    transport: TransportName = "auto",
 ) -> None:
     """Makes the default process group of the processes that torchrun started, unless there is one: by NCCL where each
-    process of this machine has a GPU and `device` isn't a CPU, else by gloo. Nothing for a process that is alone.
-    Its ranks are watched before they make it, as `watch_group` does. Collective.
+    process of this machine has a GPU of its own and neither `device` nor `transport` says otherwise, else by gloo.
+    Where `device` is CUDA and there are fewer GPUs, processes share them. Nothing for a process that is alone. Its
+    ranks are watched before they make it, as `watch_group` does. Collective.
 
     Without it, every process would train a whole copy of the model by itself. The group is destroyed when the program
     ends.
@@ -41,8 +44,8 @@ def join_launched_group(
     environment = os.environ
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         if int(environment["WORLD_SIZE"]) > 1:
-            may_use_gpus = device is None or torch.device(device).type == "cuda"
-            _make_group(environment, may_use_gpus, stall_limit, is_provisional)
+            backend = _take_gpu(environment, device, transport)
+            _make_group(environment, backend, stall_limit, is_provisional)
         return
     for launcher, count in _COUNTS.items():
         if _PROCESS[launcher] in environment and int(environment.get(count, 1)) > 1:
@@ -53,9 +56,19 @@ def join_launched_group(
             )
 
 
+def _take_gpu(environment: Mapping[str, str], device: torch.device | str | None, transport: TransportName) -> str:
+    """Makes this process's GPU, if it is to use one, the current one; returns the backend of the group."""
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+    device_type = "cuda" if device is None else torch.device(device).type
+    backend = choose_backend(transport, device_type, num_local)
+    if backend == "nccl" or (device is not None and device_type == "cuda"):
+        torch.cuda.set_device(gpu_of(int(environment.get("LOCAL_RANK", environment["RANK"]))))
+    return backend
+
+
 def _make_group(
     environment: Mapping[str, str],
-    may_use_gpus: bool,
+    backend: str,
     stall_limit: float | Literal["off"] | None,
     is_provisional: bool,
 ) -> None:
@@ -67,13 +80,8 @@ def _make_group(
             "torch.distributed.init_process_group(...) before the Pipeline is made, or, for a process by itself, "
             "remove WORLD_SIZE."
         )
-    num_local = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
-    uses_gpus = may_use_gpus and torch.cuda.device_count() >= num_local
-    if uses_gpus:
-        torch.cuda.set_device(int(environment.get("LOCAL_RANK", environment["RANK"])))
     store, rank, size = next(rendezvous("env://", timeout=NO_LIMIT))
     watch_store(store, rank, size, stall_limit, is_provisional)
-    backend = "nccl" if uses_gpus else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NO_LIMIT)
     end_group_at_exit()
 

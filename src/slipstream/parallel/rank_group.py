@@ -14,11 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import LostRankError, SlipstreamError
+from slipstream.parallel.staged_collectives import (
+    PendingWork,
+    all_reduce,
+    gpu_backend,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from slipstream.watchdog import explain_loss, waiting
-
-# torch 2.13's names, and the older ones that it deprecates
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _Result = TypeVar("_Result")
 
@@ -83,12 +87,17 @@ class RankGroup:
         """Whether the group communicates by NCCL."""
         return self.process_group is not None and dist.get_backend(self.process_group) == "nccl"
 
+    @property
+    def gpu_backend(self) -> str:
+        """What connects the ranks' GPUs: "nccl" or "gloo", by way of host memory; "" where nothing does."""
+        return gpu_backend(self.process_group)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Replaces the tensor, on every rank, by the sum over the ranks, and returns it. Collective."""
         self._reduce(tensor, dist.ReduceOp.SUM)
         return tensor
 
-    def start_sum(self, tensor: Tensor) -> dist.Work | None:
+    def start_sum(self, tensor: Tensor) -> PendingWork | None:
         """Starts `sum`; don't touch the tensor until the returned work has been waited for. Collective."""
         return self._reduce(tensor, dist.ReduceOp.SUM, wait=False)
 
@@ -105,7 +114,7 @@ class RankGroup:
                 work.wait()
         return gathered
 
-    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, PendingWork | None]:
         """Starts `all_gather`; don't touch either tensor until the work has been waited for. Collective."""
         if self.size == 1:
             return tensor[None], None
@@ -113,8 +122,7 @@ class RankGroup:
         self._count("all_gather", gathered)
         flat = tensor.contiguous().view(-1)
         with self._loss_named("an all-gather"):
-            work: dist.Work = _all_gather(gathered.view(-1), flat, group=self.process_group, async_op=True)
-        return gathered, work
+            return gathered, start_all_gather(gathered.view(-1), flat, self.process_group)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""
@@ -124,15 +132,14 @@ class RankGroup:
                 work.wait()
         return mine
 
-    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, dist.Work | None]:
+    def start_reduce_scatter(self, tensor: Tensor) -> tuple[Tensor, PendingWork | None]:
         """Starts `reduce_scatter`; don't touch either tensor until the work has been waited for. Collective."""
         if self.size == 1:
             return tensor[0], None
         mine = tensor.new_empty(tensor.shape[1:])
         self._count("reduce_scatter", tensor)
         tensor = tensor.contiguous().view(-1)
-        work: dist.Work = _reduce_scatter(mine.view(-1), tensor, group=self.process_group, async_op=True)
-        return mine, work
+        return mine, start_reduce_scatter(mine.view(-1), tensor, self.process_group)
 
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any type that pickles, in order, on every rank. Collective."""
@@ -179,13 +186,15 @@ class RankGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
         return self  # a copy of a module communicates with the same ranks
 
-    def _reduce(self, tensor: Tensor, op: Any, wait: bool = True) -> dist.Work | None:
+    def _reduce(self, tensor: Tensor, op: Any, wait: bool = True) -> PendingWork | None:
         if self.size == 1:
             return None
         self._count("all_reduce", tensor)
         with self._loss_named("an all-reduce"):
-            work: dist.Work | None = dist.all_reduce(tensor, op, group=self.process_group, async_op=not wait)
-        return work
+            if not wait:
+                return start_all_reduce(tensor, op, self.process_group)
+            all_reduce(tensor, op, self.process_group)
+        return None
 
     @contextmanager
     def _loss_named(self, what: str) -> Iterator[None]:

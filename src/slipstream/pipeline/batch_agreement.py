@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.messages import TransportError
-from slipstream.parallel import Ranks
+from slipstream.parallel import PendingWork, Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.sequences import Sequences
 from slipstream.watchdog import explain_loss, waiting
@@ -37,7 +36,7 @@ class BatchAgreement:
         # Without it a GPU would have to be waited for later, when it has work.
         self._waits = ranks.data.size > 1 or ranks.tensor.size > 1 or ranks.device.type != "cpu"
         self._whole: WholeBatch | Sequences | None = None
-        self._asked: tuple[Tensor, dist.Work | None] | None = None  # what is being gathered
+        self._asked: tuple[Tensor, PendingWork | None] | None = None  # what is being gathered
 
     def on(self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch]) -> SplitBatch:
         """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import keyed_seed
-from slipstream.parallel import Ranks, join_launched_group, watch_group
+from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
 from slipstream.pipeline.execution import Losses, TokenOutputs
@@ -44,11 +44,13 @@ class Engine:
 
     def __init__(self, model: object, options: PipelineOptions) -> None:
         """Builds this rank's part of the pipeline. Collective."""
-        join_launched_group(options.device, options.runtime.stall_limit)
+        join_launched_group(options.device, options.runtime.stall_limit, transport=options.runtime.transport)
         self.ranks = Ranks.of(options.mesh)
         # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
         options = replace(options, mesh=None)
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
+        if self.ranks.world.size > 1:
+            check_transport(options.runtime.transport, self.device, self.ranks.world.gpu_backend)
         self._agreement = BatchAgreement(self.ranks)
         watch_group(self.ranks.world, options.runtime.stall_limit)
         with counted_off("loading and checking the model"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import storage_id
-from slipstream.parallel import ParameterShard, ParameterShare, Ranks
+from slipstream.parallel import ParameterShard, ParameterShare, Ranks, all_reduce
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.execution.fixed_gradients import FixedGradients
@@ -210,5 +210,5 @@ class TiedGradients:
                 wide = accumulators[-1].grad_dtype
                 total = sum(present[1:], present[0]) if present else torch.zeros_like(weight, dtype=wide)
                 if self._group is not None:
-                    dist.all_reduce(total, group=self._group)
+                    all_reduce(total, dist.ReduceOp.SUM, self._group)
                 yield name, total

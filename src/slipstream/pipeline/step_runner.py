@@ -9,10 +9,10 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.messages import (
-    DistributedTransport,
     LocalTransport,
     ScatterGather,
     Transport,
+    connect_transport,
     skip_channels,
     vocabulary_channels,
 )
@@ -153,7 +153,7 @@ class StepRunner:
         if self._ranks.pipeline.size == 1:
             return LocalTransport()
         skips = skip_channels(routes, training) + vocabulary_channels(training)
-        return DistributedTransport(send_windows(training), self._device, self._ranks, skips)
+        return connect_transport(send_windows(training), self._device, self._ranks, skips)
 
 
 def _graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:

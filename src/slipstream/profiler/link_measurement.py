@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.messages import DistributedTransport, ScatterGather, Transport
+from slipstream.messages import ScatterGather, Transport, connect_transport
 from slipstream.model import TensorSpec
 from slipstream.parallel import Ranks
 from slipstream.planner.costs import MeasuredLink
@@ -52,7 +52,7 @@ def measure_link(
     there = Channel("activations", 0, 1), Action(Op.SEND_F, 0)
     back = Channel("activations", 1, 0), Action(Op.SEND_F, 1)
     num_parts = ranks.tensor.size if sequence_parallel else 1  # that are messages of their own
-    transport: Transport = DistributedTransport({there[0]: 8, back[0]: 8}, device, ranks)
+    transport: Transport = connect_transport({there[0]: 8, back[0]: 8}, device, ranks)
     if ranks.tensor.size > num_parts:
         transport = ScatterGather(transport, ranks.tensor)
     end = ranks.pipeline.rank

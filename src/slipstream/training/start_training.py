@@ -13,7 +13,7 @@ from slipstream.errors import InterruptedRunError, RankFailedError
 from slipstream.launch import ForkServer, Progress, fork_server, has_launcher, launch_ranks
 from slipstream.terminal import make_console
 from slipstream.training.config import Config
-from slipstream.training.device_choice import check_machine
+from slipstream.training.device_choice import check_machine, sharing_here
 from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import less_memory, memory_account, preflight
 from slipstream.training.restarts import launch_with_restarts
@@ -52,6 +52,8 @@ def start_training(config: Config) -> None:
             inputs.write()
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
             progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
+            if sharing := sharing_here(config):
+                progress.say(f"{sharing}: messages go through gloo and pinned host memory")
             launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress, server)
             if config.training.single_process_steps:
                 _compare(folder, progress, server)

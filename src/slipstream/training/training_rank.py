@@ -23,7 +23,13 @@ from slipstream.parallel import NO_LIMIT, RankGroup
 from slipstream.schedule import Schedule
 from slipstream.terminal import log_details, make_console
 from slipstream.training.config import Config, load_config, named_schedule
-from slipstream.training.device_choice import check_machine, choose_device, choose_device_type
+from slipstream.training.device_choice import (
+    check_machine,
+    choose_backends,
+    choose_device,
+    describe_device,
+    sharing_here,
+)
 from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import preflight
 from slipstream.training.run_folder import RunFolder
@@ -110,7 +116,7 @@ def _describe(config: Config) -> dict[str, str]:
     """Returns the versions, the device and the settings of this rank, which must be the same on all."""
     schedule = named_schedule(config.pipeline)
     texts = {f"contents of {config.pipeline.schedule}": str(schedule)} if isinstance(schedule, Schedule) else {}
-    return launch.describe_process(config.model_dump(mode="json"), choose_device_type(config), texts)
+    return launch.describe_process(config.model_dump(mode="json"), describe_device(config), texts)
 
 
 def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> bool:
@@ -122,7 +128,8 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
     problem, is_finished = None, False
     run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
     if world.rank == 0:
-        progress.say("; ".join(filter(None, [f"all ranks connected: {ranks}", ranks.describe_store()])))
+        about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
+        progress.say("; ".join(filter(None, about)))
         try:
             inputs = preflight(config, progress)
             is_finished = inputs.is_finished
@@ -157,10 +164,10 @@ def _appears(file: Path, text: str) -> bool:
 
 
 def _init_process_group(config: Config, **connection: Any) -> torch.device:
-    """Connects the ranks through gloo, and their GPUs through NCCL; returns this rank's device."""
+    """Connects the ranks through gloo, and their GPUs through NCCL unless ranks share one; returns this rank's
+    device."""
     device = choose_device(config)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=NO_LIMIT, **connection)
+    dist.init_process_group(choose_backends(config), timeout=NO_LIMIT, **connection)
     return device
 
 

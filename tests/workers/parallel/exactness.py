@@ -99,8 +99,8 @@ def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-def run(case: Case, mesh: tuple[int, int, int], device_mesh: object) -> float:
-    """The case's error on this rank."""
+def run(case: Case, mesh: tuple[int, int, int], device_mesh: object, device: str | None = None) -> float:
+    """The case's error on this rank; the whole model is on the CPU, wherever the pipeline is."""
     config = config_of(case.model, mesh[0], mesh[2])
     whole: Any = build(config, seed=3)
     if case.model == ADAPTED:
@@ -108,7 +108,7 @@ def run(case: Case, mesh: tuple[int, int, int], device_mesh: object) -> float:
     patterns = [each for each in case.freeze if fnmatch.filter([name for name, _ in whole.named_parameters()], each)]
     frozen = find_frozen(whole, patterns)
     freeze(whole, frozen)
-    settings = {"dtype": torch.float64, "mesh": device_mesh, "self_check": False, **case.settings()}
+    settings = {"dtype": torch.float64, "mesh": device_mesh, "self_check": False, "device": device, **case.settings()}
     if case.model == ADAPTED:
         pipe = Pipeline(copy.deepcopy(whole), **grouped(**settings))
     elif case.model == "mixtral":  # transformers' own way with experts, unlike the one of `build`, has no float64
@@ -125,12 +125,12 @@ def run(case: Case, mesh: tuple[int, int, int], device_mesh: object) -> float:
             optimizer.zero_grad()
         inputs, labels = batch(step, rows)
         loss = pipe.step(inputs[mine], labels[mine])
-        errors.append(float(abs(loss - unsplit_step(whole, inputs, labels))))
+        errors.append(abs(float(loss) - float(unsplit_step(whole, inputs, labels))))
         if step == 0:
             gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
             errors.append(error(pipe, gradients, "grad"))
         norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        errors.append(float(abs(norms[0] - norms[1]) / norms[1]))
+        errors.append(abs(float(norms[0]) - float(norms[1])) / float(norms[1]))
         for optimizer in optimizers:
             optimizer.step()
     pipe.evaluate(inputs[mine], labels[mine])  # publishes the last update
@@ -147,7 +147,7 @@ def error(pipe: Pipeline, whole: dict[str, Tensor], what: str) -> float:
         if not piece.parameter.requires_grad:
             continue  # frozen
         all_rows = whole[piece.name].detach()
-        own = getattr(piece.parameter, what).detach()
+        own = getattr(piece.parameter, what).detach().cpu()
         rows = piece.share.take(all_rows)[piece.first_row :][: len(own)]
         errors.append(float((own - rows).abs().max() / max(all_rows.abs().max(), floor)))
     assert all(map(math.isfinite, errors)), errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slipstream
 from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
+from slipstream.messages import StagedTransport
 from slipstream.messages.transport import TransportError
 from slipstream.model import causal_cross_entropy
+from support import slow_copies
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -200,6 +203,17 @@ def absent() -> None:
     print("rank 1 reported", flush=True)
 
 
+def failing() -> None:
+    """Where a copy fails, the rank says why, although it waits for another, which ends as well."""
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, slices=4, runtime=Runtime(self_check=False))
+    slow_copies.SlowCopies.fails_at = -1 if pipe.rank else 3
+    with pytest.raises(TransportError) as raised:
+        pipe.step(tokens(), tokens())
+    reason = "can't come: its tensors could not be copied" if pipe.rank else "rank's GPU: an illegal memory access"
+    assert reason in str(raised.value), str(raised.value)
+    print(f"rank {pipe.rank} reported", flush=True)
+
+
 def buffers() -> None:
     """64 messages a channel pass through as many buffers as are in flight, not through 64."""
     inputs = tokens(batch=4)
@@ -209,8 +223,11 @@ def buffers() -> None:
     for _ in range(2):
         pipe.step(inputs, inputs)
     (executor,) = pipe._engine.runner.executors
-    pool = executor._transport._pool  # type: ignore[attr-defined]
-    assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
+    transport: Any = executor._transport
+    is_staged = isinstance(transport, StagedTransport)
+    pools = [transport._hosts._free, transport._here._free] if is_staged else [transport._pool]
+    for pool in pools:
+        assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
 
 
 def mesh() -> None:
@@ -238,10 +255,14 @@ if __name__ == "__main__":
         "auto": auto,
         "mismatch": mismatch,
         "absent": absent,
+        "failing": failing,
         "buffers": buffers,
         "mesh": mesh,
     }
-    cases[sys.argv[1]](*sys.argv[2:])
-    if sys.argv[1] not in ("mismatch", "absent"):
+    what = sys.argv[1].removeprefix("staged ")
+    if what != sys.argv[1]:  # as between GPUs that ranks share
+        slow_copies.install()
+    cases[what](*sys.argv[2:])
+    if what not in ("mismatch", "absent", "failing"):
         dist.barrier()
     dist.destroy_process_group()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.staged_collectives import PendingWork
 
 BUCKET_BYTES = 25 * 2**20
 NamedParameter = tuple[str, nn.Parameter]
@@ -30,7 +30,7 @@ class PendingReduction:
     shapes: Iterable[Sequence[int]]  # of their gradients in the result
     sent: Tensor  # kept until the collective ends
     result: Tensor  # the whole sum or, of a scatter, this replica's rows
-    work: dist.Work | None
+    work: PendingWork | None
 
     @classmethod
     def sum(cls, bucket: Bucket, group: RankGroup) -> PendingReduction:

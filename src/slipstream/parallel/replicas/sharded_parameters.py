@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
+from slipstream.parallel.gpu_sharing import refuse_shards
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.replicas.buckets import PendingReduction, add_gradient, in_buckets, take_gradients
 
@@ -55,6 +56,8 @@ class ShardedParameters:
             _check_can_be_sharded(model)
         assert data.process_group is not None
         device = next(next(iter(stages.values()))[0].parameters()).device
+        if device.type == "cuda" and data.gpu_backend != "nccl":
+            refuse_shards()
         mesh = DeviceMesh.from_group(data.process_group, device.type, mesh_dim_names=("dp",))
         self._modules = {stage: _shard(*modules, mesh) for stage, modules in stages.items()}
         self._models = {stage: model for stage, (model, _) in stages.items()}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +16,7 @@ from transformers import PretrainedConfig
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.toy import quiet_transformers
-from slipstream.parallel import ParameterShare, Ranks
+from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
 
@@ -123,7 +122,7 @@ def gather_state(stages: Iterable[Stage], ranks: Ranks, parameters: Parameters) 
     others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
     if not ranks.leads:
         for part in mine:
-            dist.send(own[part.name].to(ranks.device).contiguous(), places[0], group)
+            send_tensor(own[part.name].to(ranks.device).contiguous(), places[0], group)
         return {}
     whole: dict[str, Tensor] = {}
     for source, sent in enumerate(others):
@@ -132,7 +131,7 @@ def gather_state(stages: Iterable[Stage], ranks: Ranks, parameters: Parameters) 
                 tensor = own[part.name]
             else:
                 tensor = torch.empty(part.shape, dtype=part.dtype, device=ranks.device)
-                dist.recv(tensor, places[source], group)
+                receive_tensor(tensor, places[source], group)
             _put(part, tensor.cpu(), whole)
     return whole
 

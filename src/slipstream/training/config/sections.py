@@ -110,7 +110,7 @@ class TrainingSection(Record):
     has float32 copies, and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
     that is found as training goes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a device for each rank."""
+    """auto: CUDA where there is a GPU, which several ranks share where there are fewer GPUs than ranks."""
     seed: int = 0
     """The seed of the weights, the order of the documents, dropout and sampling."""
     eval_every: int = Field(default=0, ge=0)

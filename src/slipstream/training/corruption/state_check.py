@@ -5,11 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterable, Iterator
 
-import torch.distributed as dist
-
 from slipstream.checkpoint import TensorShard
 from slipstream.errors import RankFailedError
-from slipstream.parallel import RankGroup
+from slipstream.parallel import RankGroup, receive_tensor, send_tensor
 from slipstream.training.corruption.fingerprints import (
     Difference,
     find_differences,
@@ -113,9 +111,9 @@ class StateCheck:
         whole = tensor.contiguous()
         for wrong in difference.wrong:
             if self._world.rank == difference.right:
-                dist.send(whole, rank[wrong], group=self._world.process_group)
+                send_tensor(whole, rank[wrong], self._world.process_group)
             elif self._world.rank == wrong:
-                dist.recv(whole, rank[difference.right], group=self._world.process_group)
+                receive_tensor(whole, rank[difference.right], self._world.process_group)
                 tensor.copy_(whole)
 
     def _describe(self, difference: Difference) -> str:

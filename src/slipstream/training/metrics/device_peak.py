@@ -25,15 +25,17 @@ class DevicePeak:
     source: str
 
 
-def find_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """Returns the peak that MFU is measured against, for matrix products of `dtype`.
+def find_peak(device: torch.device, dtype: torch.dtype, share: float = 1.0) -> DevicePeak:
+    """Returns the peak that MFU is measured against, for matrix products of `dtype`, of a rank with a `share` of a GPU.
 
     A CUDA device is looked up by its name in the cluster descriptions that come with Slipstream. For a CPU, an unknown
     device and a dtype without an entry, the fastest of some products is taken: then all ranks of a machine should call
     this at the same time, as they share the machine when they train.
     """
     known = peak_by_name(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-    return known or measure_peak(device, dtype)
+    if known is None:
+        return measure_peak(device, dtype)
+    return known if share == 1 else DevicePeak(share * known.flops, f"{known.source}, {share:.3g} of it for each rank")
 
 
 def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:

@@ -17,6 +17,7 @@ from slipstream.timeline import Timeline
 from slipstream.training.config import Config
 from slipstream.training.cut_advice import CutAdvice
 from slipstream.training.data import TokenBatch
+from slipstream.training.device_choice import share_of_gpu
 from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.disk_trouble import DiskTrouble
 from slipstream.training.metrics.flops import FlopsMeter
@@ -59,7 +60,7 @@ class Reporter:
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
         # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
         self._figures: FlopsMeter | None = None
-        training, peak = config.training, find_peak(device, compute_dtype(config))
+        training, peak = config.training, find_peak(device, compute_dtype(config), share_of_gpu(config))
         if pipe.leads:
             try:
                 length, number = map(round, sequence)

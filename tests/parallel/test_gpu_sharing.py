@@ -1,0 +1,65 @@
+"""Ranks with a GPU each talk by NCCL, others by gloo; what was asked for and can't be is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import Pipeline
+from slipstream.errors import SlipstreamError
+from slipstream.options import Runtime
+from slipstream.parallel import check_transport, choose_backend, describe_sharing, gpu_of
+from support.architectures import ARCHITECTURES
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("transport", "device_type", "num_gpus", "backend"),
+    [
+        ("auto", "cuda", 2, "nccl"),
+        ("auto", "cuda", 1, "gloo"),
+        ("auto", "cpu", 8, "gloo"),
+        ("gloo", "cuda", 2, "gloo"),
+        ("nccl", "cuda", 3, "nccl"),
+    ],
+)
+def test_two_processes(
+    monkeypatch: pytest.MonkeyPatch, transport: str, device_type: str, num_gpus: int, backend: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    assert choose_backend(transport, device_type, num_local=2) == backend  # type: ignore[arg-type]
+
+
+def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [gpu_of(rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert describe_sharing(5) == "5 ranks share 2 GPUs"
+    assert describe_sharing(2) == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "said"),
+    [
+        ("cuda", 1, "2 ranks share 1 GPU, and NCCL .* Leave it out or give gloo, or start 1 rank a machine"),
+        ("cpu", 1, "2 ranks compute on CPUs, and NCCL .* Leave it out or give gloo.$"),
+        (None, 0, "2 ranks compute on CPUs"),
+    ],
+)
+def test_nccl_without_a_gpu_each(monkeypatch: pytest.MonkeyPatch, device: str | None, num_gpus: int, said: str) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SlipstreamError, match=f"runtime.transport=nccl: {said}"):
+        Pipeline.from_config(ARCHITECTURES["llama"], device=device, runtime=Runtime(transport="nccl"))
+
+
+def test_a_group_that_is_there_already() -> None:
+    with pytest.raises(SlipstreamError, match=r"runtime\.transport=nccl, but the ranks compute on CPUs"):
+        check_transport("nccl", CPU, "gloo")
+    with pytest.raises(SlipstreamError, match="the process group connects GPUs by gloo"):
+        check_transport("nccl", GPU, "gloo")
+    with pytest.raises(SlipstreamError, match='init_process_group\\("gloo"\\) before anything else makes the group'):
+        check_transport("gloo", GPU, "nccl")
+    for transport, device, backend in (("auto", GPU, "gloo"), ("gloo", CPU, "nccl"), ("nccl", GPU, "nccl")):
+        check_transport(transport, device, backend)  # type: ignore[arg-type]

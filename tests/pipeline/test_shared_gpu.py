@@ -1,0 +1,125 @@
+"""Processes that share one GPU train as the unsplit model, go on to the bit, and settle on an order by themselves.
+
+Where there is none, processes on CPUs exchange messages and sums by the same way through memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from slipstream.planner.costs import load_profile
+from support.forked import SHOWS_GPU, launch, slipstream_command
+from support.paths import WORKERS
+
+WORKER = WORKERS / "pipeline/shared_gpu.py"
+STEPS, HALF = 6, 3
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "vocab_size": 300,
+            "max_position_embeddings": 64,
+        }
+    },
+    "data": {"vocab_size": 300, "validation_fraction": 0},
+    "pipeline": {"num_ranks": 2, "slices": 4},
+    "runtime": {"self_check": False},
+    "training": {"seq_len": 64, "batch_size": 4, "steps": STEPS},
+    "checkpoint": {"every": HALF},
+}
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks see the first GPU alone."""
+    monkeypatch.setenv(SHOWS_GPU, "1")
+    if torch.cuda.device_count() > 1:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_processes", "cases"), [(2, ["pp", "state", "dp", "tp"]), (4, ["pp, tp", "pp, dp"])])
+def test_gradients_in_float64(num_processes: int, cases: list[str], device: str) -> None:
+    ended = launch(num_processes, WORKER, device, *cases)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.usefixtures("compiled_search")
+@pytest.mark.parametrize("device", DEVICES)
+def test_auto(device: str) -> None:
+    ended = launch(2, WORKER, device, "auto")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def train(device: str, folder: Path, *more: str) -> str:
+    """What a run of `slipstream train` with local ranks, which it starts by itself, says."""
+    text, config = folder.parent / "text.txt", folder.with_suffix(".yaml")
+    text.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
+    config.write_text(yaml.safe_dump(SETTINGS))
+    places = [f"--training.output={folder}", f"--data.files=[{text}]", f"--training.device={device}"]
+    ended = slipstream_command("train", config, *places, *more)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ("ranks share 1 GPU" in ended.stdout) == (device == "cuda")
+    assert "import torch and transformers first" not in ended.stdout  # ranks are forked although there is a GPU
+    return ended.stdout
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("mesh", [[], ["--dp=2", "--parallel.shard_optimizer=true"]], ids=["pp", "pp, dp"])
+def test_a_run_goes_on_to_the_bit(tmp_path: Path, mesh: list[str], device: str) -> None:
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(device, whole, *mesh)
+    first = f"checkpoints/step-{HALF:08}"
+    shutil.copytree(whole / first, again / first)
+    assert f"resumed after step {HALF}" in train(device, again, *mesh, "--checkpoint.resume=latest")
+    assert losses(whole)[HALF:] == losses(again)
+    models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)]
+    assert models[0] == models[1]
+
+
+@pytest.mark.usefixtures("compiled_search")
+@on_a_gpu
+def test_a_run_chooses_its_order(tmp_path: Path, device: str) -> None:
+    automatic = [f"--pipeline.{name}=auto" for name in ("schedule", "slices", "partition")]
+    train(device, tmp_path / "run", *automatic, "--training.steps=12")
+    assert len(losses(tmp_path / "run")) == 12
+
+
+@on_a_gpu
+@pytest.mark.more
+def test_a_profile(tmp_path: Path, device: str) -> None:
+    """Two processes measure at the same time, and the link between them."""
+    config, output = tmp_path / "config.yaml", tmp_path / "profile.json"
+    training = SETTINGS["training"] | {"output": str(tmp_path / "run")}
+    config.write_text(yaml.safe_dump(SETTINGS | {"data": {"corpus": "python-stdlib"}, "training": training}))
+    options = [f"--output={output}", f"--device={device}", "--ranks=2", "--repeats=2", "--granularity=16"]
+    ended = slipstream_command("profile", config, *options)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    link = load_profile(output).link
+    assert link is not None
+    assert "gloo" in link.backend
