@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.doctor import communication, disk, machine
 from slipstream.doctor.finding import Check, Finding, isolated
 
+if TYPE_CHECKING:
+    from slipstream.doctor.rank_exchange import RankExchange
+
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found out about this machine."""
+    """What was found out about this machine, and in a launched group about the links between its ranks."""
 
     findings: list[Finding]
+    rank: int = 0
+    """The rank that found it: 0 speaks for all."""
+    exchange: RankExchange | None = None
+    """With which a rank of a launched group leaves it."""
 
     @property
     def can_train(self) -> bool:
@@ -22,18 +31,36 @@ class Examination:
         return all(finding.problem is None for finding in self.findings)
 
 
-def examine(folder: Path, tell: Callable[[str], None] = lambda _text: None) -> Examination:
-    """Returns what this machine can do and what isn't here.
+def examine(folder: Path, seconds: float = 30.0, tell: Callable[[str], None] = lambda _text: None) -> Examination:
+    """Returns what this machine can do and what isn't here. Collective in a group that a launcher started.
 
     Args:
         folder: that runs go to; it needn't exist.
+        seconds: that ranks wait for each other.
         tell: is called with what is looked at next.
     """
+    rank, num_ranks = _place()
     found: list[Finding] = []
     for topic, check in _checks(folder):
         tell(topic)
         found += isolated(topic, check)
-    return Examination(found)
+    if num_ranks == 1 or not machine.can_import_torch():
+        return Examination(found, rank)
+    from slipstream.doctor.rank_exchange import RankExchange
+
+    tell("exchange between ranks")
+    exchange = RankExchange(seconds)
+    found += isolated("exchange", lambda: exchange.run(found))
+    return Examination(found, rank, exchange)
+
+
+def _place() -> tuple[int, int]:
+    """Returns this process's rank and how many there are, as the launcher says; 0 and 1 without one."""
+    from slipstream.launch.slurm import is_task, torchrun_variables
+
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() and is_task(os.environ):
+        os.environ.update(torchrun_variables(os.environ))
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _checks(folder: Path) -> Iterator[tuple[str, Check]]:

@@ -1,0 +1,44 @@
+"""`slipstream doctor` on ranks of which one stops, ends or sends wrong bytes: RANK HOW AT [ARGUMENTS].
+
+HOW is "stop", "end", or "garble". AT is the number of the message at which it does, 0 for the start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from slipstream.cli import main
+
+failing, how, at = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+is_failing = os.environ["RANK"] == str(failing)
+isend, sent = dist.isend, 0
+
+
+def fail() -> None:
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "end":
+        os._exit(0)
+
+
+def send(tensor: Any, *arguments: Any, **options: Any) -> Any:
+    global sent
+    sent += 1
+    if sent == at:
+        if how == "garble":
+            tensor = tensor + 1
+        fail()
+    return isend(tensor, *arguments, **options)
+
+
+if is_failing and at == 0:
+    fail()
+if is_failing:
+    dist.isend = send
+sys.argv = ["slipstream", "doctor", *sys.argv[4:]]
+main()
