@@ -38,16 +38,17 @@ def test_json_has_the_same(tmp_path: Path) -> None:
     findings = found("--folder", tmp_path)
     assert findings["gloo"] == {"topic": "gloo", "text": "available", "problem": None, "advice": None}
     assert "FLOP/s" in findings["matrix product, CPU"]["text"] or torch.cuda.is_available()
-    assert "written at" in findings[f"folder {tmp_path}"]["text"]
+    assert "written at" in findings["folder"]["text"]
 
 
 def test_a_folder_that_cant_be_written_to_is_a_failure(tmp_path: Path) -> None:
-    finding = found("--folder", "/proc/runs", code=1)["folder /proc/runs"]  # not even root makes files there
+    finding = found("--folder", "/proc/runs", code=1)["folder"]  # not even root makes files there
     assert "couldn't be written to /proc" in finding["problem"]
     assert "training.output" in finding["problem"]
     (tmp_path / "runs").write_text("")
-    finding = found("--folder", tmp_path / "runs", code=1)[f"folder {tmp_path / 'runs'}"]
-    assert "is a file; name another folder" in finding["problem"]
+    finding = found("--folder", tmp_path / "runs", code=1)["folder"]
+    assert finding["text"] == f"{tmp_path / 'runs'}: {tmp_path / 'runs'} is a file"
+    assert "--folder=FOLDER" in finding["problem"]
 
 
 def test_a_torch_that_cant_be_imported_is_a_failure(tmp_path: Path) -> None:

@@ -32,7 +32,11 @@ def find_gpus() -> Iterator[Finding]:
         available = torch.cuda.is_available()
     if not available:
         yield _unused([str(each.message) for each in caught])
-    for device in devices():
+    chosen = devices()
+    if available and chosen[0].type == "cpu":
+        text = f"{torch.cuda.device_count()} here, which is fewer than ranks on this machine: they use the CPU"
+        yield Finding("GPU", text, advice="start a rank for each GPU: torchrun --nproc-per-node=gpu")
+    for device in chosen:
         if device.type == "cuda":
             yield _describe(device)
 

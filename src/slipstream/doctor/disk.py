@@ -23,17 +23,16 @@ _LITTLE_PINNED = 2**26  # bytes
 def find_folder(folder: Path) -> Iterator[Finding]:
     """Yields the room and the rate of the disk that a folder is on, or will be; the folder itself isn't made."""
     exists = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    topic = f"folder {folder}"
     if not exists.is_dir():
-        yield Finding(topic, f"{exists} is a file", f"{exists} is a file; name another folder: --folder=FOLDER")
+        yield Finding("folder", f"{folder}: {exists} is a file", "name another folder: --folder=FOLDER")
         return
     free = shutil.disk_usage(exists).free
-    text = f"{bytes_text(free)} free"
+    text = f"{folder}: {bytes_text(free)} free"
     try:
         seconds = _write(exists)
     except OSError as error:
         yield Finding(
-            topic,
+            "folder",
             f"{text}, not writable",
             f"a file of {bytes_text(_WRITTEN)} couldn't be written to {exists} ({error.strerror or error}); make room "
             "or get permission to write there, or let runs go elsewhere (training.output) and look at that: "
@@ -42,7 +41,7 @@ def find_folder(folder: Path) -> Iterator[Finding]:
         return
     little = f"checkpoints need more than {bytes_text(free)}: make room, or choose another training.output"
     rate = f"written at {bytes_text(_WRITTEN / seconds)}/s"
-    yield Finding(topic, f"{text}, {rate}", advice=little if free < _LITTLE else None)
+    yield Finding("folder", f"{text}, {rate}", advice=little if free < _LITTLE else None)
 
 
 def _write(folder: Path) -> float:

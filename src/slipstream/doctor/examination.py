@@ -39,37 +39,40 @@ def examine(folder: Path, seconds: float = 30.0, tell: Callable[[str], None] = l
         seconds: that ranks wait for each other.
         tell: is called with what is looked at next.
     """
-    rank, num_ranks = _place()
+    tell("versions")
+    has_torch = machine.can_import_torch()
+    if has_torch:
+        _read_slurm()
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     found: list[Finding] = []
-    for topic, check in _checks(folder):
+    for topic, check in _checks(folder, has_torch):
         tell(topic)
         found += isolated(topic, check)
-    if num_ranks == 1 or not machine.can_import_torch():
+    if num_ranks == 1 or not has_torch:
         return Examination(found, rank)
     from slipstream.doctor.rank_exchange import RankExchange
 
     tell("exchange between ranks")
     exchange = RankExchange(seconds)
-    found += isolated("exchange", lambda: exchange.run(found))
+    found += isolated("exchange", lambda: exchange.run(found), is_vital=True)
     return Examination(found, rank, exchange)
 
 
-def _place() -> tuple[int, int]:
-    """Returns this process's rank and how many there are, as the launcher says; 0 and 1 without one."""
+def _read_slurm() -> None:
+    """Names this process's rank as torchrun does, where srun has started it."""
     from slipstream.launch.slurm import is_task, torchrun_variables
 
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() and is_task(os.environ):
         os.environ.update(torchrun_variables(os.environ))
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _checks(folder: Path) -> Iterator[tuple[str, Check]]:
+def _checks(folder: Path, has_torch: bool) -> Iterator[tuple[str, Check]]:
     yield "versions", machine.find_versions
     yield "processor", machine.find_processor
     yield "memory", machine.find_memory
     yield "folder", lambda: disk.find_folder(folder)
     yield "shared memory", disk.find_shared_memory
-    if machine.can_import_torch():
+    if has_torch:
         yield from _checks_of_torch()
 
 

@@ -21,13 +21,14 @@ class Finding:
 Check = Callable[[], Iterable[Finding]]
 
 
-def isolated(topic: str, check: Check) -> list[Finding]:
-    """Returns what the check finds; an exception ends it alone, and is one of its findings."""
+def isolated(topic: str, check: Check, is_vital: bool = False) -> list[Finding]:
+    """Returns what a check finds. An exception ends this one alone, and is found too; a problem where it is vital."""
     found: list[Finding] = []
     try:
         found.extend(check())
     except Exception as error:
-        found.append(Finding(topic, f"not found out: {error_text(error)}"))
+        text = f"not found out: {error_text(error)}"
+        found.append(Finding(topic, text, text if is_vital else None))
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.doctor.timed_calls import ExchangeError, run_within
+from slipstream.doctor.timed_calls import WrongBytesError, run_within
 
 LARGE = 4 * 2**20  # bytes
 _SMALL = 1024  # bytes
@@ -80,7 +80,7 @@ class PairEnd:
         """Tries each direction alone, then both at once, and measures. Both ends call this at the same time.
 
         Raises:
-            ExchangeError: names the direction that didn't end within these seconds, or had wrong values.
+            ExchangeError: names the direction that didn't end within these seconds, or had wrong bytes.
         """
         left = countdown(seconds)
         for way in self.pair.ways:  # NCCL makes a communicator at its first message: both ends have one order
@@ -122,11 +122,11 @@ class PairEnd:
                 each.work.wait()
 
     def check(self, way: str, posted: Sequence[_Posted]) -> None:
-        """Raises ExchangeError where another message came than the one that was sent."""
+        """Raises WrongBytesError where another message came than the one that was sent."""
         for each in posted if way == self.received else ():
             size = each.buffer.numel()
             if wrong := int((each.buffer != self._content(way, size)).sum()):
-                raise ExchangeError(f"{wrong} of {size} bytes are wrong in a message of the {way}")
+                raise WrongBytesError(f"{wrong} of {size} bytes are wrong in a message of the {way}")
 
     def _content(self, way: str, size: int) -> Tensor:
         numbers = torch.arange(_PERIOD, dtype=torch.uint8, device=self._device)

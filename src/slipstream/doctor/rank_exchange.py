@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -13,7 +14,7 @@ from slipstream.doctor.devices import devices
 from slipstream.doctor.finding import Finding, error_text
 from slipstream.doctor.meeting import Meeting, OtherFailedError
 from slipstream.doctor.pair_exchange import MeasuredPair, NeighbourPair, PairEnd, both_ways, countdown, neighbour_pairs
-from slipstream.doctor.timed_calls import ExchangeError, run_within
+from slipstream.doctor.timed_calls import ExchangeError, WrongBytesError, run_within
 from slipstream.errors import SlipstreamError
 from slipstream.launch import ConnectedRanks, connect_ranks, describe_process
 from slipstream.parallel import NO_LIMIT, Ranks
@@ -28,6 +29,8 @@ _HOW = {
     "nccl": "see whether these ranks still run; NCCL_DEBUG=INFO shows what NCCL chose; try NCCL_P2P_DISABLE=1 on one "
     "machine, NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 between machines",
 }
+
+_WRONG = "a training would go wrong in silence: see dmesg for errors of a device or link, and try NCCL_P2P_DISABLE=1"
 
 
 class RankExchange:
@@ -65,7 +68,7 @@ class RankExchange:
             return None
         except Exception as error:
             problem = str(error) if isinstance(error, ExchangeError) else error_text(error)
-            problem = f"{problem}; {_HOW[self._backend]}"
+            problem = f"{problem}; {_WRONG if isinstance(error, WrongBytesError) else _HOW[self._backend]}"
             meeting.fail(problem)
             return problem
         return None
@@ -120,7 +123,7 @@ class RankExchange:
         problems = meeting.problems(_GRACE) if own is not None or meeting.has_failed() else {}
         for problem in dict.fromkeys(problems.values()):
             tellers = [rank for rank, each in problems.items() if each == problem]
-            yield Finding("exchange", f"failed (rank {', '.join(map(str, tellers))})", problem)
+            yield Finding("exchange", f"failed, as rank {', '.join(map(str, tellers))} found", problem)
         for rank in range(1, meeting.size):
             for problem in meeting.heard("local", rank) or []:
                 yield Finding(f"rank {rank}", "would fail", problem)
@@ -132,6 +135,8 @@ class RankExchange:
         """
         if (meeting := self._meeting) is not None:
             code = _agree(meeting, code, self._seconds)
+        elif os.environ["RANK"] != "0":
+            time.sleep(_GRACE)  # launchers end all ranks when one has failed, and rank 0 is to print what it found
         os._exit(code)
 
 
@@ -139,7 +144,7 @@ def _named(pair: NeighbourPair, measure: partial[MeasuredPair]) -> MeasuredPair:
     try:
         return measure()
     except ExchangeError as error:
-        raise ExchangeError(f"{pair}: {error}") from error
+        raise type(error)(f"{pair}: {error}") from error
 
 
 def _rows(pair: NeighbourPair, measured: Sequence[MeasuredPair]) -> Iterator[Finding]:

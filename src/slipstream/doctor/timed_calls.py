@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from math import ceil
 from queue import Empty, Queue
 from threading import Thread
 
@@ -13,6 +14,10 @@ from slipstream.errors import RankFailedError
 
 class ExchangeError(RankFailedError):
     """Raised where ranks couldn't exchange; the message says which, and what."""
+
+
+class WrongBytesError(ExchangeError):
+    """Raised where another message came than the one that was sent."""
 
 
 def run_within(seconds: float, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -45,7 +50,7 @@ def _wait(ended: Queue[tuple[str, float, Exception | None]], names: list[str], s
             name, each, problem = ended.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
             pending = [name for name in names if name not in took]
-            raise ExchangeError(f"{' and '.join(pending)} did not end within {seconds:.3g} s") from None
+            raise ExchangeError(f"{' and '.join(pending)} did not end within {ceil(seconds)} s") from None
         if problem is not None:
             raise ExchangeError(f"{name} failed ({error_text(problem)})") from problem
         took[name] = each
