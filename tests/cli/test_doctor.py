@@ -37,7 +37,9 @@ def test_it_says_what_this_machine_can_do(tmp_path: Path) -> None:
 def test_json_has_the_same(tmp_path: Path) -> None:
     findings = found("--folder", tmp_path)
     assert findings["gloo"] == {"topic": "gloo", "text": "available", "problem": None, "advice": None}
-    assert "FLOP/s" in findings["matrix product, CPU"]["text"] or torch.cuda.is_available()
+    products = [each["text"] for topic, each in findings.items() if topic.startswith("matrix product")]
+    assert products
+    assert all("FLOP/s" in text for text in products)
     assert "written at" in findings["folder"]["text"]
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from support.forked import launch
 from support.paths import WORKERS
@@ -19,9 +20,11 @@ SECONDS = "5"
 
 
 @pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine some ranks come late, which isn't what is tested."""
+def _processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks exchange over gloo; on a busy machine some come late, which isn't what is tested."""
     monkeypatch.setenv("SLIPSTREAM_RENDEZVOUS_SECONDS", "120")
+    if "gpu" not in request.keywords:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.more)])
@@ -68,3 +71,13 @@ def test_it_says_what_another_rank_has_found(tmp_path: Path) -> None:
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "fails: folder: a file of 32.0 MB couldn't be written to /proc" in ended.stdout
     assert "rank 1: folder: a file" in ended.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_gpus_exchange_both_ways(tmp_path: Path) -> None:
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "slipstream", "doctor", "--folder", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "they exchange over nccl" in ended.stdout
+    assert "activations 0 to 1" in ended.stdout

@@ -40,6 +40,7 @@ class RankExchange:
         self._seconds = seconds
         self._device = devices()[0]
         self._meeting: Meeting | None = None
+        self._store: object = None  # which may live in this process, and then as long as any rank needs it
 
     def run(self, local: Sequence[Finding]) -> list[Finding]:
         """Connects the ranks and exchanges between all neighbours; returns what rank 0 is to say, or what this rank has
@@ -51,7 +52,8 @@ class RankExchange:
         os.environ.setdefault(_RENDEZVOUS, f"{self._seconds:g}")
         try:
             ranks = connect_ranks(describe_process({}, self._device.type, {}))
-            meeting = self._meeting = Meeting(ranks, self._seconds)
+            meeting, self._store = Meeting(ranks, self._seconds), ranks.store
+            self._meeting = meeting
         except (SlipstreamError, RuntimeError, OSError) as error:
             return [Finding("ranks", "not connected", str(error))]
         meeting.tell("local", [f"{each.topic}: {each.problem}" for each in local if each.problem is not None])
@@ -80,22 +82,25 @@ class RankExchange:
     def _ends(self, ranks: ConnectedRanks, meeting: Meeting) -> list[PairEnd]:
         """Makes the process group, and two communicators for each pair, in one order on all ranks. Collective."""
         meeting.come("the beginning", self._seconds)
+        rank, size = ranks.place.rank, ranks.place.world_size
+        run_within(self._seconds, {"joining the process group": partial(self._join, ranks)})
         ends: list[PairEnd] = []
-        calls = {"joining the process group": partial(self._join, ranks, ends)}
-        run_within(self._seconds, calls)
+        for pair in neighbour_pairs(size):
+            run_within(self._seconds, {f"making groups of {pair}": partial(self._connect, pair, rank, ends)})
         return ends
 
-    def _join(self, ranks: ConnectedRanks, ends: list[PairEnd]) -> None:
+    def _join(self, ranks: ConnectedRanks) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         rank, size = ranks.place.rank, ranks.place.world_size
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=NO_LIMIT, rank=rank, world_size=size, store=ranks.store)
+
+    def _connect(self, pair: NeighbourPair, rank: int, ends: list[PairEnd]) -> None:
         pipeline = Ranks.of()
-        for pair in neighbour_pairs(size):
-            groups = [pipeline.connect(way) for way in (pair, pair[::-1])]
-            if rank in pair:
-                ends.append(PairEnd(pair, rank, groups, self._device))
+        groups = [pipeline.connect(way) for way in (pair, pair[::-1])]
+        if rank in pair:
+            ends.append(PairEnd(pair, rank, groups, self._device))
 
     def _meet_in_pairs(self, ends: Sequence[PairEnd], meeting: Meeting) -> None:
         """Exchanges pair by pair, so that it is known which one hangs, and then with all neighbours at once."""
@@ -166,7 +171,7 @@ def _agree(meeting: Meeting, code: int, seconds: float) -> int:
             meeting.tell("code", code)
             meeting.wait_for("gone", range(1, meeting.size), _GRACE)  # the store may end with this process
             return code
-        told = meeting.heard("code", 0) if meeting.wait_for("code", range(1), seconds) else 1
+        told = meeting.heard("code", 0) if meeting.wait_for("code", range(1), seconds + 2 * _GRACE) else 1
         meeting.tell("gone", None)
         return max(code, int(told))
     except RuntimeError:  # of a store that has ended

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +29,8 @@ def doctor(
     """
     from slipstream.doctor import examine
 
-    with spinner("looking at this machine") as change:
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # of ranks that share a terminal
+    with spinner("looking at this machine") if is_first else nullcontext(lambda _text: None) as change:
         found = examine(folder, timeout, lambda topic: change(f"looking at the {topic}"))
     print_findings(found, as_json) if found.rank == 0 else complain(found)
     if found.exchange is not None:
