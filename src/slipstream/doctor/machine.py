@@ -68,7 +68,7 @@ def find_processor() -> Iterator[Finding]:
     limits = f" ({', '.join(reasons)})" if reasons else ""
     advice = None
     if quota is not None and quota < allowed:
-        advice = f"the cgroup gives {quota:.3g} cores: start at most as many ranks, each with OMP_NUM_THREADS=1"
+        advice = f"the cgroup gives {quota:.3g} cores: more ranks, or threads of all ranks, slow each other down"
     yield Finding("cores", f"{usable:.3g} usable of {os.cpu_count()}{limits}{_threads()}", advice=advice)
 
 
