@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from slipstream.cli.check import check
+from slipstream.cli.doctor import doctor
 from slipstream.cli.evaluate import evaluate
 from slipstream.cli.export import export
 from slipstream.cli.generate import generate
@@ -38,7 +39,7 @@ app = typer.Typer(
 _TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command(context_settings=_TAKES_SETTINGS)(with_output_options(init))
 app.command(context_settings=_TAKES_SETTINGS)(with_output_options(train))
-for command in (runs, timeline, check, profile, plan, export):
+for command in (doctor, runs, timeline, check, profile, plan, export):
     app.command()(with_output_options(command))
 # Python has a function `eval`, so this command's is called otherwise.
 app.command("eval", context_settings=_TAKES_SETTINGS)(with_output_options(evaluate))

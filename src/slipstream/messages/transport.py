@@ -141,7 +141,22 @@ class DistributedTransport(Transport):
         self._sends: defaultdict[Channel, deque[tuple[Message, PendingWork, Tensor]]] = defaultdict(deque)
         self._agree: Callable[[], object] = _nothing
         self._unchecked: list[tuple[Tensor, Message, Sequence[TensorSpec]]] = []
+        if ranks.world.uses_nccl:
+            self._open(channels)
         release_groups_at_exit(self)
+
+    def _open(self, channels: Sequence[Channel]) -> None:
+        """Sends a number through each channel of this rank, in the order that all ranks have.
+
+        NCCL connects two ranks at their first message, for which the host of each end waits: in a step, a receive that
+        is posted ahead would wait for a rank that waits for what this one has still to compute.
+        """
+        number = torch.zeros(1, device=self._device)
+        for channel in channels:
+            ends, me = [self._global_ranks[rank] for rank in (channel.source, channel.destination)], dist.get_rank()
+            if me in ends:
+                exchange = dist.send if me == ends[0] else dist.recv
+                exchange(number, ends[me == ends[0]], group=self._groups[channel])
 
     def release_groups(self) -> None:
         self._groups.clear()

@@ -1,0 +1,103 @@
+"""`slipstream doctor` says what this machine can do, and ends with 1 where a training would fail, and says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.forked import COMMAND, run_alone, slipstream_command
+from support.timeouts import LIMIT
+
+
+def found(*arguments: str | Path, code: int = 0) -> dict[str, dict[str, str]]:
+    """The findings of `slipstream doctor --json`, by topic."""
+    ended = slipstream_command("doctor", "--json", *arguments)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    answer = json.loads(ended.stdout)
+    assert answer["can_train"] == (code == 0)
+    return {finding["topic"]: finding for finding in answer["findings"]}
+
+
+def test_it_says_what_this_machine_can_do(tmp_path: Path) -> None:
+    ended = slipstream_command("doctor", "--folder", tmp_path / "runs")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for expected in (f" usable of {os.cpu_count()}", "gloo", "compiler", f"torch {torch.__version__}", "FLOP/s"):
+        assert expected in " ".join(ended.stdout.split()), ended.stdout
+    assert "fails: " not in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_the_same(tmp_path: Path) -> None:
+    findings = found("--folder", tmp_path)
+    assert findings["gloo"] == {"topic": "gloo", "text": "available", "problem": None, "advice": None}
+    products = [each["text"] for topic, each in findings.items() if topic.startswith("matrix product")]
+    assert products
+    assert all("FLOP/s" in text for text in products)
+    assert "written at" in findings["folder"]["text"]
+
+
+def test_a_folder_that_cant_be_written_to_is_a_failure(tmp_path: Path) -> None:
+    finding = found("--folder", "/proc/runs", code=1)["folder"]  # not even root makes files there
+    assert "couldn't be written to /proc" in finding["problem"]
+    assert "training.output" in finding["problem"]
+    (tmp_path / "runs").write_text("")
+    finding = found("--folder", tmp_path / "runs", code=1)["folder"]
+    assert finding["text"] == f"{tmp_path / 'runs'}: {tmp_path / 'runs'} is a file"
+    assert "--folder=FOLDER" in finding["problem"]
+
+
+def test_a_torch_that_cant_be_imported_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(COMMAND), "doctor", "--folder", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "fails: OSError: libcudart.so.12: cannot open shared object file; it is broken" in ended.stdout
+    assert "/dev/shm" in ended.stdout  # the checks that don't need it have run
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of PyTorch")
+def test_a_gpu_that_pytorch_cant_use_is_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA H100 80GB HBM3\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    finding = found("--folder", tmp_path)["GPU"]
+    assert finding["text"] == "nvidia-smi sees NVIDIA H100 80GB HBM3, but PyTorch can't use it"
+    assert "pip install" in finding["advice"]
+
+
+def _has_no_loopback() -> list[str] | None:
+    """A command before another one, which then runs in a namespace whose loopback interface is down."""
+    command = ["unshare", "--net", "--map-root-user"]
+    able = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+    return command if able else None
+
+
+@pytest.mark.skipif(_has_no_loopback() is None, reason="needs network namespaces")
+def test_no_loopback_is_a_failure(tmp_path: Path) -> None:
+    command = [*(_has_no_loopback() or []), sys.executable, str(COMMAND), "doctor", "--folder", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "no store answers at 127.0.0.1" in ended.stdout
+    assert "ip link set lo up" in ended.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_it_names_the_gpu_and_its_rates(tmp_path: Path) -> None:
+    ended = run_alone(COMMAND, "doctor", "--json", "--folder", tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    findings = {each["topic"]: each["text"] for each in json.loads(ended.stdout)["findings"]}
+    assert torch.cuda.get_device_name(0) in findings["GPU 0"]
+    assert "TFLOP/s" in findings["matrix product, GPU 0"]
+    assert "TFLOP/s forward and backward" in findings["FlashAttention-2"]
+    assert "pinned memory" in findings["host to GPU 0"]

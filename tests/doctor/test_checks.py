@@ -1,0 +1,59 @@
+"""Checks can't end each other, calls that hang are named, and limits of cgroups are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.doctor import machine
+from slipstream.doctor.finding import Finding, isolated
+from slipstream.doctor.pair_exchange import neighbour_pairs
+from slipstream.doctor.timed_calls import ExchangeError, run_within
+
+
+def test_an_exception_ends_its_check_alone() -> None:
+    def check() -> Iterator[Finding]:
+        yield Finding("one", "is here")
+        raise OSError("no such bus\nmore")
+
+    assert isolated("two", check) == [Finding("one", "is here"), Finding("two", "not found out: OSError: no such bus")]
+    assert isolated("two", check, is_vital=True)[1].problem == "not found out: OSError: no such bus"
+
+
+def test_calls_end_in_their_order() -> None:
+    took = run_within(5, {"slow": lambda: time.sleep(0.2), "quick": lambda: None})
+    assert list(took) == ["quick", "slow"]
+    assert took["quick"] < 0.2 <= took["slow"]
+
+
+def test_calls_that_hang_or_fail_are_named() -> None:
+    ends = threading.Event()
+    with pytest.raises(ExchangeError, match=r"^stuck did not end within 1 s$"):
+        run_within(0.2, {"stuck": ends.wait, "quick": lambda: None})
+    with pytest.raises(ExchangeError, match=r"^broken failed \(ZeroDivisionError: .*zero\)$"):
+        run_within(5, {"stuck": ends.wait, "broken": lambda: 1 // 0})
+    ends.set()
+
+
+def test_neighbours_are_those_of_a_pipeline() -> None:
+    assert neighbour_pairs(2) == [(0, 1)]
+    assert neighbour_pairs(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+
+def test_limits_of_cgroups_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    *_, cores = machine.find_processor()
+    assert cores.text.startswith(f"0.5 usable of {os.cpu_count()} (")
+    assert "the cgroup gives 0.5 cores" in (cores.advice or "")
+    (memory,) = machine.find_memory()
+    assert memory.text.endswith("limited to 1.00 GB (cgroup)")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    *_, cores = machine.find_processor()
+    assert "cgroup" not in cores.text
