@@ -49,8 +49,8 @@ def unsliced(inputs: Sequence[Tensor], grad: Tensor, kernel: SDPBackend) -> list
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
-def sliced(inputs: Sequence[Tensor], grad: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Returns the output, and the gradients of query, key and value."""
+def sliced(inputs: Sequence[Tensor], grad: Tensor, lengths: Sequence[int]) -> list[list[Tensor]]:
+    """Returns the output, and the gradients of query, key and value, of each slice."""
     bounds = list(pairwise(accumulate(lengths, initial=0)))
     slices = [[each[:, :, a:b].detach().requires_grad_() for each in inputs] for a, b in bounds]
     store, scale = ContextStore(grad.shape[2]), WIDTH**-0.5
@@ -61,7 +61,7 @@ def sliced(inputs: Sequence[Tensor], grad: Tensor, lengths: Sequence[int]) -> li
     found = []
     for (a, b), tensors, output in reversed(list(zip(bounds, slices, outputs, strict=True))):
         found.append([output.detach(), *torch.autograd.grad(output, tensors, grad[:, :, a:b])])
-    return [torch.cat(parts, dim=2) for parts in zip(*reversed(found), strict=True)]
+    return found[::-1]
 
 
 def exact(inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
@@ -78,7 +78,8 @@ def errors(heads: int, key_heads: int) -> dict[str, list[float]]:
     inputs, grad = [draw(heads, length), draw(key_heads, length), draw(key_heads, length)], draw(heads, length)
     wanted = exact(inputs, grad)
     found = {name: unsliced(inputs, grad, kernel) for name, kernel in KERNELS.items()}
-    found["8 slices"] = sliced(inputs, grad, UNEQUAL)
+    slices = sliced(inputs, grad, UNEQUAL)
+    found["8 slices"] = [torch.cat(parts, dim=2) for parts in zip(*slices, strict=True)]
     return {
         name: [float(f"{(a - b).norm() / b.norm():.3g}") for a, b in zip(tensors, wanted, strict=True)]
         for name, tensors in found.items()

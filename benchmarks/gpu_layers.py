@@ -165,12 +165,14 @@ class Layers:
             torch.cuda.synchronize(self.device)
 
 
-def measure(layers: Layers, flops: float, peak: float, slices: Sequence[int], repeats: int) -> list[dict[str, object]]:
-    """Measures each number of slices; returns a row for each."""
+def measure(
+    layers: Layers, plain: Layers, flops: float, peak: float, slices: Sequence[int], repeats: int
+) -> list[dict[str, object]]:
+    """Measures each number of slices, and the `plain` layers unsliced; returns a row for each."""
     cuts = {count: slice_lengths(count, layers.length) for count in slices}
     contenders: dict[str, Callable[[], float]] = {f"{n} slices": partial(layers.run, cut) for n, cut in cuts.items()}
     if layers.device.type == "cuda":
-        contenders |= {name: partial(layers.unsliced, kernel) for name, kernel in KERNELS.items()}
+        contenders |= {name: partial(plain.unsliced, kernel) for name, kernel in KERNELS.items()}
         contenders[f"{COMPARED} slices as graphs"] = layers.recorded(cuts[COMPARED])
     seconds = medians(interleaved(contenders, repeats, 1, steps=3))
     best = min(seconds[name] for name in (KERNELS if layers.device.type == "cuda" else ["1 slices"]))
@@ -235,12 +237,14 @@ def main() -> None:
     peak = measure_peak(device, dtype)
     rows: list[dict[str, object]] = []
     for length in lengths:
-        layers = Layers(config, options.layers, length, device, dtype, options.fused)
+        layers = plain = Layers(config, options.layers, length, device, dtype, options.fused)
+        if options.fused:
+            plain = Layers(config, options.layers, length, device, dtype, fused=False)
         flops = training_flops(config, options.layers, length)
-        for row in measure(layers, flops, peak.flops, slices, options.repeats):
+        for row in measure(layers, plain, flops, peak.flops, slices, options.repeats):
             rows.append(row)
             print(row, flush=True)
-        del layers
+        del layers, plain
     host = {} if device.type == "cpu" else host_milliseconds(config, options.layers, device, options.fused)
     found = verdicts(rows, host)
     print(host, found)

@@ -70,6 +70,7 @@ def measure(
     found = statistics.median(seconds[3:])  # the first run eagerly, the third is recorded
     expected = planned(pipe, profile, [length // NUM_SLICES] * NUM_SLICES)
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
     return {
         "schedule": schedule,
         "graphs": graphs,
@@ -78,6 +79,7 @@ def measure(
         "planned": round(1e3 * expected, 2),
         "measured over planned": round(found / expected, 4),
         "gigabytes allocated at most": round(memory / 1e9, 2),
+        "gigabytes reserved": round(reserved / 1e9, 2),
     }
 
 

@@ -20,6 +20,7 @@ from support.attention import distance, make_case
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch.compile
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -59,7 +59,7 @@ def test_the_layers_run_in_slices() -> None:
     assert len(found[0]) == 2 * 9
     for name, gradient in found[0].items():
         assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-8), name  # norms round to float32
-    rows = measure(layers, 1e6, 1e9, (1, 8), repeats=1)
+    rows = measure(layers, layers, 1e6, 1e9, (1, 8), repeats=1)
     assert [row["contender"] for row in rows] == ["1 slices", "8 slices"]
     assert rows[0]["throughput over the best unsliced"] == 1.0
     as_graphs = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.forked import COMMAND, run_alone, slipstream_command
+from support.forked import COMMAND, SHOWS_GPU, run_alone, slipstream_command
 from support.timeouts import LIMIT
 
 
@@ -93,7 +93,8 @@ def test_no_loopback_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_it_names_the_gpu_and_its_rates(tmp_path: Path) -> None:
+def test_it_names_the_gpu_and_its_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHOWS_GPU, "1")
     ended = run_alone(COMMAND, "doctor", "--json", "--folder", tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     findings = {each["topic"]: each["text"] for each in json.loads(ended.stdout)["findings"]}

@@ -178,7 +178,7 @@ class FusedCUDA:
     """Computes a tile by a fused kernel of a GPU; by the masked math where its mask is neither causal nor a window."""
 
     site: AttentionSite
-    width_multiple: ClassVar[int] = 8
+    width_multiple: ClassVar[int] = 16  # as of `FlexCUDA`, which other slices of a sequence may need
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `attention_backend`."""

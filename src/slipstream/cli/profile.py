@@ -113,5 +113,6 @@ def _remarks(profile: Profile) -> list[str]:
         if handled := float(link.handling_seconds(_LONG_MESSAGE)):
             size = bytes_text(_LONG_MESSAGE)
             lines.append(f"a message of {size} keeps each of its ranks from computing for {seconds_text(handled)}")
+    lines += [f"attention of {shape}: {kernel}" for shape, kernel in profile.attention_kernels.items()]
     lines.append(f"optimizer: {seconds_text(profile.optimizer_seconds)} per parameter")
     return lines

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.attention import chosen_kernels
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     CausalLMStage,
@@ -148,6 +149,7 @@ def profile_model(
         tensor_parallel=ranks.tensor.size,
         sequence_parallel=settings.sequence_parallel and ranks.tensor.size > 1,
         tensor_plan=settings.tensor_plan,
+        attention_kernels=chosen_kernels(),
         unit_kinds=unit_kinds,
         disturbed=max(bench.disturbed for bench in benches),
     )

@@ -100,9 +100,10 @@ def batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def run(case: Case, mesh: tuple[int, int, int], device_mesh: object, device: str | None = None) -> float:
-    """The case's error on this rank; the whole model is on the CPU, wherever the pipeline is."""
+    """The case's error on this rank; the whole model is on the pipeline's device, since models round the cosines of
+    positions to float32, and devices differ in those."""
     config = config_of(case.model, mesh[0], mesh[2])
-    whole: Any = build(config, seed=3)
+    whole: Any = build(config, seed=3).to(device or "cpu")
     if case.model == ADAPTED:
         whole = adapted(whole, peft.LoraConfig(r=4, **ADAPTER))
     patterns = [each for each in case.freeze if fnmatch.filter([name for name, _ in whole.named_parameters()], each)]
@@ -123,7 +124,7 @@ def run(case: Case, mesh: tuple[int, int, int], device_mesh: object, device: str
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        inputs, labels = batch(step, rows)
+        inputs, labels = (each.to(device or "cpu") for each in batch(step, rows))
         loss = pipe.step(inputs[mine], labels[mine])
         errors.append(abs(float(loss) - float(unsplit_step(whole, inputs, labels))))
         if step == 0:
@@ -141,12 +142,12 @@ def run(case: Case, mesh: tuple[int, int, int], device_mesh: object, device: str
 
 def error(pipe: Pipeline, whole: dict[str, Tensor], what: str) -> float:
     """The design's measure of this rank's pieces, each against the size of the whole parameter's values."""
-    floor = 1e-6 * max(tensor.detach().abs().max() for tensor in whole.values())
+    floor = 1e-6 * max(float(tensor.detach().abs().max()) for tensor in whole.values())
     errors = [0.0]
     for piece in pipe.parameter_shards():
         if not piece.parameter.requires_grad:
             continue  # frozen
-        all_rows = whole[piece.name].detach()
+        all_rows = whole[piece.name].detach().cpu()
         own = getattr(piece.parameter, what).detach().cpu()
         rows = piece.share.take(all_rows)[piece.first_row :][: len(own)]
         errors.append(float((own - rows).abs().max() / max(all_rows.abs().max(), floor)))

@@ -155,4 +155,8 @@ def add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
     """Adds rows to weight.grad[ids]; ids may repeat."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
-    weight.grad.index_add_(0, ids, rows.to(weight.grad.dtype))
+    rows = rows.to(weight.grad.dtype)
+    if rows.is_cuda:  # where index_add_ adds in another order every time
+        weight.grad.index_put_((ids,), rows, accumulate=True)
+    else:
+        weight.grad.index_add_(0, ids, rows)

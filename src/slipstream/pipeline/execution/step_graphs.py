@@ -194,4 +194,5 @@ def _synchronizations(device: torch.device) -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    found += [f"{each.filename}:{each.lineno}" for each in caught if "synchronizing" in str(each.message)]
+    waits = (each for each in caught if "called a synchronizing" in str(each.message))
+    found += [f"{each.filename}:{each.lineno}" for each in waits]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
@@ -58,6 +58,7 @@ class Profile:
     tensor_parallel: int = 1  # the ranks that shared every layer: what a stage costs is what it costs each of them
     sequence_parallel: bool = False  # whether they shared the tokens too
     tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
+    attention_kernels: Mapping[str, str] = field(default_factory=dict)  # the fastest on the GPU, by shape
     unit_kinds: tuple[int, ...] = ()  # of the units of each kind of layer, as in `part_kinds`
     format: int = FORMAT
 
