@@ -106,8 +106,8 @@ def measure(heads: int, key_heads: int, length: int, repeats: int) -> dict[str, 
     contenders["8 slices"] = lambda: sliced(inputs, grad, cut)
     sliced(inputs, grad, cut)
     contenders["8 slices as a graph"] = recorded(lambda: sliced(inputs, grad, cut))
-    rounds = repeats if length < LENGTHS[-1] else 1
-    seconds = medians(interleaved({name: timed(run) for name, run in contenders.items()}, rounds, 0, steps=3))
+    rounds, steps = (repeats, 3) if length < LENGTHS[-1] else (1, 2)
+    seconds = medians(interleaved({name: timed(run) for name, run in contenders.items()}, rounds, 0, steps=steps))
     best = min(seconds[name] for name in KERNELS)
     flops = 3.5 * 4 * heads * WIDTH * length * (length + 1) / 2
     return {
@@ -135,7 +135,7 @@ def recorded(run: Callable[[], object]) -> Callable[[], None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="tokens")
+    parser.add_argument("--longest", type=int, nargs=2, default=[LENGTHS[-1]] * 2, help="tokens, for each model")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device here")
@@ -144,8 +144,8 @@ def main() -> None:
     found_errors = {name: errors(*heads) for name, heads in MODELS.items()}
     for name, by_contender in found_errors.items():
         print(name, by_contender, flush=True)
-    for name, heads in MODELS.items():
-        for length in [each for each in LENGTHS if each <= options.longest]:
+    for (name, heads), longest in zip(MODELS.items(), options.longest, strict=True):
+        for length in [each for each in LENGTHS if each <= longest]:
             rows.append({"model": name, **measure(*heads, length, options.repeats)})
             print(rows[-1], flush=True)
     ratio = "8 slices as a graph over the best unsliced kernel"

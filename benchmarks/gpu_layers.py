@@ -55,7 +55,7 @@ TOY = {
     "num_key_value_heads": 2,
 }
 LENGTHS = (8192, 32768)  # tokens
-SLICES = (1, 4, 8, 16)
+SLICES = (1, 8)
 COMPARED = 8  # slices
 LEAST_RATIO = {8192: 0.90, 32768: 0.98}  # of sliced to unsliced throughput
 LEAST_SHARE = 0.57  # of the peak, at the longest

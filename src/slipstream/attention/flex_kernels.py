@@ -37,8 +37,7 @@ class FlexCUDA:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns output and log-sum-exp; keys and values are those from the first that any query sees."""
         with torch.no_grad():
-            output, logsumexp = self._run(query, key, value)
-        return output, logsumexp
+            return self._run(query.detach(), key.detach(), value.detach())
 
     @torch.enable_grad()
     def differentiate(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients) -> Tensor:
@@ -96,16 +95,23 @@ def _block_mask(ranges: KeyRanges, device: torch.device) -> BlockMask:
     """Returns which blocks of a slice's scores are seen, in part or whole; keys count from the first that is seen."""
     length, num_keys = ranges.end - ranges.start, ranges.end - ranges.first
     first_key = ranges.first_key - ranges.first  # (rows, T)
-    past, first_keys = num_keys - length, first_key.to(device)
+    past = num_keys - length
+    # a kernel is compiled for every number that this function knows, so it knows tensors alone
+    first_keys, last_key = first_key.to(device), torch.tensor(past, device=device)
 
     def seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = first_keys[row, query] if first_keys.shape[0] > 1 else first_keys[0, query]
-        return (key >= own) & (key <= query + past)
+        return (key >= first_keys[row, query]) & (key <= query + last_key)
+
+    def seen_alike(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first_keys[0, query]) & (key <= query + last_key)
 
     counts, blocks = zip(*_blocks(first_key, past, num_keys), strict=True)
     (some, full), (some_at, full_at) = ([each.to(device) for each in pair] for pair in (counts, blocks))
     return BlockMask.from_kv_blocks(
-        some, some_at, full, full_at, BLOCK_SIZE=_BLOCK, mask_mod=seen, seq_lengths=(length, num_keys)
+        *(some, some_at, full, full_at),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=seen if ranges.num_rows > 1 else seen_alike,
+        seq_lengths=(length, num_keys),
     )
 
 

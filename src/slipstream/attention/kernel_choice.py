@@ -28,7 +28,7 @@ from slipstream.attention.key_ranges import RegularMask
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
 _WIDEST_CUDNN = 128
-_REPEATS = 5
+_REPEATS = 3
 
 KERNELS: Mapping[str, FusedKernel] = {"flash": FlashKernel(), "cudnn": CudnnKernel()}
 

@@ -141,7 +141,7 @@ class DistributedTransport(Transport):
         self._sends: defaultdict[Channel, deque[tuple[Message, PendingWork, Tensor]]] = defaultdict(deque)
         self._agree: Callable[[], object] = _nothing
         self._unchecked: list[tuple[Tensor, Message, Sequence[TensorSpec]]] = []
-        if ranks.world.uses_nccl:
+        if device.type == "cuda" and ranks.world.gpu_backend == "nccl":
             self._open(channels)
         release_groups_at_exit(self)
 

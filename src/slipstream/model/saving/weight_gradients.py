@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 WeightGradient = Callable[[], None]
+_NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
 _deferred: list[WeightGradient] | None = None
 
 
@@ -131,7 +132,7 @@ def now_or_later(work: WeightGradient) -> None:
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int = slice(None)) -> None:
     """Adds left^T right to weight.grad[rows], in one pass unless a GPU multiplies in a narrower dtype than it adds."""
     dtype = weight.grad_dtype or left.dtype
-    if left.dtype != dtype and not left.is_cuda:
+    if left.dtype != dtype and not (left.is_cuda and left.dtype in _NARROW and dtype == torch.float32):
         left, right = left.to(dtype), right.to(dtype)  # exact
     if weight.grad is None and left.shape[1] == len(weight) and not left.is_cuda:
         # a GPU adds to zeros instead, as CUDA graphs do: so a step is the same to the bit with them and without

@@ -58,7 +58,11 @@ class StepGraphs:
         self._num_alike = 0
         self._recorded: list[RecordedStep] = []
         self._said: set[str] = set()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # what was built on another stream meets this one in the first step, where autograd waits as it must
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     @property
     def num_recorded(self) -> int:
