@@ -42,8 +42,7 @@ def test_flash(first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -
     case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
     site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3)
     backend = slice_attention._backend(case.query, case.value, site)
-    regular = first_key.shape[0] == 1 and (first_key.max() == 0 or first_key is MASKS["window"])
-    assert type(backend).__name__ == ("FusedCUDA" if regular else "FlexCUDA")
+    assert type(backend).__name__ == ("FlexCUDA" if first_key is MASKS["irregular"] else "FusedCUDA")
     assert distance(case.sliced(), case.reference()) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
 
 

@@ -6,6 +6,7 @@ the blocks of 128 x 128 scores that nobody sees.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -16,15 +17,27 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
+from slipstream.attention.context_store import ContextStore
 from slipstream.attention.key_ranges import KeyRanges
 
+_log = logging.getLogger(__name__)
 _BLOCK = 128
+_MOST_ERROR = 0.03  # of a small slice in bfloat16, relative to the largest number
 
 
 @cache
-def has_flex() -> bool:
-    """Returns whether kernels can be compiled here."""
-    return find_spec("triton") is not None
+def flex_works(device: torch.device, softcap: float | None) -> bool:
+    """Returns whether compiled kernels give what plain attention does on a small slice; says it where they don't."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        error = _error(device, softcap)
+    except Exception as problem:  # whatever a compiler raises
+        _log.info("FlexAttention can't be compiled, so masks are computed without it: %s", problem)
+        return False
+    if error > _MOST_ERROR:
+        _log.info("FlexAttention is off by %.1g on %s, so masks are computed without it", error, device)
+    return error <= _MOST_ERROR
 
 
 @dataclass(frozen=True)
@@ -135,3 +148,36 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Returns how many blocks are chosen, and all blocks, the chosen ones first."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+@torch.enable_grad()
+def _error(device: torch.device, softcap: float | None) -> float:
+    """Returns the largest difference of a slice's output and gradients from plain attention in float32, relative to the
+    largest number of each."""
+    start, length, generator = 60, 260, torch.Generator(device).manual_seed(0)
+    first_key = torch.stack([torch.arange(length) // each * each for each in (100, 70)])[:, start:]
+    ranges = KeyRanges(first_key, start)
+    sizes = (4, length - start), (2, length), (2, length), (4, length - start)
+    query, key, value, grad = (
+        torch.randn(2, heads, tokens, 64, device=device, generator=generator).bfloat16() for heads, tokens in sizes
+    )
+    kernel = FlexCUDA(AttentionSite(ContextStore(length), 0, ranges, 0.2, softcap))
+    output, logsumexp = kernel.attend(query, key, value)
+    grads = TileGradients(query, *(torch.zeros_like(each, dtype=torch.float32) for each in (key, value)))
+    found = [output, kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
+    leaves = [each.float().requires_grad_() for each in (query, key, value)]
+    plain = _plain_attention(leaves, ranges, 0.2, softcap)
+    wanted = [plain, *torch.autograd.grad(plain, leaves, grad.float())]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def _plain_attention(inputs: list[Tensor], ranges: KeyRanges, scale: float, softcap: float | None) -> Tensor:
+    query, key, value = inputs
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    own = torch.arange(ranges.start, ranges.end, device=query.device)[:, None]
+    keys = torch.arange(ranges.first, ranges.end, device=query.device)
+    seen = (keys <= own) & (keys >= ranges.first_key.to(query.device)[..., None])  # (rows, T, S)
+    return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ value.repeat_interleave(group, 1)

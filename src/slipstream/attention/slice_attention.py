@@ -15,7 +15,7 @@ from slipstream.attention.attention_backend import AttentionSite, QueryState, Ti
 from slipstream.attention.context_store import AttentionResult
 from slipstream.attention.cuda_kernels import FusedCUDA
 from slipstream.attention.flash_kernels import FlashCPU
-from slipstream.attention.flex_kernels import FlexCUDA, has_flex
+from slipstream.attention.flex_kernels import FlexCUDA, flex_works
 from slipstream.attention.kernel_choice import choose_kernel
 from slipstream.attention.key_ranges import KeyRanges, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
@@ -76,9 +76,11 @@ def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBack
     narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernels take
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or not narrow:
         return MaskedMath(site)
-    if site.softcap is None and (site.ranges.regular or not has_flex()):
+    if site.softcap is None and not any(tile.irregular for tile in site.ranges.tiles):
         return FusedCUDA(site)
-    return FlexCUDA(site) if has_flex() else MaskedMath(site)
+    if flex_works(query.device, site.softcap):
+        return FlexCUDA(site)
+    return FusedCUDA(site) if site.softcap is None else MaskedMath(site)
 
 
 def _tiles(ranges: KeyRanges) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
