@@ -53,6 +53,8 @@ TRIALS = {
     "streaming": "--megabytes 4 --steps 10",
     "slow_link": "--length 128 --megabits 1000 --repeats 1",
     "gpu_layers": "--toy --device cpu",
+    "gpu_attention": "--toy --device cpu",
+    "gpu_steps": "--toy --device cpu --budget 5 --steps 1",
     "fault_overhead": "--length 64 --hidden-size 32 --layers 2",
     "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
@@ -66,6 +68,8 @@ ON_REQUEST = {
     "slow_link",
     "auto_grid",
     "gpu_layers",
+    "gpu_attention",
+    "gpu_steps",
     "gpu_profile",
     "soak",
 }  # a GPU, root, several runs or an hour

@@ -1,6 +1,7 @@
 """Attention in slices against unsliced attention by the best kernel of PyTorch, on one GPU.
 
     python -m benchmarks.gpu_attention              # one CUDA device; prints a table, writes results/gpu_attention.json
+    python -m benchmarks.gpu_attention --device cpu --toy   # short sequences on a CPU: does it run?
 
 Forward and backward over one sequence in bfloat16, with the heads of Llama-3-8B and 70B. Unsliced are PyTorch's
 `scaled_dot_product_attention` by FlashAttention-2 and by cuDNN. In eight slices every slice runs as in a pipeline, from
@@ -37,9 +38,15 @@ KERNELS = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.C
 UNEQUAL = (512, 128, 320, 64, 448, 192, 256, 128)  # tokens
 
 
-def draw(heads: int, length: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def draw(heads: int, length: int, device: torch.device) -> Tensor:
     """Returns (1, heads, length, WIDTH), in memory as models have it."""
-    return torch.randn(1, length, heads, WIDTH, device="cuda", dtype=dtype).transpose(1, 2)
+    return torch.randn(1, length, heads, WIDTH, device=device, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def draw_all(heads: int, key_heads: int, length: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Returns query, key and value, and the output's gradient."""
+    query, key, value, grad = (draw(each, length, device) for each in (heads, key_heads, key_heads, heads))
+    return [query, key, value], grad
 
 
 def unsliced(inputs: Sequence[Tensor], grad: Tensor, kernel: SDPBackend) -> list[Tensor]:
@@ -72,12 +79,15 @@ def exact(inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.double())]
 
 
-def errors(heads: int, key_heads: int) -> dict[str, list[float]]:
+def kernels_of(device: torch.device) -> dict[str, SDPBackend]:
+    return KERNELS if device.type == "cuda" else {"FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+
+
+def errors(heads: int, key_heads: int, device: torch.device) -> dict[str, list[float]]:
     """Returns the errors of output and of the gradients of query, key and value."""
-    length = sum(UNEQUAL)
-    inputs, grad = [draw(heads, length), draw(key_heads, length), draw(key_heads, length)], draw(heads, length)
+    inputs, grad = draw_all(heads, key_heads, sum(UNEQUAL), device)
     wanted = exact(inputs, grad)
-    found = {name: unsliced(inputs, grad, kernel) for name, kernel in KERNELS.items()}
+    found = {name: unsliced(inputs, grad, kernel) for name, kernel in kernels_of(device).items()}
     slices = sliced(inputs, grad, UNEQUAL)
     found["8 slices"] = [torch.cat(parts, dim=2) for parts in zip(*slices, strict=True)]
     return {
@@ -86,29 +96,37 @@ def errors(heads: int, key_heads: int) -> dict[str, list[float]]:
     }
 
 
-def timed(run: Callable[[], object]) -> Callable[[], float]:
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
     def seconds() -> float:
-        torch.cuda.synchronize()
+        wait(device)
         began = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        wait(device)
         return time.perf_counter() - began
 
     return seconds
 
 
-def measure(heads: int, key_heads: int, length: int, repeats: int) -> dict[str, object]:
-    inputs, grad = [draw(heads, length), draw(key_heads, length), draw(key_heads, length)], draw(heads, length)
+def measure(heads: int, key_heads: int, length: int, repeats: int, device: torch.device) -> dict[str, object]:
+    inputs, grad = draw_all(heads, key_heads, length, device)
     cut = [length // SLICES] * SLICES
     contenders: dict[str, Callable[[], object]] = {
-        name: lambda kernel=kernel: unsliced(inputs, grad, kernel) for name, kernel in KERNELS.items()
+        name: lambda kernel=kernel: unsliced(inputs, grad, kernel) for name, kernel in kernels_of(device).items()
     }
-    contenders["8 slices"] = lambda: sliced(inputs, grad, cut)
+    contenders["8 slices"] = contenders["8 slices as a graph"] = lambda: sliced(inputs, grad, cut)
     sliced(inputs, grad, cut)
-    contenders["8 slices as a graph"] = recorded(lambda: sliced(inputs, grad, cut))
+    if device.type == "cuda":
+        contenders["8 slices as a graph"] = recorded(contenders["8 slices"])
     rounds, steps = (repeats, 3) if length < LENGTHS[-1] else (1, 2)
-    seconds = medians(interleaved({name: timed(run) for name, run in contenders.items()}, rounds, 0, steps=steps))
-    best = min(seconds[name] for name in KERNELS)
+    seconds = medians(
+        interleaved({name: timed(run, device) for name, run in contenders.items()}, rounds, 0, steps=steps)
+    )
+    best = min(seconds[name] for name in kernels_of(device))
     flops = 3.5 * 4 * heads * WIDTH * length * (length + 1) / 2
     return {
         "tokens": length,
@@ -136,17 +154,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--longest", type=int, nargs=2, default=[LENGTHS[-1]] * 2, help="tokens, for each model")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--toy", action="store_true", help="few heads, nothing is written: does it run?")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("there is no CUDA device here")
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --device cpu --toy shows that it runs")
     torch.manual_seed(0)
+    if options.toy:
+        print(errors(4, 2, device), measure(4, 2, 256, 1, device))
+        return
     rows: list[dict[str, object]] = []
-    found_errors = {name: errors(*heads) for name, heads in MODELS.items()}
+    found_errors = {name: errors(*heads, device) for name, heads in MODELS.items()}
     for name, by_contender in found_errors.items():
         print(name, by_contender, flush=True)
     for (name, heads), longest in zip(MODELS.items(), options.longest, strict=True):
         for length in [each for each in LENGTHS if each <= longest]:
-            rows.append({"model": name, **measure(*heads, length, options.repeats)})
+            rows.append({"model": name, **measure(*heads, length, options.repeats, device)})
             print(rows[-1], flush=True)
     ratio = "8 slices as a graph over the best unsliced kernel"
     targets = {

@@ -81,7 +81,14 @@ _known: dict[tuple[AttentionShape, int], str] = {}
 def _cudnn_takes(width: int, *lengths: int) -> bool:
     is_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     is_there = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
-    return is_allowed and is_there and width <= _WIDEST_CUDNN and all(length % _ROUNDED == 0 for length in lengths)
+    is_repeatable = not torch.are_deterministic_algorithms_enabled()  # its backward adds in another order every time
+    return (
+        is_allowed
+        and is_there
+        and is_repeatable
+        and width <= _WIDEST_CUDNN
+        and all(length % _ROUNDED == 0 for length in lengths)
+    )
 
 
 def _power_of_two(length: int) -> int:
