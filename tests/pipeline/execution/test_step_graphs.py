@@ -133,6 +133,7 @@ def test_an_evaluation_between_replayed_steps(device: str) -> None:
     for _ in range(4):
         inputs, labels = batch(1, device)
         losses += [float(pipe.step(inputs, labels)), float(pipe.evaluate(inputs, labels))]
+    assert f"CUDA graphs: {num_recorded(pipe)} actions recorded" in repr(pipe)
     assert num_recorded(pipe)
     assert max(losses) - min(losses) < 1e-12
 
@@ -161,3 +162,4 @@ def test_what_cannot_be_recorded_is_named(reason: str, device: str, caplog: pyte
     said = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
     assert len(said) == 1
     assert reason in said[0]
+    assert ("CUDA graphs: none, as" in repr(pipe)) == (refusal(pipe) is not None)

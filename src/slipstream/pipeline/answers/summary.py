@@ -18,6 +18,8 @@ def summarise(engine: Engine) -> str:
         "mesh": _mesh(engine),
         "parameters": _parameters(engine),
     }
+    if engine.runner.graphs is not None:
+        lines["CUDA graphs"] = str(engine.runner.graphs)
     family = engine.family
     name = family.config.model_type if isinstance(family, CausalLMFamily) else "an nn.Sequential"
     return "\n".join([f"Pipeline of {name}", *(f"  {key}: {line}" for key, line in lines.items())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,7 +13,8 @@ class FixedGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._buffers: dict[int, Tensor] = {}  # by the parameter's identity; those that get gradients
+        self._trained: set[int] = set()  # the identities of parameters that get gradients
+        self._buffers: dict[int, Tensor] = {}  # by identity
 
     @property
     def storages(self) -> set[int]:
@@ -20,19 +22,24 @@ class FixedGradients:
         return {buffer.untyped_storage().data_ptr() for buffer in self._buffers.values()}
 
     def note(self) -> None:
-        """Fixes where the gradients lie that the parameters have now; call it before they are reduced."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and id(parameter) not in self._buffers:
-                self._buffers[id(parameter)] = parameter.grad
+        """Notes which parameters have gradients now; call it before they are reduced."""
+        self._trained |= {id(parameter) for parameter in self._parameters if parameter.grad is not None}
 
     def begin(self) -> None:
         """Puts the gradients of earlier steps, or zeros, where they are added to."""
         for parameter in self._parameters:
-            buffer = self._buffers.get(id(parameter))
-            if buffer is None or parameter.grad is buffer:
-                continue
-            if parameter.grad is None:
-                buffer.zero_()
-            else:
-                buffer.copy_(parameter.grad)
-            parameter.grad = buffer
+            if id(parameter) in self._trained:
+                parameter.grad = self._filled(parameter)
+
+    def _filled(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the parameter's buffer, with its gradient."""
+        gradient, buffer = parameter.grad, self._buffers.get(id(parameter))
+        if buffer is None:
+            wide = parameter.grad_dtype or parameter.dtype
+            buffer = torch.zeros_like(parameter, dtype=wide, requires_grad=False) if gradient is None else gradient
+            self._buffers[id(parameter)] = buffer
+        elif gradient is None:
+            buffer.zero_()
+        elif gradient is not buffer:
+            buffer.copy_(gradient)
+        return buffer

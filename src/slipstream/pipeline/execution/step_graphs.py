@@ -69,6 +69,9 @@ class StepGraphs:
         """The number of actions that are replayed."""
         return sum(len(step) for step in self._recorded)
 
+    def __str__(self) -> str:
+        return f"{self.num_recorded} actions recorded" if self.refusal is None else f"none, as {self.refusal}"
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Runs a step on a stream that can be recorded."""
@@ -103,7 +106,7 @@ class StepGraphs:
 
     def note_gradients(self) -> None:
         """Notes which parameters have gradients, to which graphs are to add."""
-        if not self._recorded:
+        if not self._recorded and self.refusal is None:
             self.gradients.note()
 
     def _record(self, ranks: Sequence[int], schedule: Schedule, batch: SplitBatch) -> None:
