@@ -162,4 +162,6 @@ def _graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
         return "ranks of the tensor axis exchange tensors inside of layers"
     if options.parallel.shard_parameters:
         return "sharded parameters lie elsewhere in every step"
+    if options.loss_fn is not None:
+        return "loss_fn may be any code"
     return "routers add to the loss" if options.router_loss != "none" else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline
+from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.execution import step_graphs
 from support.architectures import (
     ARCHITECTURES,
@@ -110,6 +111,29 @@ def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device
     assert num_recorded(pipes[1]), refusal(pipes[1])
 
 
+def test_autocast_casts_the_weights_of_every_step(device: str) -> None:
+    """Which change from step to step, also where all steps are under one autocast."""
+    pipes = [
+        Pipeline(
+            build(ARCHITECTURES["llama"]).float().to(device),
+            **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}),
+        )
+        for graphs in (False, True)
+    ]
+    inputs, labels = batch(0, device)
+    for _ in range(5):
+        losses = []
+        for pipe in pipes:
+            zero_gradients(pipe)
+            with torch.autocast(device, torch.bfloat16):
+                losses.append(float(pipe.step(inputs, labels)))
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter -= 0.1 * parameter.grad
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert num_recorded(pipes[1]), refusal(pipes[1])
+
+
 def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
     model = build(ARCHITECTURES["llama"]).to(device)
     whole = copy.deepcopy(model)
@@ -143,6 +167,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "waits for": ("gpt_oss", {}, {}),
     "offloaded": ("llama", {"offload": 1.0}, {}),
     "several documents": ("llama", {}, {"document_ids": True}),
+    "loss_fn may be any code": ("llama", {"loss_fn": causal_cross_entropy}, {}),
 }
 
 

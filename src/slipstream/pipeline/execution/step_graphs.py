@@ -118,6 +118,7 @@ class StepGraphs:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         self.gradients.begin()
+        torch.clear_autocast_cache()  # a graph casts the weights itself, which change
         try:
             with counted_off("recording CUDA graphs"):
                 self._recorded = [self._recorded_rank(rank, schedule, batch) for rank in ranks]
@@ -125,6 +126,7 @@ class StepGraphs:
             self._recorded = []
             self.refusal = next(iter(str(error).splitlines()), type(error).__name__)
             self._say(self.refusal)
+        torch.clear_autocast_cache()  # nobody else may take what graphs have cast
 
     def _recorded_rank(self, rank: int, schedule: Schedule, batch: SplitBatch) -> RecordedStep:
         recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
@@ -147,12 +149,12 @@ class StepGraphs:
         return outputs
 
     def _modes(self) -> tuple[object, ...]:
-        """Returns what else a graph depends on: modes, and where parameters lie."""
-        parameters = (p for stage in self._stages.values() for p in stage.model.parameters())
+        """Returns what else a graph depends on: modes, and where parameters and buffers lie."""
+        models = [stage.model for stage in self._stages.values()]
+        tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        modes = (stage.model.training for stage in self._stages.values())
-        return *autocast, *modes, *((p.data_ptr(), p.requires_grad) for p in parameters)
+        return *autocast, *(model.training for model in models), *((t.data_ptr(), t.requires_grad) for t in tensors)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
