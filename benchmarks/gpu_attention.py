@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import interleaved, medians, setting, write
+from benchmarks.harness import interleaved, medians, setting, wait_for, write
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend
 from slipstream.attention.kernel_choice import chosen_kernels
 from slipstream.pipeline.execution.action_graphs import CUDAGraphs
@@ -96,17 +96,12 @@ def errors(heads: int, key_heads: int, device: torch.device) -> dict[str, list[f
     }
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
     def seconds() -> float:
-        wait(device)
+        wait_for(device)
         began = time.perf_counter()
         run()
-        wait(device)
+        wait_for(device)
         return time.perf_counter() - began
 
     return seconds

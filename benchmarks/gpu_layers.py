@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 
-from benchmarks.harness import interleaved, medians, setting, write
+from benchmarks.harness import interleaved, medians, setting, wait_for, write
 from slipstream.attention import ContextStore
 from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
 from slipstream.model.hooks import TokenSlice
@@ -153,16 +153,12 @@ class Layers:
         return self.stage.forward(piece, self.hidden[:, begin:end].detach().requires_grad_(), store)
 
     def _timed(self, computations: Iterable[Callable[[], None]]) -> float:
-        self._wait()
+        wait_for(self.device)
         began = time.perf_counter()
         for compute in computations:
             compute()
-        self._wait()
+        wait_for(self.device)
         return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def measure(

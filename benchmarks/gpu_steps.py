@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_layers import LLAMA_3_8B, TOY
-from benchmarks.harness import setting, write
+from benchmarks.harness import setting, wait_for, write
 from slipstream import Pipeline, Runtime
 from slipstream.planner.costs import OPS, Profile
 from slipstream.profiler import ProfileSettings, profile_model
@@ -63,12 +63,12 @@ def measure(
     for number in range(steps + 3):
         for parameter in pipe.parameters():
             parameter.grad = None
-        wait(device)
+        wait_for(device)
         if device.type == "cuda" and number == steps + 2:
             torch.cuda.reset_peak_memory_stats(device)
         began = time.perf_counter()
         pipe.step(inputs, inputs)
-        wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - began)
     found = statistics.median(seconds[3:])  # the first run eagerly, the third is recorded
     expected = planned(pipe, profile, [length // NUM_SLICES] * NUM_SLICES)
@@ -84,11 +84,6 @@ def measure(
         "gigabytes allocated at most": round(memory / 1e9, 2),
         "gigabytes reserved": round(reserved / 1e9, 2),
     }
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main() -> None:

@@ -83,6 +83,14 @@ def interleaved(
     return seconds
 
 
+def wait_for(device: Any) -> None:
+    """Waits until a torch.device has done all that it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 

@@ -130,7 +130,7 @@ class Runtime(Record):
     cuda_graphs: bool = False
     """Whether a step that repeats is recorded as CUDA graphs, one for each slice's forward and backward on a stage.
     They cost the host microseconds where the model's Python code costs milliseconds, for slices so short that the GPU
-    waits for its host. Where a model or a step can't be recorded it runs without, and a line of the log says why. A
+    waits for its host. Where a model or a step can't be recorded it runs without, and a warning says why. A
     rank keeps the memory of its activations and gradients from step to step."""
     self_check: bool = True
     """Whether a toy of the same architecture, sliced, is compared with the same toy unsliced before training (a

@@ -64,7 +64,7 @@ def test_a_rank_that_waits_in_vain_reports() -> None:
 
 
 @pytest.mark.usefixtures("compiled_search")
-@pytest.mark.parametrize("what", ["auto", "buffers", "mesh"])
+@pytest.mark.parametrize("what", ["auto", "buffers", "channels", "mesh"])
 def test_two_processes(what: str) -> None:
     ended = launch(2, WORKER, what)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,27 +16,11 @@ import yaml
 from slipstream.planner.costs import load_profile
 from support.forked import SHOWS_GPU, launch, slipstream_command
 from support.paths import WORKERS
+from support.tiny_training import tiny_training
 
 WORKER = WORKERS / "pipeline/shared_gpu.py"
 STEPS, HALF = 6, 3
-SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-        }
-    },
-    "data": {"vocab_size": 300, "validation_fraction": 0},
-    "pipeline": {"num_ranks": 2, "slices": 4},
-    "runtime": {"self_check": False},
-    "training": {"seq_len": 64, "batch_size": 4, "steps": STEPS},
-    "checkpoint": {"every": HALF},
-}
+SETTINGS = tiny_training(STEPS, HALF)
 
 DEVICES = [
     "cpu",

@@ -19,28 +19,10 @@ from slipstream.schedule import Op, Schedule
 from slipstream.training.config import load_config
 from support.forked import COMMAND, launch
 from support.parameters import first_of
+from support.tiny_training import tiny_training
 
 STEPS, HALF = 6, 3
-SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-            "attention_dropout": 0.1,
-        }
-    },
-    "data": {"vocab_size": 300, "validation_fraction": 0},
-    "pipeline": {"num_ranks": 2, "slices": 4},
-    "runtime": {"self_check": False},
-    "training": {"seq_len": 64, "batch_size": 4, "steps": STEPS},
-    "checkpoint": {"every": HALF},
-}
+SETTINGS = tiny_training(STEPS, HALF, num_key_value_heads=2, attention_dropout=0.1)
 
 
 def train(num_processes: int, folder: Path, text: Path, *more: str) -> CompletedProcess[str]:

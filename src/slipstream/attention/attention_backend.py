@@ -1,5 +1,7 @@
 """The inputs and buffers of a backend: `FlashCPU`, `FusedCUDA` or `MaskedMath`, which compute attention tile by tile.
 
+`FusedCUDA` computes a slice with a regular mask as a whole, and `FlexCUDA` every slice.
+
 Each computes the attention of one tile: its T queries and its S keys, [tile.first, tile.end). With
 P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any rectangle of the
 scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):

@@ -178,7 +178,7 @@ class DistributedTransport(Transport):
             self._complete(channel)
         self.bytes_sent += sum(tensor.nbytes for tensor in tensors)
         buffer = self._take([TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
-        with explained(f"{message} could not be sent"):
+        with _explained(f"{message} could not be sent"):
             work = self._post_send(channel, message, tensors, buffer)
         self._sends[channel].append((message, work, buffer))
 
@@ -200,7 +200,7 @@ class DistributedTransport(Transport):
         self._agree_first()
         buffer = self._take(specs)
         source, group = self._global_ranks[channel.source], self._groups[channel]
-        with explained(f"{message} did not arrive"):
+        with _explained(f"{message} did not arrive"):
             work = dist.irecv(buffer, source, group=group)
         assert work is not None
         self._posted[message] = work, buffer, specs
@@ -218,7 +218,7 @@ class DistributedTransport(Transport):
     def _arrived(self, message: Message) -> tuple[Tensor, Sequence[TensorSpec]]:
         """Waits for a posted message; returns its buffer and what it should hold."""
         work, buffer, specs = self._posted.pop(message)
-        with explained(f"{message} did not arrive", "a message"):
+        with _explained(f"{message} did not arrive", "a message"):
             work.wait()
         return buffer, specs
 
@@ -237,7 +237,7 @@ class DistributedTransport(Transport):
 
     def _complete(self, channel: Channel) -> None:
         _, work, buffer = self._sends[channel].popleft()
-        with explained("the {} from rank {} to rank {} were not taken".format(*channel), "the end of a send"):
+        with _explained("the {} from rank {} to rank {} were not taken".format(*channel), "the end of a send"):
             work.wait()
         self._give_back(buffer)
 
@@ -251,7 +251,7 @@ class DistributedTransport(Transport):
 
 
 @contextmanager
-def explained(problem: str, awaited: str = "") -> Iterator[None]:
+def _explained(problem: str, awaited: str = "") -> Iterator[None]:
     """Turns an error of gloo or NCCL, which another rank's end causes, into one that names the message."""
     try:
         with waiting(awaited.encode()):

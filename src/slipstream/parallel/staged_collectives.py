@@ -6,6 +6,7 @@ given none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -62,20 +63,21 @@ def start_all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -
 
 def start_all_gather(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> PendingWork:
     """Starts to fill `gathered` (size * n,) with every rank's `tensor` (n,). Collective."""
-    if not _is_staged(tensor, group):
-        work: PendingWork = _all_gather(gathered, tensor, group=group, async_op=True)
-        return work
-    sent, host = _on_host(tensor), _host_memory(gathered)
-    return StagedWork(_all_gather(host, sent, group=group, async_op=True), host, gathered, sent)
+    return _start(_all_gather, gathered, tensor, group)
 
 
 def start_reduce_scatter(mine: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> PendingWork:
     """Starts to fill `mine` (n,) with this rank's part of the ranks' sum of `tensor` (size * n,). Collective."""
+    return _start(_reduce_scatter, mine, tensor, group)
+
+
+def _start(
+    collective: Callable[..., PendingWork], result: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
+) -> PendingWork:
     if not _is_staged(tensor, group):
-        work: PendingWork = _reduce_scatter(mine, tensor, group=group, async_op=True)
-        return work
-    sent, host = _on_host(tensor), _host_memory(mine)
-    return StagedWork(_reduce_scatter(host, sent, group=group, async_op=True), host, mine, sent)
+        return collective(result, tensor, group=group, async_op=True)
+    sent, host = _on_host(tensor), _host_memory(result)
+    return StagedWork(collective(host, sent, group=group, async_op=True), host, result, sent)
 
 
 def send_tensor(tensor: Tensor, to: int, group: dist.ProcessGroup | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -64,16 +64,16 @@ class Parameters:
         self._is_stale = False
         self._gradients.begin(loss_scale)
         if self._fixed is not None:
-            self._copy_from(self._fixed.storages)
+            self._copy_from(self._fixed)
 
-    def _copy_from(self, storages: Collection[int]) -> None:
+    def _copy_from(self, fixed: FixedGradients) -> None:
         """Copies gradients of earlier steps, but for those that are added to where they are."""
         own = {id(parameter) for _, parameter in self._own()}
         for _, master in self.named():
-            if id(master) not in own and master.grad is not None and _address(master.grad) in storages:
+            if id(master) not in own and master.grad is not None and fixed.holds(master.grad):
                 master.grad = master.grad.clone()
         if isinstance(self._gradients, GradientReduction):
-            self._gradients.copy_earlier(storages)
+            self._gradients.copy_earlier(fixed.holds)
 
     def reduce(self, stage: int) -> None:
         """Sums a stage's gradients over replicas after its last backward, while other stages still run."""
@@ -162,10 +162,6 @@ class Parameters:
 
     def _added_over(self, name: str) -> tuple[int, ...]:
         return () if self._tensor is None else self._tensor.added_over(name)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,6 @@ On a CPU operations are recorded in place of kernels; the tests marked `gpu` rec
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,27 +110,26 @@ def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device
     assert num_recorded(pipes[1]), refusal(pipes[1])
 
 
-def test_autocast_casts_the_weights_of_every_step(device: str) -> None:
-    """Which change from step to step, also where all steps are under one autocast."""
+def test_weights_are_cast_again_after_the_autocast_of_the_recording(device: str) -> None:
+    """Autocast keeps what it has cast until it ends: a graph that read it would miss every later update."""
+    model = build(ARCHITECTURES["llama"]).float().to(device)
     pipes = [
-        Pipeline(
-            build(ARCHITECTURES["llama"]).float().to(device),
-            **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}),
-        )
+        Pipeline(copy.deepcopy(model), **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}))
         for graphs in (False, True)
     ]
     inputs, labels = batch(0, device)
-    for _ in range(5):
-        losses = []
-        for pipe in pipes:
-            zero_gradients(pipe)
-            with torch.autocast(device, torch.bfloat16):
-                losses.append(float(pipe.step(inputs, labels)))
-            with torch.no_grad():
-                for parameter in pipe.parameters():
-                    parameter -= 0.1 * parameter.grad
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    losses = []
+    for pipe in pipes:
+        with torch.autocast(device, torch.bfloat16):
+            before = [float(pipe.step(inputs, labels)) for _ in range(3)][-1]
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter *= 2
+        with torch.autocast(device, torch.bfloat16):
+            losses.append(float(pipe.step(inputs, labels)))
+        assert abs(losses[-1] / before - 1) > 0.01
     assert num_recorded(pipes[1]), refusal(pipes[1])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
@@ -149,6 +147,32 @@ def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
             assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
             seen.append(num_recorded(pipe) > 0)
     assert seen == [False, False, True, False, False, False, False, True]
+
+
+def test_parameters_that_lie_elsewhere_are_noticed(device: str) -> None:
+    model = build(ARCHITECTURES["llama"]).to(device)
+    whole = copy.deepcopy(model)
+    pipe = Pipeline(model, **grouped(device=device, **SETTINGS))
+    inputs, labels = batch(0, device)
+    with no_rounding_inside():
+        for number in range(5):
+            if number == 3:
+                for parameter in (*pipe.parameters(), *whole.parameters()):
+                    parameter.data = parameter.data * 1.1
+            whole.zero_grad(), zero_gradients(pipe)
+            unsplit_step(whole, inputs, labels)
+            pipe.step(inputs, labels)
+            found = gradients(pipe.named_parameters())
+            assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+            assert (num_recorded(pipe) > 0) == (number == 2)
+
+
+def test_a_cpu_says_that_it_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = Pipeline(build(ARCHITECTURES["llama"]), **grouped(**SETTINGS))
+    inputs, labels = batch(0, "cpu")
+    pipe.step(inputs, labels)
+    assert "runs without CUDA graphs: cpu has none" in caplog.text
+    assert "CUDA graphs: none, as cpu has none" in repr(pipe)
 
 
 def test_an_evaluation_between_replayed_steps(device: str) -> None:
@@ -178,11 +202,10 @@ def test_what_cannot_be_recorded_is_named(reason: str, device: str, caplog: pyte
     if name.endswith("dropout"):
         config.resid_pdrop = 0.1
     pipe = Pipeline(build(config).to(device), **grouped(device=device, **SETTINGS, **options))
-    with caplog.at_level(logging.INFO, "slipstream"):
-        for _ in range(3):
-            inputs, labels = batch(0, device)
-            documents = torch.arange(inputs.shape[1], device=device).expand_as(inputs) // 20
-            pipe.step(inputs, labels, document_ids=documents if given else None)
+    for _ in range(3):
+        inputs, labels = batch(0, device)
+        documents = torch.arange(inputs.shape[1], device=device).expand_as(inputs) // 20
+        pipe.step(inputs, labels, document_ids=documents if given else None)
     assert num_recorded(pipe) == 0
     said = [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
     assert len(said) == 1

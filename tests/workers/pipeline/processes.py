@@ -230,6 +230,17 @@ def buffers() -> None:
         assert 0 < sum(len(free) for free in pool.values()) <= 30, {size: len(free) for size, free in pool.items()}
 
 
+def channels() -> None:
+    """What opens NCCL's channels passes through all of them, in both directions, and leaves nothing behind."""
+    options = {"slices": 4, "num_ranks": 2, "partition": [1] * 4, "runtime": Runtime(self_check=False)}
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], schedule="zb-v", stages_per_rank=2, **options)
+    (executor,) = pipe._engine.runner.executors
+    transport: Any = executor._transport
+    before = pipe.step(tokens(), tokens())
+    transport._open([*transport._groups])
+    assert pipe.step(tokens(), tokens()) == before
+
+
 def mesh() -> None:
     """An axis pp of a mesh is the pipeline; axes that have no meaning are refused."""
     model, inputs = build(ARCHITECTURES["llama"]), tokens()
@@ -257,6 +268,7 @@ if __name__ == "__main__":
         "absent": absent,
         "failing": failing,
         "buffers": buffers,
+        "channels": channels,
         "mesh": mesh,
     }
     what = sys.argv[1].removeprefix("staged ")

@@ -84,10 +84,10 @@ class GradientReduction:
                 self._earlier[id(parameter)] = parameter.grad
             parameter.grad = None
 
-    def copy_earlier(self, storages: Collection[int]) -> None:
-        """Copies what is set aside and lies in these storages, as this step writes there."""
+    def copy_earlier(self, is_written: Callable[[Tensor], bool]) -> None:
+        """Copies what is set aside and lies where this step writes."""
         for key, earlier in self._earlier.items():
-            if earlier is not None and earlier.untyped_storage().data_ptr() in storages:
+            if earlier is not None and is_written(earlier):
                 self._earlier[key] = earlier.clone()
 
     @torch.no_grad()

@@ -15,11 +15,11 @@ class FixedGradients:
         self._parameters = parameters
         self._trained: set[int] = set()  # the identities of parameters that get gradients
         self._buffers: dict[int, Tensor] = {}  # by identity
+        self._addresses: set[int] = set()  # of their storages
 
-    @property
-    def storages(self) -> set[int]:
-        """The addresses of the storages that the next step writes."""
-        return {buffer.untyped_storage().data_ptr() for buffer in self._buffers.values()}
+    def holds(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor lies where the next step writes."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
 
     def note(self) -> None:
         """Notes which parameters have gradients now; call it before they are reduced."""
@@ -38,6 +38,7 @@ class FixedGradients:
             wide = parameter.grad_dtype or parameter.dtype
             buffer = torch.zeros_like(parameter, dtype=wide, requires_grad=False) if gradient is None else gradient
             self._buffers[id(parameter)] = buffer
+            self._addresses.add(buffer.untyped_storage().data_ptr())
         elif gradient is None:
             buffer.zero_()
         elif gradient is not buffer:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from slipstream.messages import MadeUpTransport, Transport
-from slipstream.model import CausalLMStage
+from slipstream.model import CausalLMStage, Tensors
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import (
     ActionRunner,
@@ -52,9 +51,11 @@ class StepGraphs:
     ) -> None:
         """`refusal` says why this pipeline's steps can't be recorded at all."""
         self._stages, self._make_executor, self._device = stages, make_executor, device
-        self.refusal = refusal or next(filter(None, map(_refusal_of, stages.values())), None)
+        has_none = f"{device.type} has none" if recorder_of(device) is None else None
+        self.refusal = has_none or refusal or next(filter(None, map(_refusal_of, stages.values())), None)
         self.gradients = FixedGradients([p for stage in stages.values() for p in stage.model.parameters()])
-        self._kind: tuple[object, ...] = ()
+        self._schedule: Schedule | None = None  # of the last step
+        self._kind: tuple[object, ...] = ()  # likewise
         self._num_alike = 0
         self._recorded: list[RecordedStep] = []
         self._said: set[str] = set()
@@ -86,23 +87,25 @@ class StepGraphs:
 
     def of_step(self, ranks: Sequence[int], schedule: Schedule, batch: SplitBatch) -> list[RankStep]:
         """Returns how each of these ranks runs a step."""
-        draws = any(stage.draws_numbers for stage in self._stages.values() if isinstance(stage, CausalLMStage))
-        drawing = "dropout draws other numbers in every step" if draws else None
-        reason = self.refusal or drawing or _refusal_of_step(schedule, batch)
+        reason = self.refusal or _refusal_of_step(self._stages.values(), schedule, batch)
         if reason is not None:
             self._say(reason)
             return [RankStep() for _ in ranks]
-        kind = schedule, signature(batch), self._modes()
-        if kind[1:] != self._kind[1:] or schedule is not self._kind[0]:
-            self._kind, self._num_alike, self._recorded = kind, 0, []
-        self._num_alike += 1
-        if self._num_alike > _EAGER_STEPS and not self._recorded and self.refusal is None:
+        self._count(schedule, batch)
+        if self._num_alike > _EAGER_STEPS and not self._recorded:
             self._record(ranks, schedule, batch)
         if self._recorded:
             self.gradients.begin()
             return [RankStep(step.replay, step.begin(batch)) for step in self._recorded]
         run: ActionRunner = self._watched if self._num_alike == _EAGER_STEPS else run_eagerly
         return [RankStep(run) for _ in ranks]
+
+    def _count(self, schedule: Schedule, batch: SplitBatch) -> None:
+        """Counts the steps of this kind, in a row; another kind's graphs are dropped."""
+        kind = signature(batch), self._modes()
+        if schedule is not self._schedule or kind != self._kind:
+            self._schedule, self._kind, self._num_alike, self._recorded = schedule, kind, 0, []
+        self._num_alike += 1
 
     def note_gradients(self) -> None:
         """Notes which parameters have gradients, to which graphs are to add."""
@@ -111,9 +114,6 @@ class StepGraphs:
 
     def _record(self, ranks: Sequence[int], schedule: Schedule, batch: SplitBatch) -> None:
         """Records the actions of these ranks, or says why it can't."""
-        if recorder_of(self._device) is None:
-            self.refusal = f"{self._device.type} has none"
-            return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -124,8 +124,7 @@ class StepGraphs:
                 self._recorded = [self._recorded_rank(rank, schedule, batch) for rank in ranks]
         except RuntimeError as error:
             self._recorded = []
-            self.refusal = next(iter(str(error).splitlines()), type(error).__name__)
-            self._say(self.refusal)
+            self._give_up(next(iter(str(error).splitlines()), type(error).__name__))
         torch.clear_autocast_cache()  # nobody else may take what graphs have cast
 
     def _recorded_rank(self, rank: int, schedule: Schedule, batch: SplitBatch) -> RecordedStep:
@@ -138,14 +137,13 @@ class StepGraphs:
         executor.finish()
         return step
 
-    def _watched(self, action: Action, inputs: tuple[Tensor, ...], compute: Computation) -> tuple[Tensor, ...]:
+    def _watched(self, action: Action, inputs: Tensors, compute: Computation) -> Tensors:
         """Runs an action, and gives graphs up where it waits for the GPU: what it reads there may be another number in
         another step."""
         with _synchronizations(self._device) as found:
             outputs = compute(inputs)
         if found and self.refusal is None:
-            self.refusal = f"the model waits for the GPU ({found[0]})"
-            self._say(self.refusal)
+            self._give_up(f"the model waits for the GPU ({found[0]})")
         return outputs
 
     def _modes(self) -> tuple[object, ...]:
@@ -156,10 +154,14 @@ class StepGraphs:
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return *autocast, *(model.training for model in models), *((t.data_ptr(), t.requires_grad) for t in tensors)
 
+    def _give_up(self, reason: str) -> None:
+        self.refusal = reason
+        self._say(reason)
+
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            _log.info("runs without CUDA graphs: %s", reason)
+            _log.warning("runs without CUDA graphs: %s", reason)
 
 
 def _nothing(_: int) -> None:
@@ -175,8 +177,10 @@ def _refusal_of(stage: Stage) -> str | None:
     return None
 
 
-def _refusal_of_step(schedule: Schedule, batch: SplitBatch) -> str | None:
-    if any(op in (Op.OFFLOAD, Op.RELOAD) for op in {action.op for action in schedule.positions}):
+def _refusal_of_step(stages: Collection[Stage], schedule: Schedule, batch: SplitBatch) -> str | None:
+    if any(stage.draws_numbers for stage in stages if isinstance(stage, CausalLMStage)):
+        return "dropout draws other numbers in every step"
+    if Op.OFFLOAD in schedule.ops:
         return "activations are offloaded"
     if schedule.spreads_vocabulary:
         return "the vocabulary is spread over ranks"
@@ -192,8 +196,7 @@ def _synchronizations(device: torch.device) -> Iterator[list[str]]:
     """Collects where calls wait for the GPU, as file:line."""
     found: list[str] = []
     if device.type != "cuda":
-        with nullcontext():
-            yield found
+        yield found
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

@@ -1,0 +1,26 @@
+"""The configuration of a training of a few seconds, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
+    """Settings of a Llama of four layers, with further settings of the model."""
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 300,
+        "max_position_embeddings": 64,
+    }
+    return {
+        "model": {"config": llama | config},
+        "data": {"vocab_size": 300, "validation_fraction": 0},
+        "pipeline": {"num_ranks": 2, "slices": 4},
+        "runtime": {"self_check": False},
+        "training": {"seq_len": 64, "batch_size": 4, "steps": steps},
+        "checkpoint": {"every": save_every},
+    }
