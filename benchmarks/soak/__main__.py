@@ -1,7 +1,7 @@
 """A run that meets one fault after the other, and ends with the weights of an undisturbed run, to the bit.
 
 python -m benchmarks.soak                                  # 2000 steps, 200 faults: about 20 minutes on two cores
-python -m benchmarks.soak --steps 40 --faults 8 --seed 1   # a short one
+python -m benchmarks.soak --steps 120 --faults 8 --seed 1  # a short one
 
 Four processes, two replicas of two stages, are killed, stopped, held up, left without a disk, robbed of their newest
 checkpoint and asked to end, at random; `slipstream train` starts its ranks again by itself, and is started again with

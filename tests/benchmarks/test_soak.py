@@ -16,7 +16,7 @@ from support.timeouts import LIMIT
 @pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc, and a full disk needs prlimit")
 def test_eight_faults_leave_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.soak", "--steps", "40", "--faults", "8", "--seed", "1"]
+    command = [sys.executable, "-m", "benchmarks.soak", "--steps", "120", "--faults", "8", "--seed", "1"]
     environment = with_path(ROOT / "src") | {"OMP_NUM_THREADS": "1", TRIAL: str(tmp_path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment, cwd=ROOT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
