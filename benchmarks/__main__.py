@@ -35,6 +35,7 @@ TRIALS = {
     "ragged": "--layers 2 --longest 256 --tokens 512 --repeats 1",
     "token_slices": "--lengths 256 --sequences --ours auto --repeats 1 --warmups 0 --steps 2",
     "auto_grid": "--minutes 2",
+    "auto_planned": "--starts 1",
     "model_paths": "",
     "plan_search": "",
     "planned": "--budget 20 --repeats 1",

@@ -74,6 +74,11 @@ SUBJECTS = {
         "--model deep --costs runs/costs --quick",
         (*_PIPELINE, "benchmarks/auto_grid_models.py"),
     ),
+    "auto_planned": Subject(
+        'steps next to what "auto" has planned, for six models',
+        "auto_planned",
+        sources=(*_PIPELINE, "benchmarks/auto_grid_models.py"),
+    ),
     "in_turns": Subject(
         "one sequence of 2048 tokens, three stages a rank",
         "token_slices",

@@ -23,7 +23,6 @@ from slipstream.profiler.link_measurement import measure_link
 from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
 from slipstream.profiler.profile_run import ProfileSettings, profile_model
 
-_BUSY = 0.05  # of the measuring: above it, another program has a core
 _ATTEMPTS = 2
 
 
@@ -108,14 +107,14 @@ def find_costs(
     for attempt in range(_ATTEMPTS):
         link = measure_link(device, ranks, settings.sequence_parallel)
         profiles.append(_leaders(profile_model(config, settings, device, link, tell, ranks), ranks))
-        if profiles[-1].disturbed <= _BUSY:
+        if not profiles[-1].is_disturbed:
             break
         if ranks.leads:
             last = attempt == _ATTEMPTS - 1
             next_step = "the costs are used, but not kept" if last else "measuring again"
             say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
     best = min(profiles, key=lambda profile: profile.disturbed)
-    if ranks.leads and best.disturbed <= _BUSY:
+    if ranks.leads and not best.is_disturbed:
         cache.keep(best, say)
     return best
 

@@ -247,6 +247,15 @@ def test_a_plan_and_the_simulator_read_the_same_seconds(profile: Profile) -> Non
         assert (cost.message_bytes, cost.latency) == (table.message_bytes, table.latency)
 
 
+def test_what_little_the_machine_did_besides_goes_on(profile: Profile) -> None:
+    """Times are those of computing; another program, which needs more, may have ended when the steps come."""
+    seconds = profile.seconds(range(1, 3), Op.B, 16, 32)
+    for disturbed, expected in [(0.02, seconds / 0.98), (0.3, seconds)]:
+        busy = replace(profile, disturbed=disturbed)
+        assert busy.seconds(range(1, 3), Op.B, 16, 32) == pytest.approx(expected)
+        assert busy.is_disturbed == (disturbed == 0.3)
+
+
 def test_memory_of_a_stage(profile: Profile) -> None:
     assert profile.context_bytes(range(1, 5), 10) == pytest.approx(8 * 4 * 10)
     assert profile.context_gradient_bytes(range(1, 5), 10) == pytest.approx(16 * 4 * 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,20 @@ from slipstream.planner.costs.pipeline_costs import OPS, pipeline_costs
 from slipstream.planner.costs.stage_basis import (
     Stage,
     combine,
+    layer_of,
     part_kinds,
     parts_of,
     stage_row,
+    stage_weights,
+    unit_names,
 )
 from slipstream.planner.costs.time_fit import FittedTime, SlicePoint
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
 FORMAT = 2
+_BUSY = 0.05  # of the measuring: above it, another program has a core
 _GRADIENT = 4  # bytes of a gradient, at least: those of master weights are float32
-_HALVES = (", attention half", ", feed-forward half")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class Profile:
     unit_kinds: tuple[int, ...] = ()  # of the units of each kind of layer, as in `part_kinds`
     format: int = FORMAT
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether another program had a core while this was measured, which it may not have later."""
+        return self.disturbed > _BUSY
+
     # --- what a stage costs ------------------------------------------------------------------------------------------
 
     def time(self, layers: Stage, op: Op) -> FittedTime:
@@ -93,7 +101,7 @@ class Profile:
             SlipstreamError: where there is no such part.
         """
         ends = {"stage": [0], "embedding": [-2], "head": [-1]}
-        places = ends.get(name) or [1 + unit for unit, named in self._unit_names if name in (named, _whole(named))]
+        places = ends.get(name) or [1 + unit for unit, named in self._unit_names if name in (named, layer_of(named))]
         if not places:
             hint = did_you_mean(name, self.part_names)
             raise SlipstreamError(f"the profile has no part {name!r}{hint} Its parts are {', '.join(self.part_names)}.")
@@ -113,10 +121,7 @@ class Profile:
 
     @property
     def _unit_names(self) -> list[tuple[int, str]]:
-        """The kind and the name of every unit of each kind of layer."""
-        halves = ("",) if self.units_per_layer == 1 else _HALVES
-        names = [name + half for name in self.kind_names for half in halves]
-        return list(zip(self.unit_kinds or range(len(names)), names, strict=True))
+        return unit_names(self.kind_names, self.units_per_layer, self.unit_kinds)
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -238,12 +243,18 @@ class Profile:
         return [combine(self.parts, self._measured, [float(each) for each in row]) for row in rows]
 
     def _weights(self, layers: Stage) -> list[float]:
-        return _combined(self.parts, self._measured, self.parts_of(layers))
+        return stage_weights(self.parts, self._measured, self.parts_of(layers))
 
     def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
         """Returns the time of a fixed part, and so many parts of each kind."""
         fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
-        return FittedTime(fits, tuple(map(tuple, self._part_weights)), tuple(numbers))
+        counts = tuple(number * self._slowdown for number in numbers)
+        return FittedTime(fits, tuple(map(tuple, self._part_weights)), counts)
+
+    @property
+    def _slowdown(self) -> float:
+        """The seconds that pass for each second of computing: what little the rest of the machine does goes on."""
+        return 1.0 if self.is_disturbed else 1 / (1 - self.disturbed)
 
     def _total(self, layers: Stage, values: Sequence[float]) -> float:
         return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
@@ -287,14 +298,3 @@ class Profile:
         from pydantic import TypeAdapter
 
         path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
-
-
-@lru_cache(maxsize=4096)
-def _combined(parts: tuple[int, ...], measured: tuple[range, ...], stage: range) -> list[float]:
-    """Returns the weights of the measured stages in a stage."""
-    return combine(parts, measured, stage_row(parts, stage))
-
-
-def _whole(part: str) -> str:
-    """Returns the name of the layer of which this is a half."""
-    return next((part.removesuffix(half) for half in _HALVES if part.endswith(half)), part)

@@ -13,6 +13,7 @@ longer stage, and a long stage divides them by its parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +23,7 @@ from slipstream.errors import SlipstreamError
 
 _EXACT = 1e-6  # rows are small integers
 _LONGEST = 6  # parts: three layers where these can be cut
+_HALVES = (", attention half", ", feed-forward half")
 
 
 class StageParts(NamedTuple):
@@ -66,6 +68,17 @@ def part_kinds(kinds: Sequence[int], units_per_layer: int, unit_kinds: Sequence[
     units = [of_layers[units_per_layer * kind + unit] for kind in kinds for unit in range(units_per_layer)]
     num_kinds = max(of_layers) + 1
     return (num_kinds, *units, num_kinds + 1)
+
+
+def unit_names(layers: Sequence[str], units_per_layer: int, unit_kinds: Sequence[int] = ()) -> list[tuple[int, str]]:
+    """Returns the kind and the name of every unit of each kind of layer."""
+    names = [name + half for name in layers for half in (_HALVES if units_per_layer == 2 else ("",))]
+    return list(zip(unit_kinds or range(len(names)), names, strict=True))
+
+
+def layer_of(name: str) -> str:
+    """Returns the name of the layer of which a unit is a half, or the unit's own."""
+    return next((name.removesuffix(half) for half in _HALVES if name.endswith(half)), name)
 
 
 def parts_of(layers: Stage, num_layers: int, units_per_layer: int) -> range:
@@ -124,6 +137,12 @@ def combine(parts: Sequence[int], measured: Sequence[range], row: Sequence[float
     if np.abs(rows.T @ weights - row).max() > _EXACT:
         raise ValueError(f"the measured stages {[*measured]} don't span {[*row]}")
     return [float(weight) for weight in weights.round(9)]
+
+
+@lru_cache(maxsize=4096)
+def stage_weights(parts: tuple[int, ...], measured: tuple[range, ...], stage: range) -> list[float]:
+    """Returns the weight of each measured stage in a stage."""
+    return combine(parts, measured, stage_row(parts, stage))
 
 
 def _candidates(num_parts: int) -> list[range]:
