@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from slipstream.doctor import machine
+from slipstream.doctor import devices, machine
 from slipstream.doctor.finding import Finding, isolated
 from slipstream.doctor.pair_exchange import neighbour_pairs
 from slipstream.doctor.timed_calls import ExchangeError, run_within
@@ -57,3 +58,19 @@ def test_limits_of_cgroups_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cpu.max").write_text("max 100000\n")
     *_, cores = machine.find_processor()
     assert "cgroup" not in cores.text
+
+
+@pytest.mark.parametrize(("local", "number", "own", "exchange"), [(1, 2, "cuda:1", "cuda:1"), (1, 1, "cpu", "cpu")])
+def test_ranks_that_share_a_gpu_exchange_as_in_training(
+    local: int, number: int, own: str, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    assert [str(device) for device in devices.devices()] == [own]
+    assert str(devices.exchange_device()) == exchange
+    if number == 1:
+        (found,) = devices.find_gpus()
+        assert found.text == "2 ranks share 1 GPU, and exchange through the host's memory"

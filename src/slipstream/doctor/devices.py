@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.doctor.finding import Finding, error_text
 from slipstream.launch import has_launcher
+from slipstream.parallel import describe_sharing
 from slipstream.units import bytes_text
 
 if TYPE_CHECKING:
@@ -32,26 +33,38 @@ def find_gpus() -> Iterator[Finding]:
         available = torch.cuda.is_available()
     if not available:
         yield _unused([str(each.message) for each in caught])
-    chosen = devices()
-    if available and chosen[0].type == "cpu":
-        text = f"{torch.cuda.device_count()} here, which is fewer than ranks on this machine: they use the CPU"
-        yield Finding("GPU", text, advice="start a rank for each GPU: torchrun --nproc-per-node=gpu")
-    for device in chosen:
+    if available and (sharing := describe_sharing(_num_local_ranks())):
+        advice = "a rank for each GPU trains faster: torchrun --nproc-per-node=gpu"
+        yield Finding("GPU", f"{sharing}, and exchange through the host's memory", advice=advice)
+    for device in devices():
         if device.type == "cuda":
             yield _describe(device)
 
 
 def devices() -> list[torch.device]:
     """Returns the devices that this process looks at: in a launched group its own GPU, else all; the CPU where there is
-    none for each process."""
+    none, or another rank that shares it looks at it."""
     import torch
 
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not has_launcher():
-        return [torch.device("cuda", index) for index in range(number)] or [torch.device("cpu")]
-    if number < int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))):
-        return [torch.device("cpu")]
-    return [torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0))))]
+    own = range(number)
+    if has_launcher():
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0)))
+        own = own[local : local + 1]
+    return [torch.device("cuda", index) for index in own] or [torch.device("cpu")]
+
+
+def exchange_device() -> torch.device:
+    """Returns where the messages of this process's rank are while it exchanges: on its GPU where NCCL connects these,
+    else in the host's memory."""
+    import torch
+
+    is_shared = bool(describe_sharing(_num_local_ranks()))
+    return torch.device("cpu") if is_shared else devices()[0]
+
+
+def _num_local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))) if has_launcher() else 1
 
 
 def _describe(device: torch.device) -> Finding:

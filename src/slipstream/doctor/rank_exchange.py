@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from slipstream.doctor.devices import devices
+from slipstream.doctor.devices import exchange_device
 from slipstream.doctor.finding import Finding, error_text
 from slipstream.doctor.meeting import Meeting, OtherFailedError
 from slipstream.doctor.pair_exchange import MeasuredPair, NeighbourPair, PairEnd, both_ways, countdown, neighbour_pairs
@@ -38,7 +38,7 @@ class RankExchange:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._device = devices()[0]
+        self._device = exchange_device()
         self._meeting: Meeting | None = None
         self._store: object = None  # which may live in this process, and then as long as any rank needs it
 
