@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy
-from slipstream.model.toy import perturb_parameters
+from slipstream.model.toy.toy_model import perturb_parameters
 from support.architectures import (
     BOUND,
     gradient_error,

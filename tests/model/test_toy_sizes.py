@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, DbrxConfig, PretrainedConfig
 
-from slipstream.model.toy import reference_model, toy_config, toy_tokens
-from slipstream.model.toy_comparison import full_precision
+from slipstream.model.toy.toy_comparison import full_precision
+from slipstream.model.toy.toy_model import reference_model, toy_config, toy_tokens
 from support.versions import provided
 
 MOST_PARAMETERS = 30_000_000  # 240 MB

@@ -8,15 +8,11 @@ stage, and parts without parameters (rotary tables) to every stage.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
@@ -27,14 +23,14 @@ from slipstream.model.hooks.crossing_tensors import (
     find_layer_tensors,
     takes_more,
 )
-from slipstream.model.hooks.layer_arguments import hidden_states
 from slipstream.model.hooks.own_attention import check_own_attention
 from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.model_config import check_is_causal_lm
-from slipstream.model.storages import storage_ids
-from slipstream.model.toy import shapes_model, toy_model, toy_tokens
-from slipstream.model.toy_comparison import attends_itself, full_precision, recorded_attention
-from slipstream.model.toy_failure import toy_failure
+from slipstream.model.storages import has_parameters
+from slipstream.model.toy.toy_comparison import attends_itself, full_precision
+from slipstream.model.toy.toy_failure import toy_failure
+from slipstream.model.toy.toy_model import shapes_model, toy_model, toy_tokens
+from slipstream.model.toy.watched_toy import WatchedToy
 
 
 @dataclass(frozen=True)
@@ -129,120 +125,68 @@ def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnato
 
 def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
     model, tokens = toy_model(config), toy_tokens(config)
-    with full_precision():
-        layers = _find_layers(model, tokens)
-    outside = _outside(model, layers)
-    calls: dict[str, set[int]] = {name: set() for name in outside}  # after how many layers each is called
-    entered: list[nn.Module] = []
-    outputs: list[Any] = []
-    taken: list[Tensor] = []  # by layers, besides hidden states
-    tables: dict[str, list[Tensor]] = {}  # what modules of constants give
-    ends: dict[str, list[Tensor]] = {}  # what modules after the layers take
-    for layer in model.get_submodule(layers).children():
-        layer.register_forward_pre_hook(lambda layer, _: entered.append(layer))
-        layer.register_forward_pre_hook(lambda _, *given: taken.extend(_others(*given)), with_kwargs=True)
-        layer.register_forward_hook(lambda *given: outputs.append(given[-1]))
-    for name, module in outside.items():
-        module.register_forward_pre_hook(lambda *_, name=name: calls[name].add(len(entered)))
-        module.register_forward_pre_hook(
-            lambda _, *given, name=name: ends.update({name: _tensors(given)}), with_kwargs=True
-        )
-        if has_parameters(module) and not any(parameter.requires_grad for parameter in module.parameters()):
-            module.register_forward_hook(lambda *given, name=name: tables.update({name: _tensors(given[-1])}))
-    with torch.no_grad(), full_precision(), recorded_attention() as attending:
-        model(input_ids=tokens, use_cache=False)
-    num_layers = len(model.get_submodule(layers))
-    if len(entered) < num_layers:
-        reason = f"only {len(entered)} of its {num_layers} layers run on text alone"
-        raise _refusal(config, reason)
-    if len(entered) != num_layers:
-        raise _refusal(
-            config,
-            f"its {num_layers} layers run in cycles, {len(entered)} calls in one forward, so no stage ends after one",
-        )
-    for name in tables:
-        if not storage_ids(tables[name]).isdisjoint(storage_ids(taken)):
-            kind = type(outside[name]).__name__
-            raise _refusal(config, f"its layers all take what {name} ({kind}) gives, which only the first stage has")
-    before, after = [], []
-    left = storage_ids(_tensors(outputs[-1]))
-    for name, module in outside.items():
-        if calls[name] == {num_layers}:
-            if len(ends[name]) > 1 and not storage_ids(ends[name]) <= left:
-                kind = type(module).__name__
-                raise _refusal(config, f"{name} ({kind}), after the layers, takes more than what the last layer gives")
-            after.append(name)
-        elif calls[name] <= {0} and has_parameters(module):
-            before.append(name)
-        elif has_parameters(module):
-            raise _refusal(config, f"{name} ({type(module).__name__}) has parameters and runs between the layers")
-    shared = model.all_tied_weights_keys
-    check_shared_weights(config, shared, layers)
-    aliases = frozenset(
-        a for a, b in shared.items() if any(_within(a, end) and _within(b, end) for end in (before, after))
+    toy = WatchedToy.of(model, tokens)
+    _check_layers(config, toy)
+    before, after = _ends(config, toy)
+    aliases, tied = _shared_weights(config, toy, before, after)
+    itself = attends_itself(model, toy.every_layer, tokens, toy.attended)
+    if itself:
+        check_own_attention(config)
+    anatomy = ModelAnatomy(
+        toy.layers,
+        before,
+        after,
+        tuple_length=len(toy.output) if isinstance(toy.output, (tuple, list)) else 0,
+        tied=tied,
+        aliases=aliases,
+        skips_padding=_skips_padding(model),
+        attends_itself=itself,
     )
+    with full_precision():
+        return _with_tensors(anatomy, config) if takes_more(model, toy.every_layer) else anatomy
+
+
+def _check_layers(config: PretrainedConfig, toy: WatchedToy) -> None:
+    """Raises SlipstreamError unless every layer ran once, on what layers before it give."""
+    num_layers, entered = len(toy.every_layer), toy.num_entered
+    if entered < num_layers:
+        raise _refusal(config, f"only {entered} of its {num_layers} layers run on text alone")
+    if entered != num_layers:
+        raise _refusal(
+            config, f"its {num_layers} layers run in cycles, {entered} calls in one forward, so no stage ends after one"
+        )
+    for name in toy.constants:
+        if toy.reaches_layers(name):
+            kind = type(toy.outside[name]).__name__
+            raise _refusal(config, f"its layers all take what {name} ({kind}) gives, which only the first stage has")
+
+
+def _ends(config: PretrainedConfig, toy: WatchedToy) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the parts that run before the layers and have parameters, and of those that run after."""
+    for name, module in toy.outside.items():
+        described = f"{name} ({type(module).__name__})"
+        if toy.runs_after(name):
+            if toy.takes_other_tensors(name):
+                raise _refusal(config, f"{described}, after the layers, takes more than what the last layer gives")
+        elif has_parameters(module) and not toy.runs_before(name):
+            raise _refusal(config, f"{described} has parameters and runs between the layers")
+    after = tuple(name for name in toy.outside if toy.runs_after(name))
+    before = (name for name, module in toy.outside.items() if toy.runs_before(name) and has_parameters(module))
+    return tuple(before), after
+
+
+def _shared_weights(
+    config: PretrainedConfig, toy: WatchedToy, before: Sequence[str], after: Sequence[str]
+) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
+    """Returns the second names of parameters within one end, and the weights that both ends share."""
+    shared = toy.model.all_tied_weights_keys
+    check_shared_weights(config, shared, toy.layers)
+    aliases = {a for a, b in shared.items() if any(_within(a, end) and _within(b, end) for end in (before, after))}
     tied = tuple((head, embedding) for head, embedding in shared.items() if head not in aliases)
     for head, embedding in tied:
         if not (_within(head, after) and _within(embedding, before)):
             raise _refusal(config, f"{head} shares its weight with {embedding}; only a head may, with the embedding")
-    tuple_length = len(outputs[-1]) if isinstance(outputs[-1], (tuple, list)) else 0
-    skips = _skips_padding(model)
-    itself = attends_itself(model, list(model.get_submodule(layers).children()), tokens, attending)
-    if itself:
-        check_own_attention(config)
-    anatomy = ModelAnatomy(
-        layers,
-        tuple(before),
-        tuple(after),
-        tuple_length,
-        tied=tied,
-        aliases=aliases,
-        skips_padding=skips,
-        attends_itself=itself,
-    )
-    with full_precision():
-        return _with_tensors(anatomy, config) if takes_more(model, anatomy.layers_of(model)) else anatomy
-
-
-def _others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors that a layer is given besides hidden states."""
-    hidden = hidden_states(args, kwargs)
-    return [each for each in _tensors((args, kwargs)) if each is not hidden]
-
-
-def _tensors(given: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
-
-
-def _find_layers(model: nn.Module, tokens: Tensor) -> str:
-    """Returns the name of the model's list of decoder layers: of the lists that run on tokens, the largest.
-
-    Models of images and text have a list for images, too.
-    """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    ran: set[str] = set()
-    with ExitStack() as hooks, torch.no_grad():
-        for name, layers in lists.items():
-            for layer in layers:
-                hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
-        model(input_ids=tokens, use_cache=False)
-    if not ran:
-        raise SlipstreamError(
-            f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages. {TRAIN_WHOLE}"
-        )
-    return max(sorted(ran), key=lambda name: sum(p.numel() for p in lists[name].parameters()))
-
-
-def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """Returns the largest modules that neither contain the layers nor lie in them, by name."""
-    found: dict[str, nn.Module] = {}
-    path = layers.split(".")
-    for depth in range(len(path)):
-        prefix = ".".join(path[:depth])
-        for name, child in model.get_submodule(prefix).named_children():
-            if name != path[depth]:
-                found |= _called(f"{prefix}.{name}" if prefix else name, child)
-    return found
+    return frozenset(aliases), tied
 
 
 def _skips_padding(model: nn.Module) -> bool:
@@ -251,21 +195,8 @@ def _skips_padding(model: nn.Module) -> bool:
     return any("position_ids" in inspect.signature(module.forward).parameters for module in makers)
 
 
-def _called(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the module, or those in a list, which isn't called itself."""
-    if not isinstance(module, nn.ModuleList):
-        return {name: module}
-    inside = (_called(f"{name}.{number}", child) for number, child in module.named_children())
-    return dict(chain.from_iterable(each.items() for each in inside))
-
-
-def _within(parameter: str, modules: list[str]) -> bool:
+def _within(parameter: str, modules: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{module}.") for module in modules)
-
-
-def has_parameters(module: nn.Module) -> bool:
-    """Returns whether a module has parameters; other stages' placeholders have none."""
-    return next(module.parameters(), None) is not None
 
 
 def uses_randomness(model: nn.Module) -> bool:

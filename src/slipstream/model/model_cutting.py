@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import is_wrapper, own_module
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, check_shared_weights, has_parameters
+from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, check_shared_weights
+from slipstream.model.storages import has_parameters
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

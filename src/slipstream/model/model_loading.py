@@ -20,7 +20,7 @@ from slipstream.model.model_anatomy import ModelAnatomy
 from slipstream.model.model_config import check_is_causal_lm
 from slipstream.model.model_cutting import keep_layers
 from slipstream.model.storages import storage_id, storage_ids
-from slipstream.model.toy import quiet_transformers
+from slipstream.model.toy.toy_model import quiet_transformers
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.empty.memory_format} | {

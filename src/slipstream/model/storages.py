@@ -49,3 +49,8 @@ class SavedStorages:
     def num_bytes(self) -> int:
         """Bytes of all storages found so far."""
         return storage_bytes(self._found.values())
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Returns whether a module has parameters; other stages' placeholders have none."""
+    return next(module.parameters(), None) is not None

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from slipstream.model import ModelAnatomy, meta_model
-from slipstream.model.toy import toy_config
+from slipstream.model.toy.toy_model import toy_config
 
 
 @dataclass(frozen=True)

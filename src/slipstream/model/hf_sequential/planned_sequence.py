@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model.hf_sequential.stack_connector import LayerStack, StackConnector, StackLayer, main_output
 from slipstream.model.model_cutting import copy_with_shared_weights
-from slipstream.model.toy import quiet_transformers, toy_config
+from slipstream.model.toy.toy_model import quiet_transformers, toy_config
 
 PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, outputs), in the order they run
 _TOY_LENGTH = 12  # tokens

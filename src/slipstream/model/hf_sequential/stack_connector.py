@@ -20,8 +20,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.hf_sequential.call_layout import LayerCalls, with_tensors
 from slipstream.model.hf_sequential.fixed_shape_masks import always_build_masks
 from slipstream.model.hooks.layer_arguments import Arguments, first_output, hidden_states
-from slipstream.model.model_anatomy import has_parameters
 from slipstream.model.model_cutting import Placeholder
+from slipstream.model.storages import has_parameters
 
 
 class StackLayer(nn.Module):

@@ -21,9 +21,9 @@ from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
-from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
-from slipstream.model.toy_comparison import full_precision, recorded_attention, relative_errors
-from slipstream.model.toy_failure import toy_failure
+from slipstream.model.toy.toy_comparison import full_precision, recorded_attention, relative_errors
+from slipstream.model.toy.toy_failure import toy_failure
+from slipstream.model.toy.toy_model import perturb_parameters, toy_model, toy_tokens
 
 TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a mistake by 1e-4 or more
 _SLICES = TokenCuts((0, 5, 12), (0, 12))

@@ -7,8 +7,8 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.model_config import check_is_causal_lm
-from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.toy_comparison import full_precision
+from slipstream.model.toy.toy_comparison import full_precision
+from slipstream.model.toy.toy_model import toy_model, toy_tokens
 
 _TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6
 _LAST = 8  # tokens that are exchanged

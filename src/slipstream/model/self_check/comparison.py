@@ -21,9 +21,9 @@ from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_a
 from slipstream.model.self_check.carried_state import TOLERANCE, check_carried_state, refusal
 from slipstream.model.self_check.causality import check_causal
 from slipstream.model.self_check.toy_runs import INPUT, TokenCuts, cut_in_two, run_sliced, run_whole
-from slipstream.model.toy import TOY_LENGTH, perturb_parameters, reference_model, toy_config, toy_tokens
-from slipstream.model.toy_comparison import full_precision, relative_errors
-from slipstream.model.toy_sizes import TokenNumber, shrink_number, token_numbers
+from slipstream.model.toy.toy_comparison import full_precision, relative_errors
+from slipstream.model.toy.toy_model import TOY_LENGTH, perturb_parameters, reference_model, toy_config, toy_tokens
+from slipstream.model.toy.toy_sizes import TokenNumber, shrink_number, token_numbers
 
 _WHOLE = (0, TOY_LENGTH)
 _SLICINGS = (  # unequal slices; the first ends below every threshold of the toy

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PretrainedConfig
 
-from slipstream.model.toy import perturb_parameters, toy_model, toy_tokens
-from slipstream.model.toy_comparison import full_precision
+from slipstream.model.toy.toy_comparison import full_precision
+from slipstream.model.toy.toy_model import perturb_parameters, toy_model, toy_tokens
 
 _TOLERANCE = 1e-5  # transformers forms the sum in float32
 

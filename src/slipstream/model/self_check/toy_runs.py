@@ -24,7 +24,7 @@ from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy
 from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.tensor_spec import Tensors
-from slipstream.model.toy_comparison import output_weights
+from slipstream.model.toy.toy_comparison import output_weights
 
 INPUT = "input of layer 0"
 _Slices = dict[str, list[Tensor]]

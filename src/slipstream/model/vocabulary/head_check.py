@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.model_anatomy import ModelAnatomy
-from slipstream.model.toy import toy_model, toy_tokens
+from slipstream.model.toy.toy_model import toy_model, toy_tokens
 from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
 
 

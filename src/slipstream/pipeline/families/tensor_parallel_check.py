@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import LostRankError, SlipstreamError
 from slipstream.model import IGNORED, TOLERANCE, causal_cross_entropy, find_anatomy
-from slipstream.model.toy import perturb_parameters, reference_model, toy_config, toy_tokens
-from slipstream.model.toy_comparison import full_precision
+from slipstream.model.toy.toy_comparison import full_precision
+from slipstream.model.toy.toy_model import perturb_parameters, reference_model, toy_config, toy_tokens
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 

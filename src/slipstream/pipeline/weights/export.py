@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
-from slipstream.model.toy import quiet_transformers
+from slipstream.model.toy.toy_model import quiet_transformers
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage

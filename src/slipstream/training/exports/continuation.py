@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import check_length
-from slipstream.model.toy import quiet_transformers
+from slipstream.model.toy.toy_model import quiet_transformers
 from slipstream.training.exports.model_choice import OpenedModel
 
 

@@ -8,7 +8,7 @@ import re
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from slipstream.model.toy import quiet_transformers
+from slipstream.model.toy.toy_model import quiet_transformers
 
 _SIZES = re.compile(r"num|dim|size|heads|experts|rank|types|parameters|width|top_?k")
 

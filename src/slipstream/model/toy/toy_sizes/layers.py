@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from slipstream.model.toy_sizes.widths import LAYER_COUNTS, first_of
+from slipstream.model.toy.toy_sizes.widths import LAYER_COUNTS, first_of
 
 _NUM_LAYERS = 4
 _MOST_LAYERS = 12

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slipstream.model.hooks.length_dependent_rope import keep_frequencies
-from slipstream.model.toy_comparison import REFERENCE_ATTENTION
-from slipstream.model.toy_sizes import (
+from slipstream.model.toy.toy_comparison import REFERENCE_ATTENTION
+from slipstream.model.toy.toy_sizes import (
     shrink_layers,
     shrink_number,
     shrink_other_parts,
@@ -103,9 +103,8 @@ def perturb_parameters(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=generator), alpha=0.1
-            )  # in float32: five times as fast
+            noise = torch.randn(parameter.shape, generator=generator)  # in float32: five times as fast
+            parameter.add_(noise, alpha=0.1)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from transformers import PretrainedConfig
 
-from slipstream.model.toy_sizes.layers import shrink_layers, take_layer_overrides
-from slipstream.model.toy_sizes.widths import WIDTHS, first_of, layer_parts, shrink_widths
+from slipstream.model.toy.toy_sizes.layers import shrink_layers, take_layer_overrides
+from slipstream.model.toy.toy_sizes.widths import WIDTHS, first_of, layer_parts, shrink_widths
 
 _LINKED = re.compile(r"hidden_size|_dim$|width|output_size|out_size")  # sizes that may be another part's width
 
