@@ -44,7 +44,7 @@ class FusedKernel(Protocol):
 
 
 class FlashKernel:
-    """FlashAttention as PyTorch has it: version 2, or 3 or 4 where `activate_flash_attention_impl` was called."""
+    """FlashAttention as PyTorch has it: version 2, unless another one was activated."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float

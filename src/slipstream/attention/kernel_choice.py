@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -23,14 +23,17 @@ from torch import Tensor
 
 from slipstream.attention.attention_backend import QueryState, TileGradients
 from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel
+from slipstream.attention.flash_packages import package_kernels
 from slipstream.attention.key_ranges import RegularMask
 
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
 _WIDEST_CUDNN = 128
 _REPEATS = 3
+_AGREEMENT = 0.03  # of what FlashAttention gives, in float16 and bfloat16
+_Milliseconds = dict[str, float | None]  # of each kernel; None where it refuses a shape or gives something else
 
-KERNELS: Mapping[str, FusedKernel] = {"flash": FlashKernel(), "cudnn": CudnnKernel()}
+KERNELS: Mapping[str, FusedKernel] = {"flash": FlashKernel(), "cudnn": CudnnKernel()}  # of PyTorch
 
 
 class AttentionShape(NamedTuple):
@@ -42,10 +45,16 @@ class AttentionShape(NamedTuple):
     width: int
     length: int  # of the slice
     keys: int  # that it reads
+    window: int = 0  # of a sliding one; 0: none
 
     def __str__(self) -> str:
         kind = f"{self.dtype} {self.heads}/{self.key_heads} heads of {self.width}"
-        return f"{kind}, {self.length} tokens, {self.keys} keys"
+        window = f", a window of {self.window}" if self.window else ""
+        return f"{kind}, {self.length} tokens, {self.keys} keys{window}"
+
+    @property
+    def mask(self) -> RegularMask:
+        return RegularMask(0, self.keys - self.length, self.window or None)
 
 
 def choose_kernel(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKernel:
@@ -56,12 +65,13 @@ def choose_kernel(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKern
         key_heads: of keys and values.
         mask: of all queries.
     """
-    num_keys = mask.past + query.shape[2]
-    if mask.window is not None or not _cudnn_takes(query.shape[-1], query.shape[2], num_keys):
+    kernels = _candidates(query, mask)
+    if len(kernels) == 1:
         return KERNELS["flash"]
-    dtype = str(query.dtype).removeprefix("torch.")
-    sizes = query.shape[1], key_heads, query.shape[3], _power_of_two(query.shape[2]), _power_of_two(num_keys)
-    return KERNELS[_fastest(AttentionShape(dtype, *sizes), query.device.index or 0)]
+    dtype, length = str(query.dtype).removeprefix("torch."), query.shape[2]
+    sizes = query.shape[1], key_heads, query.shape[3], _power_of_two(length), _power_of_two(mask.past + length)
+    window = 0 if mask.window is None else _power_of_two(mask.window)
+    return kernels[_fastest(AttentionShape(dtype, *sizes, window), query.device.index or 0, kernels)]
 
 
 def chosen_kernels() -> dict[str, str]:
@@ -75,7 +85,16 @@ def kept_file() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "attention.json"
 
 
-_known: dict[tuple[AttentionShape, int], str] = {}
+_known: dict[tuple[AttentionShape, int], str] = {}  # the kernel that was chosen last
+_measured: dict[tuple[AttentionShape, int], _Milliseconds] = {}
+
+
+def _candidates(query: Tensor, mask: RegularMask) -> dict[str, FusedKernel]:
+    """Returns the kernels that can compute a slice, by name."""
+    kernels = {"flash": KERNELS["flash"]} | package_kernels(_capability(query.device.index or 0))
+    if mask.window is None and _cudnn_takes(query.shape[-1], query.shape[2], mask.past + query.shape[2]):
+        kernels["cudnn"] = KERNELS["cudnn"]
+    return kernels
 
 
 def _cudnn_takes(width: int, *lengths: int) -> bool:
@@ -95,54 +114,67 @@ def _power_of_two(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def _fastest(shape: AttentionShape, device: int) -> str:
-    found = _known.get((shape, device))
-    if found is None:
-        kept = _read().get(_hardware(device), {})
-        found = kept.get(str(shape), "")
-        if found not in KERNELS:
-            found = _measure(shape, torch.device("cuda", device))
-            _keep(_hardware(device), str(shape), found)
-        _known[shape, device] = found
-    return found
-
-
-@torch.no_grad()
-def _measure(shape: AttentionShape, device: torch.device) -> str:
+def _fastest(shape: AttentionShape, device: int, kernels: Mapping[str, FusedKernel]) -> str:
     """Returns the name of the kernel that takes least for forward and backward."""
-    seconds = {name: _seconds(kernel, shape, device) for name, kernel in KERNELS.items()}
-    name = min(seconds, key=lambda each: seconds[each])
-    others = ", ".join(f"{each} {1e3 * seconds[each]:.2f} ms" for each in KERNELS)
-    _log.info("attention of %s: %s (forward and backward: %s)", shape, name, others)
+    found = _measured.setdefault((shape, device), {})
+    if not kernels.keys() <= found.keys():
+        found |= _kept(device, shape)
+        if missing := {name: kernel for name, kernel in kernels.items() if name not in found}:
+            found |= {
+                name: _milliseconds(kernel, shape, torch.device("cuda", device)) for name, kernel in missing.items()
+            }
+            _keep(device, shape, found)
+        others = ", ".join(f"{each} {'-' if found[each] is None else f'{found[each]:.2f} ms'}" for each in kernels)
+        _log.info("attention of %s, forward and backward: %s", shape, others)
+    seconds = {each: inf if (known := found[each]) is None else known for each in kernels}
+    name = _known[shape, device] = min(kernels, key=seconds.__getitem__)
     return name
 
 
-def _seconds(kernel: FusedKernel, shape: AttentionShape, device: torch.device) -> float:
-    """Returns the median time of forward and backward, infinite where the kernel refuses the shape."""
-    dtype, generator = getattr(torch, shape.dtype), torch.Generator(device).manual_seed(0)
-
-    def draw(heads: int, length: int) -> Tensor:
-        numbers = torch.randn(1, length, heads, shape.width, device=device, dtype=dtype, generator=generator)
-        return numbers.transpose(1, 2)
-
-    query, grad = draw(shape.heads, shape.length), draw(shape.heads, shape.length)
-    key, value = draw(shape.key_heads, shape.keys), draw(shape.key_heads, shape.keys)
-    mask = RegularMask(0, shape.keys - shape.length)
-    wide = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
-
-    def run() -> None:
-        output, lse = kernel.forward(query, key, value, mask, 0.1)
-        grads = TileGradients(query, *wide)
-        kernel.backward(QueryState(query, output, lse, grad), key, value, grads, mask, 0.1)
-
+@torch.no_grad()
+def _milliseconds(kernel: FusedKernel, shape: AttentionShape, device: torch.device) -> float | None:
+    """Returns the median time of forward and backward; None where the kernel refuses the shape, or is wrong."""
+    run = partial(_run, draw=_drawn(shape, device), mask=shape.mask)
     try:
-        return _timed(run, device)
-    except RuntimeError as error:
-        _log.info("attention of %s can't be computed by %s: %s", shape, type(kernel).__name__, error)
-        return inf
+        if not agrees(run(kernel), run(KERNELS["flash"])):
+            _log.warning("attention of %s by %s isn't used: it differs from FlashAttention", shape, _name(kernel))
+            return None
+        return 1e3 * _timed(partial(run, kernel), device)
+    except Exception as error:  # of a package that may do anything
+        _log.info("attention of %s can't be computed by %s: %s", shape, _name(kernel), error)
+        return None
 
 
-def _timed(run: Callable[[], None], device: torch.device) -> float:
+def agrees(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Returns whether each tensor is what was expected, but for rounding."""
+    pairs = zip(found, expected, strict=True)
+    return all(bool((a - b).float().norm() <= _AGREEMENT * b.float().norm()) for a, b in pairs)
+
+
+def _name(kernel: FusedKernel) -> str:
+    return type(kernel).__name__.removesuffix("Kernel")
+
+
+def _drawn(shape: AttentionShape, device: torch.device) -> tuple[Tensor, ...]:
+    """Returns random queries, gradients of their output, keys and values."""
+    dtype, generator = getattr(torch, shape.dtype), torch.Generator(device).manual_seed(0)
+    sizes = [(shape.heads, shape.length)] * 2 + [(shape.key_heads, shape.keys)] * 2
+    return tuple(
+        torch.randn(1, length, heads, shape.width, device=device, dtype=dtype, generator=generator).transpose(1, 2)
+        for heads, length in sizes
+    )
+
+
+def _run(kernel: FusedKernel, draw: tuple[Tensor, ...], mask: RegularMask) -> list[Tensor]:
+    """Returns a slice's output and the gradients of queries, keys and values."""
+    query, grad, key, value = draw
+    output, lse = kernel.forward(query, key, value, mask, 0.1)
+    wide = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
+    queries = QueryState(query, output, lse, grad)
+    return [output, kernel.backward(queries, key, value, TileGradients(query, *wide), mask, 0.1), *wide]
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
     """Returns the median time of a graph of `run`: short slices would be timed by what kernels cost the host."""
     run()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -163,12 +195,17 @@ def _timed(run: Callable[[], None], device: torch.device) -> float:
 
 
 @cache
+def _capability(device: int) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@cache
 def _hardware(device: int) -> str:
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuDNN {cudnn}"
 
 
-def _read() -> dict[str, dict[str, str]]:
+def _read() -> dict[str, dict[str, _Milliseconds]]:
     with suppress(OSError, ValueError):
         found = json.loads(kept_file().read_text())
         if isinstance(found, dict):
@@ -176,10 +213,15 @@ def _read() -> dict[str, dict[str, str]]:
     return {}
 
 
-def _keep(hardware: str, shape: str, name: str) -> None:
-    """Adds a choice to the file; where that can't be written, the next process measures again."""
+def _kept(device: int, shape: AttentionShape) -> _Milliseconds:
+    found = _read().get(_hardware(device), {}).get(str(shape), {})
+    return found if isinstance(found, dict) else {}
+
+
+def _keep(device: int, shape: AttentionShape, milliseconds: _Milliseconds) -> None:
+    """Adds a shape's times to the file; where that can't be written, the next process measures again."""
     found = _read()
-    found.setdefault(hardware, {})[shape] = name
+    found.setdefault(_hardware(device), {})[str(shape)] = milliseconds
     with suppress(OSError):
         kept_file().parent.mkdir(parents=True, exist_ok=True)
         part = kept_file().with_suffix(f".{os.getpid()}")
