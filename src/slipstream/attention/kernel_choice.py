@@ -65,6 +65,15 @@ def choose_kernel(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKern
         key_heads: of keys and values.
         mask: of all queries.
     """
+    allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled()  # type: ignore[no-untyped-call]
+    case = query.dtype, query.shape[1:], key_heads, mask.past, mask.window, query.device, *allowed
+    kernel = _choices.get(case)  # at once: every slice of every layer asks
+    if kernel is None:
+        kernel = _choices[case] = _choose(query, key_heads, mask)
+    return kernel
+
+
+def _choose(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKernel:
     kernels = _candidates(query, mask)
     if len(kernels) == 1:
         return KERNELS["flash"]
@@ -85,6 +94,7 @@ def kept_file() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "attention.json"
 
 
+_choices: dict[tuple[object, ...], FusedKernel] = {}  # by all that a choice depends on
 _known: dict[tuple[AttentionShape, int], str] = {}  # the kernel that was chosen last
 _measured: dict[tuple[AttentionShape, int], _Milliseconds] = {}
 
