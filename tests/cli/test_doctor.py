@@ -43,6 +43,14 @@ def test_json_has_the_same(tmp_path: Path) -> None:
     assert "written at" in findings["folder"]["text"]
 
 
+def test_it_says_how_gpus_memory_is_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable that PyTorch reads, of the two."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    found_here = found("--folder", tmp_path)["GPU allocator"]
+    assert found_here["text"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
 def test_a_folder_that_cant_be_written_to_is_a_failure(tmp_path: Path) -> None:
     finding = found("--folder", "/proc/runs", code=1)["folder"]  # not even root makes files there
     assert "couldn't be written to /proc" in finding["problem"]

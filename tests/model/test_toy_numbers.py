@@ -104,5 +104,5 @@ AutoModelForCausalLM.register(PacedConfig, PacedForCausalLM)
 @pytest.mark.parametrize(("pace", "least"), [(4096, 0), (100, 100)], ids=["made small", "at its own value"])
 def test_a_number_of_unknown_meaning_is_tried(pace: int, least: int) -> None:
     config = PacedConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, pace=pace, least=least)
-    with pytest.raises(SlipstreamError, match="differs from the whole one in input of layer 0"):
+    with pytest.raises(SlipstreamError, match="differs from the whole one in the input of layer 0"):
         check_sliceable(config)

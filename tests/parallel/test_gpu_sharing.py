@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from slipstream import Pipeline
+from slipstream import Pipeline, make_mesh
 from slipstream.errors import SlipstreamError
 from slipstream.options import Runtime
-from slipstream.parallel import check_transport, choose_backend, describe_sharing, gpu_of
+from slipstream.parallel import check_transport, choose_backend, describe_sharing, gpu_of, launched_group
+from slipstream.parallel.gpu_sharing import TransportName
 from support.architectures import ARCHITECTURES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -52,6 +54,35 @@ def test_nccl_without_a_gpu_each(monkeypatch: pytest.MonkeyPatch, device: str | 
         monkeypatch.setenv(name, value)
     with pytest.raises(SlipstreamError, match=f"runtime.transport=nccl: {said}"):
         Pipeline.from_config(ARCHITECTURES["llama"], device=device, runtime=Runtime(transport="nccl"))
+
+    with pytest.raises(SlipstreamError, match=f"make_mesh: transport=nccl: {said}"):
+        make_mesh(pp=2, device_type=device or "cpu", transport="nccl")
+
+
+@pytest.mark.parametrize(("transport", "backend"), [("auto", "nccl"), ("gloo", "gloo")])
+def test_a_mesh_is_connected_as_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, transport: TransportName, backend: str
+) -> None:
+    """Two processes with a GPU each."""
+    made = list[str]()
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr(launched_group, "_make_group", lambda _environment, chosen, *_: made.append(chosen))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SlipstreamError, match="a mesh is made of the processes of a process group"):
+        make_mesh(pp=2, device_type="cuda", transport=transport)
+    assert made == [backend]
+
+
+def test_a_mesh_of_a_group_that_is_there_already() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(SlipstreamError, match="make_mesh: transport=nccl, but the ranks compute on CPUs"):
+            make_mesh(transport="nccl")
+        assert make_mesh(transport="gloo").size() == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_group_that_is_there_already() -> None:

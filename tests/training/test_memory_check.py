@@ -41,7 +41,10 @@ def test_what_to_lower_and_by_how_much(failure: str) -> None:
     (said,) = less_memory(failure, configured(pipeline={"num_ranks": 2, "num_microbatches": 2}))
     assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; --training.seq_len=16 (now 32)" in said
     assert ("how Linux ends" in said) == ("SIGKILL" in failure)
-    (said,) = less_memory(failure, configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8}))
+    (said,) = less_memory(failure, configured(pipeline={"num_microbatches": 8, "slices": 8}))
+    assert "order: --pipeline.slices=16 (now 8); --memory.recompute=full" in said
+    recomputed = configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8, "slices": 32})
+    (said,) = less_memory(failure, recomputed)
     assert "order: --memory.offload=0.5 (now 0); --training.seq_len" in said
 
 
@@ -52,7 +55,7 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     assert account is not None
     (said,) = less_memory("rank 1 was ended by SIGKILL", run, lambda: account)
     found = [float(number) for number in re.findall(r"([\d.]+) [kM]B", said)]
-    assert len(found) == 4
+    assert len(found) == 5
     assert max(found[1:]) < found[0]
     state = 16 * (NUM_PARAMETERS - 16) / 2  # of each rank, with one layer and the embedding or the head
     assert state < account() < 10 * state  # with gradients of keys and values, messages and logits

@@ -28,6 +28,8 @@ def find_gpus() -> Iterator[Finding]:
     """Yields each GPU that this process will use, or why there is none."""
     import torch
 
+    from slipstream.parallel import allocator_setting, fragmentation_advice
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -39,6 +41,10 @@ def find_gpus() -> Iterator[Finding]:
     for device in devices():
         if device.type == "cuda":
             yield _describe(device)
+    if setting := allocator_setting():
+        yield Finding("GPU allocator", setting)
+    elif available:
+        yield Finding("GPU allocator", f"as PyTorch has it; where memory is short, {fragmentation_advice()}")
 
 
 def devices() -> list[torch.device]:

@@ -67,7 +67,9 @@ def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
     """Writes what describes the message to the buffer's begin."""
     header = header_of(message, tensors)
-    buffer[: 8 * len(header)].view(torch.int64).copy_(header)
+    if buffer.is_cuda:  # or the host would wait until the GPU has computed all that came before
+        header = header.pin_memory()
+    buffer[: 8 * len(header)].view(torch.int64).copy_(header, non_blocking=True)
 
 
 def call_off(buffer: Tensor) -> None:

@@ -15,6 +15,7 @@ from slipstream.model.layer_range import (
 )
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
 from slipstream.model.model_config import (
+    MANY_TOKENS,
     check_counted_positions,
     check_is_causal_lm,
     check_length,

@@ -23,6 +23,8 @@ from transformers.models.auto.modeling_auto import (
 
 from slipstream.errors import SlipstreamError
 
+MANY_TOKENS = 2**20
+"""Stands for the longest sequence of a model that has none: more than documents have."""
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
 _READ_BY_ALL = ("model_type", "torch_dtype", "attn_implementation", "auto_map")  # besides those that a config lists
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM")

@@ -1,6 +1,14 @@
 """Tensor and data parallelism within the pipeline: the mesh, its groups, and each rank's share of the parameters."""
 
 from slipstream.parallel.device_mesh import MeshAxes, make_mesh
+from slipstream.parallel.gpu_allocator import (
+    GpuMemory,
+    allocator_setting,
+    expands_segments,
+    fragmentation_advice,
+    shortage_explained,
+    times_text,
+)
 from slipstream.parallel.gpu_sharing import check_transport, choose_backend, describe_sharing, gpu_of, refuse_shards
 from slipstream.parallel.launched_group import end_group_at_exit, join_launched_group
 from slipstream.parallel.parameter_shard import ParameterShard

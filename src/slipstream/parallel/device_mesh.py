@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel.gpu_sharing import TransportName, check_transport
 from slipstream.parallel.launched_group import join_launched_group
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.watched_group import watch_group, watch_store
@@ -18,7 +19,9 @@ from slipstream.parallel.watched_group import watch_group, watch_store
 AXES = ("pp", "dp", "tp")
 
 
-def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -> DeviceMesh:
+def make_mesh(
+    pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu", transport: TransportName = "auto"
+) -> DeviceMesh:
     """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
     started it makes that group, where there is none. Collective.
 
@@ -35,14 +38,18 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
         dp: the number of replicas of every pipeline.
         tp: the number of ranks that share every layer.
         device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
+        transport: what connects the processes, as `Runtime(transport=...)` has it, of the group that this makes; of one
+            that is there it is only checked.
 
     Returns:
         The mesh, for `Pipeline(mesh=...)`.
 
     Raises:
-        SlipstreamError: the product of the sizes isn't the number of processes, or there is no process group.
+        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, or it isn't
+            what `transport` asks for.
     """
-    join_launched_group(device_type, is_provisional=True)
+    option = "make_mesh: transport"
+    join_launched_group(device_type, is_provisional=True, transport=transport, option=option)
     if not dist.is_initialized():
         raise SlipstreamError(
             "a mesh is made of the processes of a process group: start the program with torchrun, or call "
@@ -56,7 +63,9 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu") -
             f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
         )
     _watch_everyone()
-    if RankGroup(dist.group.WORLD).gpu_backend != "nccl":
+    backend = RankGroup(dist.group.WORLD).gpu_backend
+    check_transport(transport, torch.device(device_type), backend, option)
+    if backend != "nccl":
         device_type = "cpu"  # else torch might choose a GPU for the process, of which there may not be enough
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
 

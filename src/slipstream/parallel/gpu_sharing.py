@@ -16,16 +16,18 @@ def gpu_of(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
 
 
-def choose_backend(transport: TransportName, device_type: str, num_local: int) -> Literal["nccl", "gloo"]:
+def choose_backend(
+    transport: TransportName, device_type: str, num_local: int, option: str = "runtime.transport"
+) -> Literal["nccl", "gloo"]:
     """Returns what connects `num_local` processes of this machine: NCCL where each has a GPU of its own.
 
-    Raises SlipstreamError where `transport` is "nccl" and they don't.
+    Raises SlipstreamError, which names the `option`, where `transport` is "nccl" and they don't.
     """
     num_gpus = torch.cuda.device_count() if device_type == "cuda" else 0
     if transport == "nccl" and num_gpus < num_local:
         where = describe_sharing(num_local) if num_gpus else f"{num_local} ranks compute on CPUs"
         raise SlipstreamError(
-            f"runtime.transport=nccl: {where}, and NCCL connects only ranks with a GPU each. Leave it out or give gloo"
+            f"{option}=nccl: {where}, and NCCL connects only ranks with a GPU each. Leave it out or give gloo"
             + (f", or start {num_gpus} {'rank' if num_gpus == 1 else 'ranks'} a machine." if num_gpus else ".")
         )
     return "nccl" if transport != "gloo" and num_gpus >= num_local else "gloo"
@@ -40,18 +42,20 @@ def describe_sharing(num_local: int) -> str:
     return f"{num_local} ranks share {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}"
 
 
-def check_transport(transport: TransportName, device: torch.device, backend: str) -> None:
-    """Raises SlipstreamError where a process group that is there already, with this backend for GPUs, isn't what
-    `transport` asks for."""
+def check_transport(
+    transport: TransportName, device: torch.device, backend: str, option: str = "runtime.transport"
+) -> None:
+    """Raises SlipstreamError, which names the `option`, where a process group that is there already, with this backend
+    for GPUs, isn't what `transport` asks for."""
     if transport == "nccl" and (device.type == "cpu" or backend != "nccl"):
         found = "the ranks compute on CPUs" if device.type == "cpu" else f"the process group connects GPUs by {backend}"
         raise SlipstreamError(
-            f"runtime.transport=nccl, but {found}. Leave it out or give gloo, or start the program by torchrun with a "
+            f"{option}=nccl, but {found}. Leave it out or give gloo, or start the program by torchrun with a "
             'GPU for each rank and Pipeline(device="cuda").'
         )
     if transport == "gloo" and device.type == "cuda" and backend == "nccl":
         raise SlipstreamError(
-            "runtime.transport=gloo, but the process group connects GPUs by NCCL. Leave it out, or call "
+            f"{option}=gloo, but the process group connects GPUs by NCCL. Leave it out, or call "
             'torch.distributed.init_process_group("gloo") before anything else makes the group.'
         )
 

@@ -27,6 +27,7 @@ def join_launched_group(
     stall_limit: float | Literal["off"] | None = None,
     is_provisional: bool = False,
     transport: TransportName = "auto",
+    option: str = "runtime.transport",
 ) -> None:
     """Makes the default process group of the processes that torchrun started, unless there is one: by NCCL where each
     process of this machine has a GPU of its own and neither `device` nor `transport` says otherwise, else by gloo.
@@ -37,14 +38,15 @@ def join_launched_group(
     ends.
 
     Raises:
-        SlipstreamError: if another launcher has started several processes, which only it can connect.
+        SlipstreamError: if another launcher has started several processes, which only it can connect; or if
+            `transport`, which was given as the `option`, can't connect these.
     """
     if not dist.is_available() or dist.is_initialized():
         return
     environment = os.environ
     if {"RANK", "WORLD_SIZE"} <= environment.keys():
         if int(environment["WORLD_SIZE"]) > 1:
-            backend = _take_gpu(environment, device, transport)
+            backend = _take_gpu(environment, device, transport, option)
             _make_group(environment, backend, stall_limit, is_provisional)
         return
     for launcher, count in _COUNTS.items():
@@ -56,11 +58,13 @@ def join_launched_group(
             )
 
 
-def _take_gpu(environment: Mapping[str, str], device: torch.device | str | None, transport: TransportName) -> str:
+def _take_gpu(
+    environment: Mapping[str, str], device: torch.device | str | None, transport: TransportName, option: str
+) -> str:
     """Makes this process's GPU, if it is to use one, the current one; returns the backend of the group."""
     num_local = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
     device_type = "cuda" if device is None else torch.device(device).type
-    backend = choose_backend(transport, device_type, num_local)
+    backend = choose_backend(transport, device_type, num_local, option)
     if backend == "nccl" or (device is not None and device_type == "cuda"):
         torch.cuda.set_device(gpu_of(int(environment.get("LOCAL_RANK", environment["RANK"]))))
     return backend

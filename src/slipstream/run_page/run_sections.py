@@ -163,7 +163,23 @@ def _memory(run: RunRecord, marks: Sequence[Mark]) -> str:
     limit = finite((run.settings.get("memory") or {}).get("limit"))
     bars = [Bar(f"rank {rank}", {"held": float(size)}) for rank, size in enumerate(ranks)]
     known = {} if limit is None else {"limit": limit, "limit_name": "memory.limit"}
-    return section("Memory", over_time + bar_chart(bars, "peak of each rank", bytes_text, **known))  # type: ignore[arg-type]
+    chart = bar_chart(bars, "peak of each rank", bytes_text, **known)  # type: ignore[arg-type]
+    return section("Memory", over_time + chart + _allocators(run))
+
+
+def _allocators(run: RunRecord) -> str:
+    """Returns a table of what PyTorch's allocator holds on each rank's GPU, as the last step says; "" without GPUs."""
+    found = [(rank, each) for rank, each in enumerate(run.steps[-1].get("gpu_memory") or []) if each]
+    rows = [
+        (
+            f"rank {rank}",
+            *(bytes_text(each.get(name) or 0) for name in ("allocated", "reserved", "between")),
+            *(str(each.get(name, "-")) for name in ("retries", "failures")),
+        )
+        for rank, each in found
+    ]
+    heads = ["GPU of", "tensors at most", "reserved at most", "free between tensors", "gave all back", "ran out"]
+    return table(heads, rows) if rows else ""
 
 
 def _configuration(run: RunRecord) -> str:

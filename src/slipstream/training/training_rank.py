@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from slipstream import launch
 from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
-from slipstream.parallel import NO_LIMIT, RankGroup
+from slipstream.parallel import NO_LIMIT, RankGroup, shortage_explained
 from slipstream.schedule import Schedule
 from slipstream.terminal import log_details, make_console
 from slipstream.training.config import Config, load_config, named_schedule
@@ -31,7 +31,7 @@ from slipstream.training.device_choice import (
     sharing_here,
 )
 from slipstream.training.ownership import FolderLock
-from slipstream.training.preflight import preflight
+from slipstream.training.preflight import less_memory, preflight
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.trainer import Trainer
 from slipstream.watchdog import counted_off
@@ -64,8 +64,12 @@ def join_run(config: Config) -> None:
     check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)
     place, limit = ranks.place, config.training.stall_limit
-    with launch.watched_run(ranks.store, place.rank, place.world_size, limit, ranks.address):
-        _join(config, ranks, stop)
+    try:
+        with launch.watched_run(ranks.store, place.rank, place.world_size, limit, ranks.address):
+            _join(config, ranks, stop)
+    except torch.OutOfMemoryError as error:  # no launcher of ours adds this
+        error.args = (". ".join([str(error), *less_memory(str(error), config)]),)
+        raise
 
 
 def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest) -> None:
@@ -181,7 +185,8 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(make_console() if rank == 0 else None)
     progress.say("ranks are connected; building the model")
-    Trainer(config, device, progress, stop).run()
+    with shortage_explained():
+        Trainer(config, device, progress, stop).run()
     dist.barrier()
     dist.destroy_process_group()
 

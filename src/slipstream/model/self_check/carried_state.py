@@ -71,7 +71,7 @@ class _ToyInSlices:
         """Raises SlipstreamError for what slices can't carry."""
         for place, output in self._whole.items():
             if _SLICES.length not in output.shape[:-1]:  # residual streams may be another dimension
-                given = f"the {place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
+                given = f"{place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
                 raise SlipstreamError(f"{given}, so it can't be cut between tokens")
         store, outputs, failed = ContextStore(_SLICES.length), {}, None
         try:

@@ -26,7 +26,7 @@ from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.tensor_spec import Tensors
 from slipstream.model.toy.toy_comparison import output_weights
 
-INPUT = "input of layer 0"
+INPUT = "the input of layer 0"
 _Slices = dict[str, list[Tensor]]
 
 
@@ -65,7 +65,7 @@ class TokenCuts:
 
 @dataclass(frozen=True)
 class ToyRun:
-    """The gradients, and the outputs by place in the order of the forward: "input of layer 0", ..., "logits"."""
+    """The gradients, and the outputs by place in the order of the forward: "the input of layer 0", ..., "logits"."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]

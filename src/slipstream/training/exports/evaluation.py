@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import check_length, load_config, longest_sequence
+from slipstream.model import MANY_TOKENS, check_length, load_config, longest_sequence
 from slipstream.training.config import Config
 from slipstream.training.data import TokenisedText, load_texts
 from slipstream.training.data.samples import ChatTemplate, OpenSource
@@ -28,8 +28,6 @@ from slipstream.training.exports.pair_loss import (
 )
 from slipstream.training.exports.text_loss import TextLoss, measure_text_loss
 from slipstream.training.preferences import PairSource
-
-_LONGEST = 2**20  # tokens of a sequence where a model has no limit
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def _settings(opened: OpenedModel, request: EvaluationRequest) -> Config:
         return settings_of_run(opened.run, request.file, request.seq_len, request.settings)
     if request.file is None:
         raise SlipstreamError("FILE is missing: only a run has held out a text of its own; give a file to evaluate on")
-    seq_len = request.seq_len or longest_sequence(model_config) or _LONGEST
+    seq_len = request.seq_len or longest_sequence(model_config) or MANY_TOKENS
     return settings_of_model(opened.path, request.file, seq_len, request.settings)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from slipstream.parallel import GpuMemory
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.preferences import describe_rewards
@@ -77,6 +78,7 @@ class StepRecord:
     rewards: dict[str, float] | None = None  # of preferences: chosen, rejected, margin, accuracy; means over pairs
     bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
     stragglers: list[str] | None = None  # a line for each rank that has become slow
+    gpu_memory: list[GpuMemory | None] | None = None  # of each rank; None where none computes on a GPU
 
     def texts(self) -> list[str]:
         """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal has no room

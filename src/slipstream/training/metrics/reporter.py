@@ -11,13 +11,14 @@ import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.parallel import RankGroup
+from slipstream.parallel import GpuMemory, RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline
 from slipstream.training.config import Config
 from slipstream.training.cut_advice import CutAdvice
 from slipstream.training.data import TokenBatch
 from slipstream.training.device_choice import share_of_gpu
+from slipstream.training.metrics.allocator_watch import AllocatorWatch
 from slipstream.training.metrics.device_peak import find_peak
 from slipstream.training.metrics.disk_trouble import DiskTrouble
 from slipstream.training.metrics.flops import FlopsMeter
@@ -73,6 +74,7 @@ class Reporter:
         self._trackers: list[Tracker] = []  # none on ranks other than the first
         self._cut_advice = cut_advice
         self._stragglers, hosts = self._watch_for_stragglers()
+        self._allocators = AllocatorWatch(self._world.gather(GpuMemory.now()))
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
@@ -126,8 +128,9 @@ class Reporter:
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
         documents = batch.document_lengths() if is_first else []
         computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
-        mine = peak_memory(), self._traffic.of_step(self._pipe.bytes_sent), documents, asked_to_stop, computed
-        memory, sent, lengths, asked, phases = zip(*self._world.gather(mine), strict=True)
+        sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()
+        mine = peak_memory(), sent_now, documents, asked_to_stop, computed, on_gpu
+        memory, sent, lengths, asked, phases, gpus = zip(*self._world.gather(mine), strict=True)
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
         figures, documents = None, [length for each in lengths for length in each]
@@ -146,14 +149,15 @@ class Reporter:
             peak_memory=list(memory),
             figures=figures,
             phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
-            bytes_sent={axis: sum(each[axis] for each in sent) for axis in mine[1]},
+            bytes_sent={axis: sum(each[axis] for each in sent) for axis in sent_now},
             trial=trial or None,
             rank_phases=[{name: round(each, 6) for name, each in rank.items()} for rank in phases],
             rewards=result.rewards,
             bad=result.bad,
             stragglers=slow or None,
+            gpu_memory=list(gpus) if any(gpus) else None,
         )
-        for line in slow:
+        for line in [*slow, *self._allocators.lines(step, gpus, trial)]:
             self._progress.warn(line)
         self.write(record)
         self._seconds[trial].append(seconds)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.launch import Progress
-from slipstream.model import check_length, check_sliceable, longest_sequence, meta_model
+from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
 from slipstream.option_problems import records_in
 from slipstream.options import Runtime
 from slipstream.planning.model_source import model_section
@@ -31,7 +31,6 @@ from slipstream.training.preflight.text_preparation import check_vocabulary, mak
 
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
-_BEYOND = 2**20  # tokens, where a model has no longest sequence
 _SMALLEST: dict[str, dict[str, Any]] = {
     "training": {"output": "runs", "seq_len": 1, "steps": 1},
     "pipeline": {"num_ranks": 1, "slices": 1},
@@ -140,7 +139,7 @@ def _measure(found: DataChoice, first: _FirstReading, progress: Progress) -> Dat
     some = some_of(found.opened)
     tokenizer = make_tokenizer(first.config, first.model_config, [some], progress)
     template = ChatTemplate(tokenizer, first.config.data.chat_template) if some.has_messages else None
-    sizes = count_tokens(found, some, tokenizer, template, longest_sequence(first.model_config) or _BEYOND)
+    sizes = count_tokens(found, some, tokenizer, template, longest_sequence(first.model_config) or MANY_TOKENS)
     check_vocabulary(sizes.largest, first.model_config)
     return sizes
 

@@ -22,8 +22,8 @@ Account = Callable[..., float]
 
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
-    """Returns a function of changes, named `seq_len`, `num_microbatches`, `recompute`, `offload` and `shard_optimizer`,
-    that returns the bytes of the fullest rank with them. None where the model can't be counted.
+    """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload` and
+    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
 
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
@@ -56,7 +56,7 @@ def _peak(config: Config, count: ModelCount, length: int, changes: dict[str, Any
         stages_per_rank=pipeline.stages_per_rank,
         schedule=pipeline.schedule if pipeline.schedule in GENERATORS else "1f1b",
         microbatch_size=each,
-        num_slices=8 if num_slices == "auto" else num_slices,
+        num_slices=changes.get("slices", 8 if num_slices == "auto" else num_slices),
         recompute=changes.get("recompute", memory.recompute),
         offload=float(changes.get("offload", memory.offload)),
         shard_optimizer=changes.get("shard_optimizer", parallel.shard_optimizer),

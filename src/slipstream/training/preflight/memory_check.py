@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.adapters import find_frozen, freeze
+from slipstream.schedule import GENERATORS
 from slipstream.training.config import Config
 from slipstream.training.preflight.memory_account import Account
 from slipstream.units import bytes_text
@@ -43,6 +44,9 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
         more = min(2 * pipeline.num_microbatches, rows)
         text = f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})"
         changes.append((text, {"num_microbatches": more}))
+    slices = pipeline.slices
+    if isinstance(slices, int) and pipeline.schedule in GENERATORS and 2 * slices <= training.seq_len:
+        changes.append((f"--pipeline.slices={2 * slices} (now {slices})", {"slices": 2 * slices}))
     if memory.recompute == "none":
         changes.append(("--memory.recompute=full", {"recompute": "full"}))
     elif memory.offload < 1:
