@@ -72,5 +72,5 @@ def test_ranks_that_share_a_gpu_exchange_as_in_training(
     assert [str(device) for device in devices.devices()] == [own]
     assert str(devices.exchange_device()) == exchange
     if number == 1:
-        (found,) = devices.find_gpus()
+        found, *_ = devices.find_gpus()
         assert found.text == "2 ranks share 1 GPU, and exchange through the host's memory"
