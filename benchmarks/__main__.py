@@ -42,6 +42,7 @@ TRIALS = {
     "checkpoint": "--length 64 --steps 1 --repeats 1",
     "zero3": "--length 64 --repeats 1",
     "fused": "--toy --device cpu",
+    "host_time": "--device cpu --repeats 1",
     "lora": "--length 128 --hidden-size 64 --layers 4 --slices 4 --repeats 1",
     "gpipe.memory": "formula",
     "gpipe.throughput": "--repeats 1",

@@ -118,13 +118,13 @@ class Layers:
                 output = layer.forward(output, position_embeddings=rotary, position_ids=self.positions)
             torch.autograd.backward(output, self.gradient)
 
-        with sdpa_kernel(kernel), self._without_hooks():
+        with sdpa_kernel(kernel), self.without_our_linear_layers():
             seconds = self._timed([compute])
         self.stage.model.set_attn_implementation("slipstream")
         return seconds
 
     @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
+    def without_our_linear_layers(self) -> Iterator[None]:
         """Calls linear layers as they are, which leave their gradients to autograd."""
         linear = [module for module in self.stage.model.modules() if isinstance(module, nn.Linear)]
         ours = [module.__dict__.pop("forward", None) for module in linear]

@@ -51,6 +51,7 @@ def _room(*names: str) -> tuple[str, ...]:
 _PLANNER = _room("planner", "profiler", "schedule", "simulator")
 _PIPELINE = ("src/slipstream", "benchmarks/isolated.py", "benchmarks/peers.py", "benchmarks/contenders.py")
 _GPIPE = ("src/slipstream", "benchmarks/gpipe", "examples/gpipe")
+_HOST_TIME = ("src/slipstream", "benchmarks/gpu_layers.py")
 _OLDER_ROUNDS = "--lengths 4096 --sequences 2 4 8 --ours auto --repeats 5 --warmups 2 --steps 1"
 
 SUBJECTS = {
@@ -176,6 +177,8 @@ SUBJECTS = {
     "gpu_profile": Subject("a profile against held-out times on a GPU", "gpu_profile", "--budget 55"),
     "fused_cuda": Subject("layers with and without fused kernels, GPU", "fused", "--device cuda"),
     "fused_cpu": Subject("layers with and without fused kernels, CPU", "fused"),
+    "host_time_cpu": Subject("what a layer and slice take of the host, CPU", "host_time", "--device cpu", _HOST_TIME),
+    "host_time_cuda": Subject("what a layer and slice take of the host, GPU", "host_time", "--device cuda", _HOST_TIME),
     "lora": Subject("LoRA against full training and against PEFT in one process", "lora", sources=_PIPELINE),
     "streaming": Subject("memory and data waits of a run that streams 2 GB of conversations", "streaming"),
     "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),

@@ -82,3 +82,16 @@ def test_where_fusing_pays() -> None:
     rows = [{"layer": "gpt2", "dtype": "float32", "tokens": n, "eager over fused": gain} for n, gain in gains.items()]
     assert verdict(rows) == "pays with gpt2 float32 1024; is slower with gpt2 float32 64 (dtype, tokens)"
     assert verdict(rows[1:2]) == "pays with none; is slower with none (dtype, tokens)"
+
+
+def test_a_layer_and_slice_call_few_functions() -> None:
+    """Slipstream's, with what a slice costs besides, against transformers' own, forward and backward."""
+    from benchmarks.host_time import measure, verdicts
+
+    found = measure(torch.device("cpu"), 2, repeats=1, with_fused=False)
+    assert found["transformers"]["calls"] < found["eager"]["calls"] < 3.5 * found["transformers"]["calls"]
+    slow, fast = {"microseconds": 130.0, "calls": 3.0}, {"microseconds": 100.0, "calls": 1.0}
+    faster = fast | {"microseconds": 99.0}
+    assert [*verdicts({"eager": slow, "fused": fast, "transformers": fast}, "cuda").values()] == [True, True]
+    assert [*verdicts({"eager": slow, "fused": slow, "transformers": faster}, "cuda").values()] == [False, False]
+    assert [*verdicts({"eager": slow, "fused": fast, "transformers": faster}, "cpu").values()] == [True]

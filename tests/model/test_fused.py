@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from slipstream import Op, Pipeline, SlipstreamError
-from slipstream.model import check_compiler, fuse_kernels, fused_kernels
+from slipstream.model import check_compiler, fuse_kernels
+from slipstream.model.fusion import compiled_region, fused_kernels
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -86,11 +87,27 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def num_compiled() -> int:
-    """Kernels, each for its forward and its backward, in this process so far."""
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The code of the graphs that are compiled from now on, of forwards and of backwards."""
+    codes: list[str] = []
+    compile_graph = compiled_region.compile_graph
+
+    def counted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> object:
+        codes.append(graph.code)
+        return compile_graph(graph, inputs)
+
+    monkeypatch.setattr(compiled_region, "compile_graph", counted)
+    return codes
+
+
+@pytest.fixture
+def by_torch_compile() -> Callable[[], int]:
+    """Returns how many regions were left to torch.compile, each for its forward and its backward."""
     from torch._dynamo.utils import counters
 
-    return counters["stats"]["unique_graphs"]
+    before = counters["stats"]["unique_graphs"]
+    return lambda: counters["stats"]["unique_graphs"] - before
 
 
 def in_slices(model: PreTrainedModel, slices: list[int], **settings: object) -> Pipeline:
@@ -113,37 +130,89 @@ def test_what_is_fused(name: str) -> None:
 @pytest.mark.more
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.grid), "gpt2", "gemma2"])
-def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
+def test_gradients_are_those_of_the_unsplit_model(
+    name: str, compiled: list[str], by_torch_compile: Callable[[], int]
+) -> None:
     """With and without recomputation, whole backwards and split ones, in slices of many lengths: compiled once."""
     model = build(ARCHITECTURES[name])
     whole = copy.deepcopy(model)
     unsplit_step(whole, tokens(batch=4), labels_of(tokens(batch=4)))
-    wanted, before = gradients(whole.named_parameters()), num_compiled()
+    wanted = gradients(whole.named_parameters())
     fuse_kernels(model)
     for recompute in ("selective", "none"):  # neither compiled nor not before the first forward that is repeated
         pipe = in_slices(model, [5, 30, 17, 12], recompute=recompute)
         assert gradient_error(wanted, gradients(pipe.named_parameters())) < BOUND
-    after = num_compiled()
-    assert after > before
+    assert (after := len(compiled))
     for schedule in ("1f1b", "zb-h1"):
         for recompute in ("none", "selective", "full", 1):
             pipe = in_slices(model, [20, 9, 33, 2], schedule=schedule, recompute=recompute)
             assert gradient_error(wanted, gradients(pipe.named_parameters())) < BOUND
             assert any(span.action.op is Op.W for span in pipe.timeline().spans)
-    assert num_compiled() == after
+    assert len(compiled) == after
+    assert not by_torch_compile()
 
 
 @compiles
 @pytest.mark.more
-def test_equal_layers_share_their_kernels() -> None:
+def test_equal_layers_share_their_kernels(compiled: list[str], by_torch_compile: Callable[[], int]) -> None:
     """Eight norms and a last one are one kernel, four activations another, forward and backward, for any length."""
-    model, before = build(ARCHITECTURES["llama"]), num_compiled()
+    model = build(ARCHITECTURES["llama"])
     fuse_kernels(model)
     for length in (64, 7, 30):
         model(tokens(length=length)).logits.sum().backward()
-    assert num_compiled() == before + 2
+    assert len(compiled) == 4
     model(tokens(batch=1, length=1))  # a single token isn't compiled for
-    assert num_compiled() == before + 2
+    assert len(compiled) == 4
+    assert not by_torch_compile()
+
+
+@compiles
+@pytest.mark.more
+def test_what_the_table_does_not_describe_is_left_to_torch_compile(
+    compiled: list[str], by_torch_compile: Callable[[], int]
+) -> None:
+    """Autocast, and inputs that aren't stored in order; neither counts as the other kind, whichever came first."""
+    model = nn.Sequential(build(ARCHITECTURES["llama"]).model.norm.float())
+    plain = copy.deepcopy(model)
+    fuse_kernels(model)
+    x = torch.randn(2, 8, 32)
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for given, autocasts in ((x, False), (x, True), (turned, False), (x, False)):
+        results = []
+        for each in (plain, model):
+            leaf = given.clone(memory_format=torch.preserve_format).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                output = each(leaf)
+            output.sum().backward()
+            results.append((output, leaf.grad, each[0].weight.grad))
+            each.zero_grad()
+        for wanted, found in zip(*results, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert len(compiled) == 2
+    assert by_torch_compile() == 2
+
+
+@compiles
+@pytest.mark.more
+def test_frozen_weights_and_second_derivatives(compiled: list[str]) -> None:
+    model = nn.Sequential(build(ARCHITECTURES["llama"]).model.norm)
+    plain = copy.deepcopy(model)
+    fuse_kernels(model)
+    for frozen in (False, True):
+        grads = []
+        for each in (plain, model):
+            each.requires_grad_(not frozen)
+            x = torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32).requires_grad_()
+            each(x).square().sum().backward()
+            grads.append(x.grad)
+            assert (each[0].weight.grad is None) == frozen
+            each.zero_grad()
+        assert torch.allclose(*grads, atol=1e-6)
+    assert len(compiled) == 3  # one forward, two backwards
+    (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 @compiles

@@ -16,7 +16,6 @@ with zeros; None where each keeps its own.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,8 +24,7 @@ from slipstream.attention.context_store import ContextStore
 from slipstream.attention.key_ranges import KeyRanges
 
 
-@dataclass(frozen=True)
-class AttentionSite:
+class AttentionSite(NamedTuple):
     """Everything about one attention of a slice that isn't a tensor with a gradient."""
 
     store: ContextStore  # the microbatch's on this stage, which keeps key and value for later slices

@@ -116,7 +116,7 @@ class ContextStore:
             self._check_free(call, context, ranges)
             context.slices[ranges.start] = StoredSlice(ranges.end, ranges.first)
             for buffer, part in zip(context.buffers[:2], (key, value), strict=True):
-                buffer[:, :, ranges.start : ranges.end] = part
+                ranges.own(buffer).copy_(part)
             self.reads.setdefault(call, []).append((ranges.first, ranges.end))
         self._check_present(call, context, ranges)
         return context.buffers[0], context.buffers[1]

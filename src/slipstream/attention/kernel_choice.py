@@ -108,16 +108,12 @@ def _candidates(query: Tensor, mask: RegularMask) -> dict[str, FusedKernel]:
 
 
 def _cudnn_takes(width: int, *lengths: int) -> bool:
+    if width > _WIDEST_CUDNN or any(length % _ROUNDED for length in lengths):
+        return False
     is_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     is_there = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     is_repeatable = not torch.are_deterministic_algorithms_enabled()  # its backward adds in another order every time
-    return (
-        is_allowed
-        and is_there
-        and is_repeatable
-        and width <= _WIDEST_CUDNN
-        and all(length % _ROUNDED == 0 for length in lengths)
-    )
+    return is_allowed and is_there and is_repeatable
 
 
 def _power_of_two(length: int) -> int:

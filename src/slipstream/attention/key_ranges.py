@@ -179,6 +179,19 @@ class KeyRanges:
         """1 where all batch rows are alike, else the batch size."""
         return self.first_key.shape[0]
 
+    def own(self, each: Tensor) -> Tensor:
+        """Returns the slice's part of a buffer of the whole sequence, (B, heads, L, D)."""
+        return each.narrow(2, self.start, self.end - self.start)
+
+    def seen(self, each: Tensor) -> Tensor:
+        """Returns the part of such a buffer that any query sees."""
+        return each.narrow(2, self.first, self.end - self.first)
+
+    @cached_property
+    def irregular(self) -> bool:
+        """Whether a tile is neither causal nor a sliding window."""
+        return any(tile.irregular for tile in self.tiles)
+
     @cached_property
     def regular(self) -> RegularMask | None:
         """The mask, where it is causal or a sliding window, and the same in all rows."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from slipstream.attention.autograd_calls import differentiable_once
 from slipstream.attention.context_store import ContextStore
 from slipstream.attention.key_ranges import KeyRanges
 
@@ -56,7 +56,7 @@ class _Prefix(torch.autograd.Function):
         return tuple(_up_to(ranges, buffer) for buffer in store.write(call, key, value, ranges))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ranges: KeyRanges = ctx.ranges
         _, _, *buffers = ctx.store.context(ctx.call, ranges)

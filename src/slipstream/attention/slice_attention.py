@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from math import ceil
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
+from slipstream.attention.autograd_calls import differentiable_once, direct_apply
 from slipstream.attention.context_store import AttentionResult
 from slipstream.attention.cuda_kernels import FusedCUDA
 from slipstream.attention.flash_kernels import FlashCPU
@@ -56,10 +57,11 @@ def attend(
     _check(query, key, value, sinks, site.ranges)
     backend = _backend(query, value, site) if selected is None else MaskedMath(site)
     value_width = value.shape[-1]
-    if backend.width_multiple is not None:
-        width = ceil(max(query.shape[-1], value_width) / backend.width_multiple) * backend.width_multiple
+    multiple = backend.width_multiple
+    if multiple is not None and (value_width % multiple or value_width != query.shape[-1]):
+        width = ceil(max(query.shape[-1], value_width) / multiple) * multiple
         query, key, value = (_padded(each, width) for each in (query, key, value))
-    output: Tensor = _SliceAttention.apply(query, key, value, sinks, selected, backend)  # type: ignore[no-untyped-call]
+    output: Tensor = _slice_attention(query, key, value, sinks, selected, backend)
     return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
@@ -76,7 +78,7 @@ def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBack
     narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernels take
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or not narrow:
         return MaskedMath(site)
-    if site.softcap is None and not any(tile.irregular for tile in site.ranges.tiles):
+    if site.softcap is None and not site.ranges.irregular:
         return FusedCUDA(site)
     if flex_works(query.device, site.softcap):
         return FlexCUDA(site)
@@ -116,21 +118,30 @@ class _SliceAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp, sinks, selected = ctx.saved_tensors
         backend = _selecting(ctx.backend, selected)
         site = backend.site
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
-        grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)  # once, not for every rectangle
+        if not grad_output.transpose(1, 2).is_contiguous():  # as other tensors are; once, not for every rectangle
+            grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries, buffers = QueryState(query, output, logsumexp, grad_output), (keys, values, grad_keys, grad_values)
-        with torch.autocast(query.device.type, enabled=False):
+        with _without_autocast(query):
             grad_query = _differentiate(queries, buffers, backend)
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
-        mine = slice(site.ranges.start, site.ranges.end)
-        grad_key, grad_value = (_copy(each[:, :, mine], query.dtype) for each in (grad_keys, grad_values))
+        grad_key, grad_value = (_copy(site.ranges.own(each), query.dtype) for each in (grad_keys, grad_values))
         site.store.finish(site.call, site.ranges)
         return grad_query, grad_key, grad_value, grad_sinks, None, None
+
+
+_slice_attention = direct_apply(_SliceAttention)
+
+
+def _without_autocast(query: Tensor) -> AbstractContextManager[object]:
+    """Switches autocast off, where it is on."""
+    device = query.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionBackend:
@@ -141,7 +152,7 @@ def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionB
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
 ) -> AttentionResult:
-    with torch.autocast(query.device.type, enabled=False):
+    with _without_autocast(query):
         if isinstance(backend, FusedCUDA | FlexCUDA) and (whole := _attend_whole(query, keys, values, backend)):
             output, logsumexp = whole
         else:
@@ -154,7 +165,7 @@ def _attend(
 def _attend_whole(query: Tensor, keys: Tensor, values: Tensor, backend: FusedCUDA | FlexCUDA) -> AttentionResult | None:
     """Returns the attention of a slice from one or two kernels of a GPU; None where it takes one for every tile."""
     site, mask = backend.site, backend.site.ranges.regular
-    keys, values = (each[:, :, site.ranges.first : site.ranges.end] for each in (keys, values))
+    keys, values = (site.ranges.seen(each) for each in (keys, values))
     if isinstance(backend, FlexCUDA):
         return backend.attend(query, keys, values)
     if mask is None:
@@ -177,7 +188,7 @@ def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: At
     ranges = backend.site.ranges
     if not isinstance(backend, FlexCUDA) and not (isinstance(backend, FusedCUDA) and ranges.regular):
         return _differentiate_by_tiles(queries, buffers, backend)
-    keys, values, grad_keys, grad_values = (each[:, :, ranges.first : ranges.end] for each in buffers)
+    keys, values, grad_keys, grad_values = (ranges.seen(each) for each in buffers)
     totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
     if isinstance(backend, FlexCUDA):
         return backend.differentiate(queries, keys, values, totals)
@@ -204,8 +215,8 @@ def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _copy(each: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies a slice's final sums: a view would keep the buffers of the whole sequence."""
-    return _empty(each, each.shape[-1], dtype).copy_(each)
+    """Copies a slice's final sums, to (B,T,H,D) in memory: a view would keep the buffers of the whole sequence."""
+    return each.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2)
 
 
 def _with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> AttentionResult:
@@ -233,13 +244,20 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ranges: KeyRanges) -> None:
     batch, heads, length, width = query.shape
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     fits = key.shape == (batch, key.shape[1], length, width) and value.shape[:3] == key.shape[:3]
     if not fits or heads % key.shape[1]:
-        raise SlipstreamError(f"{shapes}; give (B,H,T,D), (B,Hkv,T,D), (B,Hkv,T,Dv), H a multiple of Hkv")
+        raise SlipstreamError(
+            f"{_shapes(query, key, value)}; give (B,H,T,D), (B,Hkv,T,D), (B,Hkv,T,Dv), H a multiple of Hkv"
+        )
     if length != ranges.end - ranges.start or ranges.num_rows not in (1, batch):
-        raise SlipstreamError(f"{shapes}; the key ranges are of {ranges.num_rows} rows and {ranges}")
+        raise SlipstreamError(
+            f"{_shapes(query, key, value)}; the key ranges are of {ranges.num_rows} rows and {ranges}"
+        )
     if not query.dtype == key.dtype == value.dtype:
         raise SlipstreamError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}: give one dtype")
     if sinks is not None and sinks.shape != (heads,):
         raise SlipstreamError(f"sinks have shape {tuple(sinks.shape)}: give one logit per head, ({heads},)")
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"

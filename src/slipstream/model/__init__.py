@@ -2,7 +2,7 @@
 
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
-from slipstream.model.fused_kernels import check_compiler, fuse_kernels
+from slipstream.model.fusion import check_compiler, fuse_kernels
 from slipstream.model.layer_halves import find_halves
 from slipstream.model.layer_range import (
     ALLOWED_LAYER_COUNTS,

@@ -96,6 +96,8 @@ class CausalLMStage:
         self.tables = MaskTables(device)
         self._first_position = anatomy.first_position(model.config)
         self._cache_name = cache_name(model)
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+        self._without_router_logits = {"output_router_logits": False} if asked else {}
         self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
@@ -165,6 +167,7 @@ class CausalLMStage:
             self._shared.begin(token_slice.input_ids.shape[1])
         past, as_trained = self._past(context)
         own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
+        positions = token_slice.position_ids
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
         # layers seed their own dropout: afterwards the caller's random state is as before
         with active_forward(context), as_trained, own, torch.random.fork_rng(enabled=self._seeds.are_used):
@@ -173,10 +176,10 @@ class CausalLMStage:
                 input_ids=token_slice.input_ids,
                 # without it transformers looks for packed documents, which waits until the GPU is idle
                 attention_mask=token_slice.input_ids.new_ones(len(token_slice.input_ids), num_keys, dtype=torch.bool),
-                position_ids=token_slice.position_ids + self._first_position,
+                position_ids=positions + self._first_position if self._first_position else positions,
                 use_cache=False,
                 **past,
-                **self._without_router_logits,
+                **self._without_router_logits,  # of this stage's layers alone they would be a wrong loss
             )
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
@@ -230,12 +233,6 @@ class CausalLMStage:
             TensorSpec(each.sent_form.shape(*sizes), each.dtype or self.hidden_dtype, each.dtype is None)
             for each in crossing
         ]
-
-    @property
-    def _without_router_logits(self) -> dict[str, bool]:
-        """What keeps the model from computing a load-balancing loss of this stage's layers alone, where it would."""
-        asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
-        return {"output_router_logits": False} if asked else {}
 
     @property
     def embeds_by_parts(self) -> bool:

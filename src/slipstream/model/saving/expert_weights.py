@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.integrations import moe
 
+from slipstream.attention import differentiable_once
 from slipstream.model.saving.weight_gradients import add_product, is_compiled, now_or_later
 
 _PRODUCT = "_grouped_mm"  # what transformers multiplies experts with: (S, in), (experts, in, out), offsets -> (S, out)
@@ -66,7 +66,7 @@ class _Experts(torch.autograd.Function):
         return _rows_times(x, weight if transposed else weight.mT, offs)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, offs = ctx.saved_tensors
         weight = ctx.weight

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
+
+from slipstream.attention import differentiable_once, direct_apply
 
 WeightGradient = Callable[[], None]
 _NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
@@ -41,7 +42,9 @@ def add_weight_gradients_in_place(model: nn.Module) -> None:
     Subclasses and modules inside a compiled one stay as they are: I has their gradients.
     """
     for module in deferrable_layers(model):
-        module.forward = partial(_forward, module, module.forward)
+        is_embedding = isinstance(module, nn.Embedding)
+        forward = partial(_embedding, module) if is_embedding else partial(_linear, module, isinstance(module, Conv1D))
+        module.forward = partial(forward, module.forward)
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
@@ -65,16 +68,24 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def _forward(module: Any, original: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor], x: Tensor) -> Any:
     """Returns the module's output; autograd computes its weight's gradient where hooks on the weight must see it."""
     weight = module.weight
-    hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    autocasts = torch.is_autocast_enabled(x.device.type) and not isinstance(module, nn.Embedding)
-    if hooked or autocasts or not weight.requires_grad or not torch.is_grad_enabled():
+    if _is_autograds(weight) or torch.is_autocast_enabled(x.device.type):
         return original(x)
-    if isinstance(module, nn.Embedding):
-        return _Embedding.apply(x, weight, module.padding_idx)  # type: ignore[no-untyped-call]
-    return _Linear.apply(x, weight, module.bias, isinstance(module, Conv1D))  # type: ignore[no-untyped-call]
+    return _multiply(x, weight, module.bias, transposed)
+
+
+def _embedding(module: Any, original: Callable[[Tensor], Tensor], ids: Tensor) -> Any:
+    """Does the same for an embedding."""
+    weight = module.weight
+    return original(ids) if _is_autograds(weight) else _embed(ids, weight, module.padding_idx)
+
+
+def _is_autograds(weight: Any) -> bool:
+    """Returns whether a weight's gradient is left to autograd, or there is none."""
+    hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return bool(hooked) or not weight.requires_grad or not torch.is_grad_enabled()
 
 
 class _Linear(torch.autograd.Function):
@@ -89,7 +100,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
@@ -111,13 +122,16 @@ class _Embedding(torch.autograd.Function):
         return functional.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
         if ctx.padding_idx is not None:
             grad_output = grad_output.masked_fill((ids == ctx.padding_idx)[..., None], 0)
         now_or_later(partial(add_rows, ctx.weight, ids.flatten(), grad_output.flatten(0, -2)))
         return None, None, None
+
+
+_multiply, _embed = direct_apply(_Linear), direct_apply(_Embedding)
 
 
 def now_or_later(work: WeightGradient) -> None:
@@ -128,9 +142,13 @@ def now_or_later(work: WeightGradient) -> None:
         _deferred.append(work)
 
 
-@torch.no_grad()
-def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int = slice(None)) -> None:
-    """Adds left^T right to weight.grad[rows], in one pass unless a GPU multiplies in a narrower dtype than it adds."""
+def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int | None = None) -> None:
+    """Adds left^T right to weight.grad[rows], None being all of them, in one pass unless a GPU multiplies in a narrower
+    dtype than it adds."""
+    if torch.is_grad_enabled():  # not in a backward, where entering no_grad would cost as much as the rest
+        with torch.no_grad():
+            add_product(weight, left, right, rows)
+        return
     dtype = weight.grad_dtype or left.dtype
     if left.dtype != dtype and not (left.is_cuda and left.dtype in _NARROW and dtype == torch.float32):
         left, right = left.to(dtype), right.to(dtype)  # exact
@@ -140,10 +158,11 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice |
         return
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight, dtype=dtype)
+    total = weight.grad if rows is None else weight.grad[rows]
     if left.dtype == dtype:
-        weight.grad[rows].addmm_(left.t(), right)
+        total.addmm_(left.t(), right)
     else:
-        weight.grad[rows].add_(_product(left, right, dtype))
+        total.add_(_product(left, right, dtype))
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.fusion.compiled_region import compiled_region
 from slipstream.model.saving import compiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -183,7 +183,7 @@ def _call_kernel(
     own.output(tuple(places[node] for node in outputs))
     key = own.python_code("self").src, tuple(_shape(module, node) for node in inputs)
     if key not in kernels:
-        kernels[key] = _kernel(own)
+        kernels[key] = compiled_region(fx.GraphModule(nn.Module(), own).forward)
     results = fused.call_function(kernels[key], tuple(copies[node] for node in inputs))
     copies |= {node: fused.call_function(operator.getitem, (results, i)) for i, node in enumerate(outputs)}
 
@@ -192,21 +192,3 @@ def _shape(module: nn.Module, node: fx.Node) -> torch.Size | None:
     """Returns the shape of a parameter or buffer; None for what is only known when it runs."""
     found = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
     return found.shape if isinstance(found, Tensor) else None
-
-
-def _kernel(graph: fx.Graph) -> _Kernel:
-    """Returns the region as a function.
-
-    It is never compiled for a single token, whose sizes of 1 would need separate code. Where a dispatch mode watches
-    the operations, as recompute="selective" does in a forward and in its replay, it runs uncompiled: PyTorch would
-    compile the one and not the other, depending on which came first.
-    """
-    plain = fx.GraphModule(nn.Module(), graph).forward
-    compiled = torch.compile(plain, dynamic=True)
-
-    def kernel(*inputs: Any) -> Any:
-        first = inputs[0]
-        single = isinstance(first, Tensor) and first.shape[:-1].numel() == 1
-        return (plain if single or is_in_torch_dispatch_mode(include_infra_modes=False) else compiled)(*inputs)
-
-    return kernel

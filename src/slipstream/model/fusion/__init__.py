@@ -1,0 +1,3 @@
+"""Makes one kernel of each norm and of each activation in a model."""
+
+from slipstream.model.fusion.fused_kernels import check_compiler, fuse_kernels

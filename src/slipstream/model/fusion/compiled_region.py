@@ -1,0 +1,218 @@
+"""Compiles a function of tensors, its forward and its backward, and calls them without asking torch.compile each time.
+
+What `torch.compile` returns looks in every call whether anything changed since it compiled: guards, then the wrappers
+of its autograd function, and those of symbolic sizes, together several times the time of the few small kernels that
+are saved. The functions here have tensors as their only inputs. So a table of the inputs' kinds says all of that:
+
+    shapes, dtypes, ... ─ table ─> forward, backward        met before: one look-up
+                          └ else: a kernel whose sizes allow these shapes, else a new one, made by Inductor from the
+                            function's graph under symbolic sizes, all but the last of each activation
+
+A backward gets the inputs again and computes in its kernel what it needs of the forward: nothing else is saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from slipstream.attention import differentiable_once, direct_apply
+
+_log = logging.getLogger(__name__)
+_Function = Callable[..., Any]
+_TENSORS = (Tensor, nn.Parameter)
+
+
+def compiled_region(plain: _Function) -> _Function:
+    """Returns a pure function of tensors, which returns a tuple of them, compiled when it first meets a kind of inputs.
+
+    It isn't compiled for a single token, whose sizes of 1 would need separate code. Where a dispatch mode watches the
+    operations, as recompute="selective" does in a forward and in its replay, it runs uncompiled: PyTorch would
+    compile the one and not the other, depending on which came first. What the table can't describe is left to
+    torch.compile: autocast, inputs that aren't stored in order, outputs that share memory with inputs.
+    """
+    region = _Region(plain)
+    ways = region.ways
+
+    def kernel(*inputs: Any) -> Any:
+        if is_in_torch_dispatch_mode(include_infra_modes=False):
+            return plain(*inputs)
+        key = _key(inputs)
+        way = ways.get(key)
+        if way is None:
+            way = ways[key] = region.find(inputs)
+        return way(*inputs)
+
+    return kernel
+
+
+def _key(inputs: Sequence[Any]) -> object:
+    """Returns all that a compiled kernel depends on."""
+    first = inputs[0]
+    if not isinstance(first, Tensor) or torch.is_autocast_enabled(first.device.type):
+        return None
+    kinds = [(x.shape, x.dtype, x.requires_grad, x.is_contiguous()) if type(x) in _TENSORS else None for x in inputs]
+    return first.device, torch.is_grad_enabled(), *kinds
+
+
+class _Region:
+    """The kernels of one function."""
+
+    def __init__(self, plain: _Function) -> None:
+        self.ways: dict[object, _Function] = {}  # by `_key`
+        self._plain = plain
+        self._by_dynamo = torch.compile(plain, dynamic=True)
+        self.ways[None] = self._by_dynamo
+        self._graphs: dict[object, list[_SizedKernel]] = {}
+
+    def find(self, inputs: Sequence[Tensor]) -> _Function:
+        """Returns what computes these inputs, and others with an equal key."""
+        if all(each.shape[:-1].numel() == 1 for each in inputs):
+            return self._plain
+        if not all(type(each) in _TENSORS and each.is_contiguous() for each in inputs):
+            return self._by_dynamo
+        needed = tuple(torch.is_grad_enabled() and each.requires_grad for each in inputs)
+        try:
+            forward = self._sized(inputs, None)
+            if not any(needed):
+                return forward
+            backward = self._sized(inputs, needed)
+        except Exception as error:  # of any of the compiler's parts
+            _log.warning("a kernel is left to torch.compile: %s: %s", type(error).__name__, error)
+            return self._by_dynamo
+        kernels = _Kernels(forward, backward, needed)
+
+        def differentiated(*inputs: Tensor) -> Any:
+            return _apply(kernels, *inputs)
+
+        return differentiated
+
+    def _sized(self, inputs: Sequence[Tensor], needed: tuple[bool, ...] | None) -> _Function:
+        """Returns the forward, or the gradients of the inputs that need them, for these sizes."""
+        kinds = tuple((x.dtype, x.device, x.shape if _is_fixed(x) else _free(x)) for x in inputs)
+        known = self._graphs.setdefault((kinds, needed), [])
+        for each in known:
+            if each.takes(inputs):
+                return each.run
+        known.append(_compile(self._plain, inputs, needed))
+        return known[-1].run
+
+
+@dataclass(frozen=True)
+class _SizedKernel:
+    """A compiled graph and the sizes that it takes."""
+
+    run: _Function
+    shape_env: Any
+    symbolic: Sequence[Tensor]  # the inputs that it was traced with
+
+    def takes(self, inputs: Sequence[Tensor]) -> bool:
+        """Returns whether it was compiled for sizes of which these are some."""
+        like = [torch.empty(each.shape, device="meta") for each in inputs]
+        return bool(self.shape_env.evaluate_guards_for_args(self.symbolic, like))
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """A function's forward, and its backward: inputs and gradients of the outputs -> gradients of those `needed`."""
+
+    forward: _Function
+    backward: _Function
+    needed: tuple[bool, ...]
+
+
+class _Compiled(torch.autograd.Function):
+    """Calls compiled kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: _Kernels, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.kernels = kernels
+        return tuple(kernels.forward(*inputs))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        kernels = ctx.kernels
+        found = iter(kernels.backward(*ctx.saved_tensors, *(each.contiguous() for each in grad_outputs)))
+        return None, *[next(found) if needed else None for needed in kernels.needed]
+
+
+_apply = direct_apply(_Compiled)
+
+
+def _is_fixed(each: Tensor) -> bool:
+    return isinstance(each, nn.Parameter) or each.dim() < 2
+
+
+def _free(each: Tensor) -> tuple[int | None, ...]:
+    """Returns an activation's sizes: its last, its ones, and None for those that may differ."""
+    return *[1 if size == 1 else None for size in each.shape[:-1]], each.shape[-1]
+
+
+def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...] | None) -> _SizedKernel:
+    """Compiles the forward, or the backward, for inputs of these kinds."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    symbolic = [_symbolic(each, mode) for each in inputs]
+    with mode, torch.no_grad():
+        outputs = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in _outputs(plain, symbolic)]
+    function, given = (plain, symbolic) if needed is None else (_backward(plain, needed), [*symbolic, *outputs])
+    with torch.no_grad():
+        # a lambda, as the arguments of methods are counted wrongly
+        graph = make_fx(lambda *given: function(*given), select_decomp_table())(*given)
+        return _SizedKernel(compile_graph(graph, given), mode.shape_env, symbolic)
+
+
+def _symbolic(each: Tensor, mode: Any) -> Tensor:
+    """Returns a tensor without numbers, stored in order, whose sizes that may differ are symbols."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = each.shape if _is_fixed(each) else _free(each)
+    kinds = [DimDynamic.DYNAMIC if size is None else DimDynamic.STATIC for size in sizes]
+    like = torch.empty(each.shape, dtype=each.dtype, device="meta")
+    fake = mode.from_tensor(like, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+    with mode:
+        return torch.empty(fake.shape, dtype=each.dtype, device=each.device)
+
+
+def _outputs(plain: _Function, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the function's outputs; raises ValueError where one isn't memory of its own, with numbers of its own."""
+    outputs: Sequence[Tensor] = plain(*inputs)
+    if any(each._is_view() or any(each is other for other in inputs) for each in outputs):
+        raise ValueError("an output shares memory with an input")
+    return outputs
+
+
+def _backward(plain: _Function, needed: tuple[bool, ...]) -> _Function:
+    """Returns a function of the inputs and the gradients of the outputs: the gradients of the inputs needed."""
+
+    def differentiate(*given: Tensor) -> Any:
+        inputs, gradients = given[: len(needed)], given[len(needed) :]
+
+        def of_needed(*some: Tensor) -> Any:
+            chosen = iter(some)
+            return tuple(plain(*(next(chosen) if need else x for need, x in zip(needed, inputs, strict=True))))
+
+        pull_back = torch.func.vjp(of_needed, *(x for need, x in zip(needed, inputs, strict=True) if need))[1]
+        return pull_back(gradients)
+
+    return differentiate
+
+
+def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> _Function:
+    """Returns a graph's kernels as a function that returns a tuple."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compiled: Any = compile_fx_inner(graph, [*inputs], is_inference=True)
+    return lambda *given: compiled([*given])
