@@ -16,13 +16,14 @@ with zeros; None where each keeps its own.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
 from slipstream.attention.context_store import ContextStore
 from slipstream.attention.key_ranges import KeyRanges
+from slipstream.keyed_draws import NO_PLACE, Draws, PlaceSeed, current_draws
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class AttentionSite:
     scale: float  # multiplies the scores
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     dropout: float = 0.0  # the probability of dropping an attention weight, drawn from `seed`
-    seed: int = 0
+    seed: PlaceSeed = NO_PLACE  # of its tiles
+    draws: Draws = field(default_factory=current_draws)  # also of the backward
 
 
 class QueryState(NamedTuple):

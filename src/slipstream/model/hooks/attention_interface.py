@@ -52,7 +52,7 @@ def sliced_attention(
         raise SlipstreamError(f"{type(module).__name__} adds a bias of its own to scores, which slices don't have")
     context = current_slice()
     call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
-    seed = context.attention_seed() if dropout else 0
+    seed = context.attention_seed()
     site = AttentionSite(context.store, call, attention_mask, scale, softcap, dropout, seed)
     return attend(query, key, value, site, s_aux, indices).transpose(1, 2), None
 
