@@ -36,6 +36,9 @@ class RecordedOps:
             log.undo()
         return log.replay
 
+    def lane(self) -> LateCopies:
+        return LateCopies()
+
     def forked(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(devices=[])
 
@@ -51,6 +54,23 @@ class RecordedOps:
         assert self._most_seeds, "more seeds than CUDA graphs would have generators"
         self._most_seeds -= 1
         self._log.calls.append(_Seeding(generator, seed))
+
+
+class LateCopies:
+    """Copies as late as whoever waits for them lets it, as a slow link would."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._num_done = 0
+
+    def start(self, copy: Callable[[], None]) -> int:
+        self._waiting.append(copy)
+        return self._num_done + len(self._waiting)
+
+    def wait(self, copy: int) -> None:
+        while self._num_done < copy:
+            self._waiting.pop(0)()
+            self._num_done += 1
 
 
 class _Seeding(NamedTuple):
@@ -73,7 +93,9 @@ class _Log(TorchDispatchMode):
         if func.overloadpacket in _WAITING:
             raise RuntimeError(f"{func} waits for the device, which a graph can't")
         result = func(*args, **kwargs or {})
-        if not moves and "empty" not in func.overloadpacket.__name__:  # what has no numbers
+        if "empty" in func.overloadpacket.__name__:  # memory without numbers
+            result.zero_()  # which recorded operations may read as indices
+        elif not moves:
             self.calls.append((func, args, kwargs or {}, result))
         return result
 

@@ -6,6 +6,7 @@ On a CPU operations are recorded in place of kernels; the tests marked `gpu` rec
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,7 @@ from slipstream.keyed_draws import PlaceSeed
 from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.execution import step_graphs
 from slipstream.pipeline.execution.graph_draws import CountedDraws
+from slipstream.schedule import Op
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -40,6 +42,9 @@ CUTS: Mapping[str, Mapping[str, Any]] = {
     "interleaved": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "partition": [1] * 4, "recompute": 1},
     "zb-h1, all recomputed": {"schedule": "zb-h1", "recompute": "full"},
     "1f1b, selective": {"schedule": "1f1b", "recompute": "selective"},
+    "1f1b, offloaded": {"schedule": "1f1b", "offload": 1.0},
+    "gpipe, half offloaded, recomputed": {"schedule": "gpipe", "offload": 0.5, "recompute": "full"},
+    "zb-h1, offloaded, selective": {"schedule": "zb-h1", "offload": 1.0, "recompute": "selective"},
 }
 DROPPING = CUTS | {"halves": {"schedule": "1f1b", "partition": [1.5, 2.5]}}
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -272,9 +277,30 @@ def test_an_evaluation_between_replayed_steps(device: str) -> None:
     assert max(losses) - min(losses) < 1e-12
 
 
+@pytest.mark.parametrize("cut", ["zb-v", "zb-h1, offloaded, selective"])
+def test_the_timeline_of_a_replayed_step(cut: str, device: str) -> None:
+    """The actions of an eager step, in its order on each rank, one after another and within the step."""
+    pipes = eager_and_recorded(drops("llama"), device, **CUTS[cut])
+    inputs, labels = batch(0, device)
+    orders = []
+    for pipe in pipes:
+        for _ in range(4):
+            began = time.perf_counter()
+            float(pipe.step(inputs, labels))
+            ended = time.perf_counter()
+        spans = [[span for span in pipe.timeline().spans if span.rank == rank] for rank in range(2)]
+        orders.append([[span.action for span in each] for each in spans])
+        for each in spans:
+            computing = [span for span in each if span.computes and span.action.op is not Op.REDUCE_GRAD]
+            assert began <= computing[0].start < computing[-1].end <= ended + 1e-3
+            assert all(span.start < span.end for span in computing)
+            assert all(a.end <= b.start for a, b in pairwise(computing))
+    assert num_recorded(pipes[1]), refusal(pipes[1])
+    assert orders[0] == orders[1]
+
+
 REFUSED: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "waits for": ("gpt_oss", {}, {}),
-    "offloaded": ("llama", {"offload": 1.0}, {}),
     "several documents": ("llama", {}, {"document_ids": True}),
     "loss_fn may be any code": ("llama", {"loss_fn": causal_cross_entropy}, {}),
 }

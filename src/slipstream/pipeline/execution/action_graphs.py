@@ -23,6 +23,7 @@ from slipstream.keyed_draws import PlaceSeed
 from slipstream.model import Tensors
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.graph_draws import GraphDraws
+from slipstream.pipeline.execution.recorded_moves import CopyLane, RecordedMoves, StreamLane
 from slipstream.pipeline.execution.step_state import StepState
 from slipstream.schedule import Action
 
@@ -46,13 +47,17 @@ class Recorder(Protocol):
         """
         ...
 
+    def lane(self) -> CopyLane:
+        """Returns what replays copies alongside."""
+        ...
+
 
 class CUDAGraphs:
     """Records CUDA graphs that share a pool of memory, on the current stream, which isn't the default one."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._draws = GraphDraws(device)
+        self._draws, self._device = GraphDraws(device), device
 
     def record(self, compute: Callable[[], None], num_seeds: int) -> Replay:
         """See `Recorder`."""
@@ -68,6 +73,10 @@ class CUDAGraphs:
                 raise
             graph.capture_end()
         return partial(self._replay, graph, seeds)
+
+    def lane(self) -> CopyLane:
+        """See `Recorder`."""
+        return StreamLane(self._device)
 
     def _replay(self, graph: torch.cuda.CUDAGraph, seeds: Sequence[PlaceSeed], step_seed: int) -> None:
         self._draws.prepare(seeds, step_seed)
@@ -97,6 +106,7 @@ class RecordedStep:
         self.state = StepState.of(self.batch, device)  # with which actions are recorded
         self._recorder, self._num_seeds = recorder, num_seeds
         self._seed = batch.seed  # of the step that is replayed
+        self.moves = RecordedMoves(self._record_copy, recorder.lane(), device)
         self._graphs: dict[Action, _RecordedAction] = {}
         self._passages: dict[tuple[int, torch.Size, torch.dtype], Tensor] = {}
 
@@ -106,6 +116,7 @@ class RecordedStep:
 
     def record(self, action: Action, inputs: Tensors, compute: Computation) -> Tensors:
         """Records an action; the numbers that it returns mean nothing."""
+        self.moves.before(action)
         ins = self._passages_of(inputs)
         outs: list[Tensor] = []
 
@@ -124,6 +135,7 @@ class RecordedStep:
         for own, new in zip(_tensors_of(self.batch), _tensors_of(batch), strict=True):
             own.copy_(new)
         self._seed = batch.seed
+        self.moves.begin()
         self.state.loss.zero_()
         self.state.count.zero_()
         self.state.loss_weight.fill_(batch.loss_weight)
@@ -132,10 +144,14 @@ class RecordedStep:
     def replay(self, action: Action, inputs: Tensors, _: Computation) -> Tensors:
         """Replays an action with these inputs, and returns its outputs."""
         graph = self._graphs[action]
+        self.moves.before(action)
         for passage, given in zip(graph.inputs, inputs, strict=True):
             passage.copy_(given)
         graph.replay(self._seed)
         return tuple(passage.clone() for passage in graph.outputs)
+
+    def _record_copy(self, copy: Callable[[], None]) -> Callable[[], None]:
+        return partial(self._recorder.record(copy, 0), 0)  # which draws nothing
 
     def _passages_of(self, tensors: Tensors) -> Tensors:
         keys = [(index, tensor.shape, tensor.dtype) for index, tensor in enumerate(tensors)]

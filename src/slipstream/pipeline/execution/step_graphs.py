@@ -27,7 +27,7 @@ from slipstream.pipeline.execution.fixed_gradients import FixedGradients
 from slipstream.pipeline.execution.graph_draws import CountedDraws
 from slipstream.pipeline.execution.run_ranks import RankStep
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import Action, Op, Schedule
+from slipstream.schedule import Action, Schedule
 from slipstream.watchdog import counted_off
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class StepGraphs:
             self._record(ranks, schedule, batch)
         if self._recorded:
             self.gradients.begin()
-            return [RankStep(step.replay, step.begin(batch)) for step in self._recorded]
+            return [RankStep(step.replay, step.begin(batch), step.moves) for step in self._recorded]
         run: ActionRunner = self._watched if self._num_alike == _EAGER_STEPS else run_eagerly
         return [RankStep(run) for _ in ranks]
 
@@ -136,7 +136,7 @@ class StepGraphs:
         assert recorder is not None
         step = RecordedStep(recorder, batch, self._device, self._num_seeds)
         executor = self._make_executor(rank, MadeUpTransport(self._device), _nothing)
-        for _ in executor.start(schedule, step.batch, step.record, step.state):
+        for _ in executor.start(schedule, step.batch, step.record, step.state, step.moves):
             raise RuntimeError(f"rank {rank} waits for another rank's message while it is recorded")
         executor.finish()
         return step
@@ -186,8 +186,6 @@ def _refusal_of(stage: Stage) -> str | None:
 
 
 def _refusal_of_step(schedule: Schedule, batch: SplitBatch) -> str | None:
-    if Op.OFFLOAD in schedule.ops:
-        return "activations are offloaded"
     if schedule.spreads_vocabulary:
         return "the vocabulary is spread over ranks"
     if batch.sequences:
