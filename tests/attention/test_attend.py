@@ -24,6 +24,7 @@ from slipstream.attention import (
 )
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import PlaceSeed
 from support.attention import distance, make_case
 from support.examples import examples
 
@@ -190,7 +191,7 @@ class TestDropout:
         return [
             attend(
                 *(t[:, :, a:b] for t in (query, key, value)),
-                AttentionSite(store, 0, KeyRanges.causal(a, b), scale=0.5, dropout=0.25, seed=seed + a),
+                AttentionSite(store, 0, KeyRanges.causal(a, b), scale=0.5, dropout=0.25, seed=PlaceSeed(seed, (a,))),
             )
             for a, b in ((0, length // 3), (length // 3, length))
         ]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.attention.context_store import ContextStore
 from slipstream.attention.key_ranges import KeyRanges
+from slipstream.keyed_draws import EAGER, NO_PLACE, Draws, PlaceSeed
 
 
 class AttentionSite(NamedTuple):
@@ -33,7 +34,8 @@ class AttentionSite(NamedTuple):
     scale: float  # multiplies the scores
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
     dropout: float = 0.0  # the probability of dropping an attention weight, drawn from `seed`
-    seed: int = 0
+    seed: PlaceSeed = NO_PLACE  # of its tiles
+    draws: Draws = EAGER  # also of the backward
 
 
 class QueryState(NamedTuple):

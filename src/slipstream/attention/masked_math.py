@@ -81,7 +81,7 @@ class MaskedMath:
     def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator | None:
         if self.site.dropout == 0.0:
             return None
-        return torch.Generator(device).manual_seed((self.site.seed * 1_000_003 + tile.index) % (1 << 63))
+        return self.site.draws.generator(device, self.site.seed.part(tile.index))
 
     def _dropped(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         if self.site.dropout == 0.0:

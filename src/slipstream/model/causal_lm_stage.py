@@ -110,11 +110,6 @@ class CausalLMStage:
             router_loss.install(model)
         self._run_token(1, records_masks=True)  # records the model's mask functions, before documents wrap them
 
-    @property
-    def draws_numbers(self) -> bool:
-        """Whether the next forward draws random numbers."""
-        return self._seeds.are_used
-
     def check_measurable(self) -> None:
         """Raises SlipstreamError where times and memory aren't those of hidden states that go from stage to stage."""
         if self._takes_more:
@@ -169,8 +164,7 @@ class CausalLMStage:
         own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
         positions = token_slice.position_ids
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
-        # layers seed their own dropout: afterwards the caller's random state is as before
-        with active_forward(context), as_trained, own, torch.random.fork_rng(enabled=self._seeds.are_used):
+        with active_forward(context), as_trained, own, self._seeds.forked():
             self._seeds.enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,

@@ -71,6 +71,12 @@ class SplitBatch:
     sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
 
     @property
+    def seed(self) -> int:
+        """The step's seed."""
+        seed: int = self.slices[0][0].seed
+        return seed
+
+    @property
     def loss_weight(self) -> float:
         """The weight of each valid target's loss in what gradients are of: its part of the global mean (rule 9)."""
         return 1.0 / (self.num_valid / self.loss_scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks import keyed_seed
+from slipstream.keyed_draws import keyed_seed
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement

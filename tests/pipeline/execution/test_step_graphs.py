@@ -6,16 +6,22 @@ On a CPU operations are recorded in place of kernels; the tests marked `gpu` rec
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from slipstream import Pipeline
+from slipstream.keyed_draws import PlaceSeed
 from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.execution import step_graphs
+from slipstream.pipeline.execution.graph_draws import CountedDraws
+from slipstream.schedule import Op
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -36,7 +42,11 @@ CUTS: Mapping[str, Mapping[str, Any]] = {
     "interleaved": {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "partition": [1] * 4, "recompute": 1},
     "zb-h1, all recomputed": {"schedule": "zb-h1", "recompute": "full"},
     "1f1b, selective": {"schedule": "1f1b", "recompute": "selective"},
+    "1f1b, offloaded": {"schedule": "1f1b", "offload": 1.0},
+    "gpipe, half offloaded, recomputed": {"schedule": "gpipe", "offload": 0.5, "recompute": "full"},
+    "zb-h1, offloaded, selective": {"schedule": "zb-h1", "offload": 1.0, "recompute": "selective"},
 }
+DROPPING = CUTS | {"halves": {"schedule": "1f1b", "partition": [1.5, 2.5]}}
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -89,6 +99,87 @@ def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str
             found = gradients(pipe.named_parameters())
             assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
             assert (num_recorded(pipe) > 0) == (number >= 2), refusal(pipe)
+
+
+def drops(name: str) -> PretrainedConfig:
+    """A config with every dropout that the architecture has."""
+    config = copy.deepcopy(ARCHITECTURES[name])
+    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.1)
+    return config
+
+
+def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) -> list[Pipeline]:
+    """Two pipelines of one model, of the same seed."""
+    pipes = []
+    for graphs in (False, True):
+        model = build(config, seed=3).to(device)
+        pipes.append(Pipeline(model, **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}, **options)))
+    return pipes
+
+
+@pytest.mark.parametrize("cut", DROPPING.values(), ids=DROPPING)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, Any], device: str) -> None:
+    """To the bit on a CPU; steps on the same batch differ, as each has another seed."""
+    pipes, losses = eager_and_recorded(drops(name), device, **cut), []
+    inputs, labels = batch(0, device)
+    for number in range(6):
+        for pipe in pipes:
+            zero_gradients(pipe)
+        loss, replayed = (float(pipe.step(inputs, labels)) for pipe in pipes)
+        eager, found = (gradients(pipe.named_parameters()) for pipe in pipes)
+        assert abs(replayed / loss - 1) < (BOUND if device == "cuda" else 1e-300)
+        assert gradient_error(eager, found) < (BOUND if device == "cuda" else 1e-300)
+        assert (num_recorded(pipes[1]) > 0) == (number >= 2), refusal(pipes[1])
+        losses.append(loss)
+    assert all(abs(a / b - 1) > 1e-6 for a, b in pairwise(losses))
+
+
+def test_replayed_dropout_leaves_the_random_state_of_the_caller(device: str) -> None:
+    pipe = eager_and_recorded(drops("gpt2"), device)[1]
+    inputs, labels = batch(0, device)
+    states = []
+    for _ in range(4):
+        pipe.step(inputs, labels)
+        states.append([torch.get_rng_state(), *(torch.cuda.get_rng_state() for _ in range(device == "cuda"))])
+    assert num_recorded(pipe), refusal(pipe)
+    assert all(torch.equal(a, b) for one, other in pairwise(states) for a, b in zip(one, other, strict=True))
+
+
+def test_evaluations_between_replayed_steps_drop_nothing(device: str) -> None:
+    pipe = eager_and_recorded(drops("gpt2"), device)[1]
+    inputs, labels = batch(0, device)
+    losses = []
+    for _ in range(4):
+        pipe.step(inputs, labels)
+        losses.append(float(pipe.evaluate(inputs, labels)))
+    assert num_recorded(pipe), refusal(pipe)
+    assert max(losses) - min(losses) < 1e-12
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_numbers_that_are_drawn_on_the_host_are_found(draws: bool) -> None:
+    counted = CountedDraws(torch.device("cuda"))
+    for _ in range(2):
+        with counted.forked():
+            counted.seed(PlaceSeed(1))
+            counted.seed(PlaceSeed(2))
+            torch.rand(int(draws))
+        torch.rand(1)
+    assert (counted.num_seeds, counted.are_on_host) == (4, draws)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_that_draws_on_the_host_runs_eagerly() -> None:
+    model = build(drops("gpt2")).cuda()
+    model.transformer.h[1].register_forward_pre_hook(lambda *_: torch.rand(1) and None)
+    pipe = Pipeline(model, **grouped(**SETTINGS, device="cuda"))
+    for _ in range(4):
+        pipe.step(*batch(0, "cuda"))
+    assert refusal(pipe) == "the model draws random numbers on the host"
 
 
 @pytest.mark.parametrize("options", [{}, {"master_dtype": "float64", "dtype": "float32"}], ids=["", "masters"])
@@ -186,10 +277,30 @@ def test_an_evaluation_between_replayed_steps(device: str) -> None:
     assert max(losses) - min(losses) < 1e-12
 
 
+@pytest.mark.parametrize("cut", ["zb-v", "zb-h1, offloaded, selective"])
+def test_the_timeline_of_a_replayed_step(cut: str, device: str) -> None:
+    """The actions of an eager step, in its order on each rank, one after another and within the step."""
+    pipes = eager_and_recorded(drops("llama"), device, **CUTS[cut])
+    inputs, labels = batch(0, device)
+    orders = []
+    for pipe in pipes:
+        for _ in range(4):
+            began = time.perf_counter()
+            float(pipe.step(inputs, labels))
+            ended = time.perf_counter()
+        spans = [[span for span in pipe.timeline().spans if span.rank == rank] for rank in range(2)]
+        orders.append([[span.action for span in each] for each in spans])
+        for each in spans:
+            computing = [span for span in each if span.computes and span.action.op is not Op.REDUCE_GRAD]
+            assert began <= computing[0].start < computing[-1].end <= ended + 1e-3
+            assert all(span.start < span.end for span in computing)
+            assert all(a.end <= b.start for a, b in pairwise(computing))
+    assert num_recorded(pipes[1]), refusal(pipes[1])
+    assert orders[0] == orders[1]
+
+
 REFUSED: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
-    "dropout draws": ("gpt2 with dropout", {}, {}),
     "waits for": ("gpt_oss", {}, {}),
-    "offloaded": ("llama", {"offload": 1.0}, {}),
     "several documents": ("llama", {}, {"document_ids": True}),
     "loss_fn may be any code": ("llama", {"loss_fn": causal_cross_entropy}, {}),
 }
@@ -198,10 +309,7 @@ REFUSED: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_recorded_is_named(reason: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     name, options, given = REFUSED[reason]
-    config = copy.deepcopy(ARCHITECTURES[name.split(" with")[0]])
-    if name.endswith("dropout"):
-        config.resid_pdrop = 0.1
-    pipe = Pipeline(build(config).to(device), **grouped(device=device, **SETTINGS, **options))
+    pipe = Pipeline(build(ARCHITECTURES[name]).to(device), **grouped(device=device, **SETTINGS, **options))
     for _ in range(3):
         inputs, labels = batch(0, device)
         documents = torch.arange(inputs.shape[1], device=device).expand_as(inputs) // 20

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import keyed_seed
 from slipstream.model.adapters.adapter_check import Adapter, check_tied
 from slipstream.model.adapters.saved_adapter import load_saved_weights, saved_names
-from slipstream.model.hooks import keyed_seed
 
 
 class Targets(NamedTuple):

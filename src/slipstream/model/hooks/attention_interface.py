@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from slipstream.attention import AttentionSite, KeyRanges, attend
 from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import current_draws
 from slipstream.model.hooks.mask_tables import MaskFunction, NotCausalError
 from slipstream.model.hooks.token_slice import current_slice
 
@@ -52,8 +53,8 @@ def sliced_attention(
         raise SlipstreamError(f"{type(module).__name__} adds a bias of its own to scores, which slices don't have")
     context = current_slice()
     call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
-    seed = context.attention_seed() if dropout else 0
-    site = AttentionSite(context.store, call, attention_mask, scale, softcap, dropout, seed)
+    random = (dropout, context.attention_seed(), current_draws()) if dropout else ()
+    site = AttentionSite(context.store, call, attention_mask, scale, softcap, *random)
     return attend(query, key, value, site, s_aux, indices).transpose(1, 2), None
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from slipstream.keyed_draws import current_draws
 from slipstream.model.hooks.shared_layers import TensorParallelLayers
 from slipstream.model.hooks.token_slice import current_slice
 
@@ -32,6 +33,10 @@ class LayerSeeds:
         """Whether the next forward draws random numbers."""
         return self._draws and self._model.training
 
+    def forked(self) -> AbstractContextManager[None]:
+        """Surrounds a forward: layers seed their own dropout, and afterwards the caller's random state is as before."""
+        return current_draws().forked() if self.are_used else nullcontext()
+
     def install(self, model: nn.Module, shared: TensorParallelLayers) -> None:
         """Installs the exchange between ranks that share layers: dropout differs from where they begin to compute
         different things, to where they compute the same."""
@@ -55,7 +60,7 @@ class LayerSeeds:
 
     def _seed(self, *place: str | int) -> None:
         if self.are_used:
-            torch.manual_seed(current_slice().seed(*place))
+            current_draws().seed(current_slice().seed(*place))
 
     def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
         """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore, KeyRanges
 from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import PlaceSeed
 from slipstream.model.hooks.mask_tables import MaskTables, NotCausalError
 
 _Caller = TypeVar("_Caller", bound=Hashable)
@@ -128,19 +128,15 @@ class SliceContext:
             return output
         return self.store.carried.leave(states, self.token_slice.start, self.token_slice.end, output)
 
-    def attention_seed(self) -> int:
+    def attention_seed(self) -> PlaceSeed:
         """Returns the seed of the next attention dropout."""
         rank = (self.tensor_rank,) if self.tensor_rank else ()
         return self.seed(self.layer, "attention", self.calls_in_layer, *rank)
 
-    def seed(self, *place: object) -> int:
+    def seed(self, *place: object) -> PlaceSeed:
         """Returns a seed keyed by step, place, microbatch and slice, so every split and schedule draws the same."""
-        return keyed_seed(self.token_slice.seed, place, self.token_slice.microbatch, self.token_slice.index)
-
-
-def keyed_seed(*key: object) -> int:
-    """Returns a seed of 56 bits that is the same for equal keys on every machine and in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+        tokens = self.token_slice
+        return PlaceSeed(tokens.seed, (place, tokens.microbatch, tokens.index))
 
 
 class RunningForward(Protocol):

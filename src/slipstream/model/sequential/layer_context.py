@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model.hooks.token_slice import keyed_seed
+from slipstream.keyed_draws import keyed_seed
 from slipstream.model.tensor_spec import Tensors
 
 LayerValue = Tensor | Tensors  # a layer's input or output

@@ -15,6 +15,7 @@ from slipstream.model import Tensors, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation, run_eagerly
+from slipstream.pipeline.execution.host_memory import BlockMoves
 from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.saved_activations import SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
@@ -84,11 +85,12 @@ class Executor:
         batch: SplitBatch,
         run: ActionRunner = run_eagerly,
         state: StepState | None = None,
+        moves: BlockMoves | None = None,
     ) -> Generator[Action]:
         """Runs this rank's actions of a lowered schedule, and yields before each that must wait for a message.
 
         Only where ranks share a process does what is yielded matter: then the next rank runs. `run` computes what an
-        action computes; `state` is empty, of this batch.
+        action computes; `state` is empty, of this batch; `moves` offloads, by default eagerly.
         """
         self._schedule, self._run = schedule, run
         self._state = state or StepState.of(batch, self._device)
@@ -96,7 +98,7 @@ class Executor:
         place = self._rank, schedule, self._stages
         self._messages = StageMessages(*place, self._transport, self._state, self._stopwatch)
         self._head = SpreadHeadActions(self._rank, schedule, self._stages, self._transport, self._state)
-        self._saved.begin(schedule, self._rank, self._state)
+        self._saved.begin(schedule, self._rank, self._state, moves)
         return self._actions(schedule.actions[self._rank])
 
     def finish(self) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, run_eagerly
 from slipstream.pipeline.execution.executor import Executor
+from slipstream.pipeline.execution.host_memory import BlockMoves
 from slipstream.pipeline.execution.step_state import StepState
 from slipstream.schedule import Action, Schedule, report_wait
 
@@ -18,6 +19,7 @@ class RankStep(NamedTuple):
 
     run: ActionRunner = run_eagerly
     state: StepState | None = None
+    moves: BlockMoves | None = None
 
 
 def run_together(

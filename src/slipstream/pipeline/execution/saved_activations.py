@@ -10,7 +10,7 @@ import torch
 from slipstream.attention import ContextStore
 from slipstream.model import Tensors, model_storages, storage_ids
 from slipstream.model.saving import RecomputePolicy, SavedTensors, SliceReplay
-from slipstream.pipeline.execution.host_memory import host_memory_of
+from slipstream.pipeline.execution.host_memory import BlockMoves, EagerMoves, host_memory_of
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule
@@ -23,8 +23,9 @@ class SavedActivations:
         self._stages, self._recompute = stages, recompute or RecomputePolicy()
         self._to_host = host_memory_of(device)
 
-    def begin(self, schedule: Schedule, rank: int, state: StepState) -> None:
-        """Begins a step."""
+    def begin(self, schedule: Schedule, rank: int, state: StepState, moves: BlockMoves | None) -> None:
+        """Begins a step; without `moves` they are eager."""
+        self._moves = moves or EagerMoves(self._to_host, state.offloaded)
         self._schedule, self._state = schedule, state
         saves = any(action.op in (Op.R, Op.OFFLOAD) for action in schedule.actions[rank])
         self._storages = {number: model_storages(stage.model) for number, stage in self._stages.items() if saves}
@@ -49,19 +50,18 @@ class SavedActivations:
         return self._is_scheduled(Op.OFFLOAD, action)
 
     def offload(self, action: Action) -> None:
+        """Begins to move a slice to the host."""
         key = key_of(action)
-        self._state.offloaded[key] = self._to_host(self._state.replays[key].saved.take_out())
+        self._moves.offload(key, lambda: self._state.replays[key].saved.take_out())
 
     def reload(self, action: Action) -> None:
         """Begins to bring a slice back; `await_reload` ends it."""
         key = key_of(action)
-        self._state.replays[key].saved.put_back(self._state.offloaded[key].load())
+        self._moves.reload(key, lambda blocks: self._state.replays[key].saved.put_back(blocks))
 
     def await_reload(self, key: SliceKey) -> None:
-        if key in self._state.offloaded:
-            offloaded = self._state.offloaded.pop(key)
-            offloaded.wait()
-            offloaded.close()
+        """Waits for a slice that comes back, if it was offloaded."""
+        self._moves.await_reload(key)
 
     def _is_scheduled(self, op: Op, action: Action) -> bool:
         return action.with_op(op) in self._schedule.positions

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from slipstream.keyed_draws import drawing
 from slipstream.messages import MadeUpTransport, Transport
 from slipstream.model import CausalLMStage, Tensors
 from slipstream.pipeline.batch import SplitBatch
@@ -23,9 +24,10 @@ from slipstream.pipeline.execution.action_graphs import (
 )
 from slipstream.pipeline.execution.executor import Executor
 from slipstream.pipeline.execution.fixed_gradients import FixedGradients
+from slipstream.pipeline.execution.graph_draws import CountedDraws
 from slipstream.pipeline.execution.run_ranks import RankStep
 from slipstream.pipeline.stage import Stage
-from slipstream.schedule import Action, Op, Schedule
+from slipstream.schedule import Action, Schedule
 from slipstream.watchdog import counted_off
 
 _log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ MakeExecutor = Callable[[int, Transport, Callable[[int], None]], Executor]
 
 def recorder_of(device: torch.device) -> Recorder | None:
     """Returns what records the kernels of a device; None where nothing can."""
-    return CUDAGraphs() if device.type == "cuda" else None
+    return CUDAGraphs(device) if device.type == "cuda" else None
 
 
 class StepGraphs:
@@ -58,6 +60,8 @@ class StepGraphs:
         self._kind: tuple[object, ...] = ()  # likewise
         self._num_alike = 0
         self._recorded: list[RecordedStep] = []
+        self._draws = CountedDraws(device)  # of the last eager step
+        self._num_seeds: dict[Action, int] = {}  # of its actions
         self._said: set[str] = set()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -87,7 +91,7 @@ class StepGraphs:
 
     def of_step(self, ranks: Sequence[int], schedule: Schedule, batch: SplitBatch) -> list[RankStep]:
         """Returns how each of these ranks runs a step."""
-        reason = self.refusal or _refusal_of_step(self._stages.values(), schedule, batch)
+        reason = self.refusal or _refusal_of_step(schedule, batch)
         if reason is not None:
             self._say(reason)
             return [RankStep() for _ in ranks]
@@ -96,7 +100,7 @@ class StepGraphs:
             self._record(ranks, schedule, batch)
         if self._recorded:
             self.gradients.begin()
-            return [RankStep(step.replay, step.begin(batch)) for step in self._recorded]
+            return [RankStep(step.replay, step.begin(batch), step.moves) for step in self._recorded]
         run: ActionRunner = self._watched if self._num_alike == _EAGER_STEPS else run_eagerly
         return [RankStep(run) for _ in ranks]
 
@@ -130,20 +134,24 @@ class StepGraphs:
     def _recorded_rank(self, rank: int, schedule: Schedule, batch: SplitBatch) -> RecordedStep:
         recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
         assert recorder is not None
-        step = RecordedStep(recorder, batch, self._device)
+        step = RecordedStep(recorder, batch, self._device, self._num_seeds)
         executor = self._make_executor(rank, MadeUpTransport(self._device), _nothing)
-        for _ in executor.start(schedule, step.batch, step.record, step.state):
+        for _ in executor.start(schedule, step.batch, step.record, step.state, step.moves):
             raise RuntimeError(f"rank {rank} waits for another rank's message while it is recorded")
         executor.finish()
         return step
 
     def _watched(self, action: Action, inputs: Tensors, compute: Computation) -> Tensors:
-        """Runs an action, and gives graphs up where it waits for the GPU: what it reads there may be another number in
-        another step."""
-        with _synchronizations(self._device) as found:
+        """Runs an action, and gives graphs up where it waits for the GPU or draws on the host: what it finds there may
+        be another number in another step."""
+        before = self._draws.num_seeds
+        with drawing(self._draws), _synchronizations(self._device) as found:
             outputs = compute(inputs)
+        self._num_seeds[action] = self._draws.num_seeds - before
         if found and self.refusal is None:
             self._give_up(f"the model waits for the GPU ({found[0]})")
+        if self._draws.are_on_host and self.refusal is None:
+            self._give_up("the model draws random numbers on the host")
         return outputs
 
     def _modes(self) -> tuple[object, ...]:
@@ -177,11 +185,7 @@ def _refusal_of(stage: Stage) -> str | None:
     return None
 
 
-def _refusal_of_step(stages: Collection[Stage], schedule: Schedule, batch: SplitBatch) -> str | None:
-    if any(stage.draws_numbers for stage in stages if isinstance(stage, CausalLMStage)):
-        return "dropout draws other numbers in every step"
-    if Op.OFFLOAD in schedule.ops:
-        return "activations are offloaded"
+def _refusal_of_step(schedule: Schedule, batch: SplitBatch) -> str | None:
     if schedule.spreads_vocabulary:
         return "the vocabulary is spread over ranks"
     if batch.sequences:
