@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.attention import context_store, cuda_kernels, kernel_choice, slice_attention
+from slipstream.attention.cuda_kernels import KeyGradients, add_gradients
 from support.attention import distance, make_case
 
 LENGTH = 40
@@ -77,16 +79,55 @@ class InFloat64:
     [("flash", CAUSAL), ("flash", WINDOW), ("cudnn", CAUSAL)],
     ids=["flash", "flash, window", "cudnn"],
 )
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_slices_equal_the_whole(name: str, first_key: Tensor, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_equal_the_whole(
+    name: str, first_key: Tensor, batch: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_kernels, "_aten", InFloat64())
     monkeypatch.setattr(slice_attention, "_backend", lambda query, value, site: cuda_kernels.FusedCUDA(site))
     monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: kernel_choice.KERNELS[name])
     monkeypatch.setattr(context_store, "_buffer", buffer_of_a_gpu)
-    case = make_case((batch, 4, 2, LENGTH, 16, 16), first_key, [0, 1, 12, 29, LENGTH], torch.float64, sinks=True)
-    assert distance(case.sliced(), case.reference()) < 1e-12
+    case = make_case((batch, 4, 2, LENGTH, 16, 16), first_key, [0, 1, 12, 29, LENGTH], dtype, sinks=True)
+    assert distance(case.sliced(), case.reference()) < bound
 
 
 def buffer_of_a_gpu(part: Tensor, length: int) -> Tensor:
     batch, heads, _, width = part.shape
     return part.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+class Counted(TorchDispatchMode):
+    """Counts what launches a kernel of a GPU: operations that write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("add", "add_", "copy_", "_to_copy"):
+            self.writing.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_own_gradients_are_added_and_rounded_in_one_pass(dtype: torch.dtype) -> None:
+    """To the bit what adding in float32 and copying gives, from one part and from two."""
+    past, own = 5, 3
+    keys, values = torch.randn(2, 1, 2, past + own, 4).to(dtype)
+    whole = [KeyGradients(0, keys, values)]
+    cut = [
+        KeyGradients(past, keys[:, :, past:], values[:, :, past:]),
+        KeyGradients(0, keys[:, :, :past], values[:, :, :past]),
+    ]
+    for parts in (whole, cut):
+        totals = [torch.randn(1, 2, past + own, 4) for _ in range(2)]
+        wanted = [total + each for total, each in zip(totals, (keys, values), strict=True)]
+        with Counted() as counted:
+            found = add_gradients(parts, past, *totals)
+        assert sorted(counted.writing) == ["add", "add", "add_", "add_"]
+        for total, mine, want in zip(totals, found, wanted, strict=True):
+            assert torch.equal(total[:, :, :past], want[:, :, :past])
+            assert torch.equal(mine, want[:, :, past:].to(dtype))
+            assert mine.transpose(1, 2).is_contiguous()

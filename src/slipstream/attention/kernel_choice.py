@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention.attention_backend import QueryState, TileGradients
-from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel
+from slipstream.attention.attention_backend import QueryState
+from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel, add_gradients
 from slipstream.attention.key_ranges import RegularMask
 
 _log = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ def _seconds(kernel: FusedKernel, shape: AttentionShape, device: torch.device) -
 
     def run() -> None:
         output, lse = kernel.forward(query, key, value, mask, 0.1)
-        grads = TileGradients(query, *wide)
-        kernel.backward(QueryState(query, output, lse, grad), key, value, grads, mask, 0.1)
+        _, parts = kernel.backward(QueryState(query, output, lse, grad), key, value, mask, 0.1)
+        add_gradients(parts, mask.past, *wide)
 
     try:
         return _timed(run, device)
