@@ -215,6 +215,59 @@ def test_frozen_weights_and_second_derivatives(compiled: list[str]) -> None:
         first.sum().backward()
 
 
+class WidthNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def norm_and_gradients(model: nn.Module, length: int) -> list[Tensor]:
+    x = torch.randn(1, length, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model.zero_grad()
+    output = model(x)
+    output.square().sum().backward()
+    return [output.detach(), x.grad, model[0].weight.grad]
+
+
+@compiles
+@pytest.mark.more
+def test_a_kernel_is_not_used_for_sizes_that_it_was_not_compiled_for(compiled: list[str]) -> None:
+    """Inductor adds up 4096 rows in another way than more: the backward of a norm is compiled for both."""
+    model = nn.Sequential(WidthNorm())
+    plain = copy.deepcopy(model)
+    fuse_kernels(model)
+    counts = []
+    for length in (8, 4096, 5000, 9000, 30):
+        for wanted, found in zip(norm_and_gradients(plain, length), norm_and_gradients(model, length), strict=True):
+            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        counts.append(len(compiled))
+    assert counts == [2, 2, 3, 3, 3]
+
+
+@compiles
+@pytest.mark.more
+def test_what_can_not_be_compiled_so_is_left_to_torch_compile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, by_torch_compile: Callable[[], int]
+) -> None:
+    def fails(*_: object) -> None:
+        raise AttributeError("another PyTorch")
+
+    monkeypatch.setattr(compiled_region, "compile_graph", fails)
+    model = nn.Sequential(WidthNorm())
+    wanted = norm_and_gradients(model, 8)
+    fuse_kernels(model)
+    for _ in range(2):
+        for found, each in zip(norm_and_gradients(model, 8), wanted, strict=True):
+            assert torch.allclose(found, each, rtol=1e-4, atol=1e-4)
+    assert by_torch_compile() == 1
+    assert [record.message for record in caplog.records if "another PyTorch" in record.message] == [
+        "a kernel is left to torch.compile: AttributeError: another PyTorch"
+    ]
+
+
 @compiles
 @pytest.mark.more
 def test_dropout_draws_the_same_numbers() -> None:

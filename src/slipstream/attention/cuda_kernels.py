@@ -15,7 +15,7 @@ upper-left; so a slice is its past, which every query sees whole, and its own ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ from slipstream.attention.key_ranges import RegularMask, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 
 _aten = torch.ops.aten
+
+
+class KeyGradients(NamedTuple):
+    """The gradients of some of the keys and values that a kernel was given, in their dtype."""
+
+    first: int  # of the keys
+    key: Tensor  # (B,Hkv,n,D)
+    value: Tensor
 
 
 class FusedKernel(Protocol):
@@ -37,9 +45,9 @@ class FusedKernel(Protocol):
         ...
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
-    ) -> Tensor:
-        """Adds to the gradients of keys and values; returns the query's, in its dtype."""
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
+        """Returns the query's gradient, in its dtype, and those of the keys and values, in parts."""
         ...
 
 
@@ -60,8 +68,8 @@ class FlashKernel:
         return output.transpose(1, 2), logsumexp
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
-    ) -> Tensor:
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
         query, out, lse, grad_out = queries
         no_dropout = query.new_empty(0)  # instead of its random state
@@ -76,10 +84,7 @@ class FlashKernel:
             unused=no_dropout,
             **self._settings(query, key, mask, scale),
         )
-        grads.key.add_(grad_key.transpose(1, 2))
-        grads.value.add_(grad_value.transpose(1, 2))
-        found: Tensor = grad_query.transpose(1, 2)
-        return found
+        return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]
 
     def _settings(self, query: Tensor, key: Tensor, mask: RegularMask, scale: float) -> dict[str, Any]:
         """Returns the keyword arguments that the forward and the backward kernel have in common."""
@@ -110,14 +115,14 @@ class CudnnKernel:
         return merged(output, logsumexp, past, past_logsumexp)
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
-    ) -> Tensor:
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
-        own, past = slice(mask.past, None), slice(0, mask.past)
-        grad_query = self._part_backward(queries, key, value, grads, own, True, scale)
-        if mask.past:
-            grad_query.add_(self._part_backward(queries, key, value, grads, past, False, scale))
-        return grad_query
+        grad_query, own = self._part_backward(queries, key, value, slice(mask.past, None), True, scale)
+        if not mask.past:
+            return grad_query, [own]
+        more, past = self._part_backward(queries, key, value, slice(0, mask.past), False, scale)
+        return grad_query.add_(more), [own, past]
 
     def _part(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         output, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -126,15 +131,8 @@ class CudnnKernel:
         return output, logsumexp.squeeze(-1)
 
     def _part_backward(
-        self,
-        queries: QueryState,
-        key: Tensor,
-        value: Tensor,
-        grads: TileGradients,
-        keys: slice,
-        is_causal: bool,
-        scale: float,
-    ) -> Tensor:
+        self, queries: QueryState, key: Tensor, value: Tensor, keys: slice, is_causal: bool, scale: float
+    ) -> tuple[Tensor, KeyGradients]:
         query, out, lse, grad_out = queries
         key, value = key[:, :, keys], value[:, :, keys]
         no_dropout = torch.empty((), dtype=torch.int64, device=query.device)  # instead of its random state
@@ -154,10 +152,28 @@ class CudnnKernel:
             is_causal,
             scale=scale,
         )
-        grads.key[:, :, keys].add_(grad_key)
-        grads.value[:, :, keys].add_(grad_value)
-        found: Tensor = grad_query
-        return found
+        return grad_query, KeyGradients(keys.start, grad_key, grad_value)
+
+
+def add_gradients(parts: list[KeyGradients], past: int, *totals: Tensor) -> list[Tensor]:
+    """Adds the gradients of earlier slices' keys and values to the totals of both; returns the slice's own, complete.
+
+    Totals (B,Hkv,S,D) are in float32, with `past` keys of earlier slices. A slice's own are final with what later
+    slices left in them, and are rounded as they are added: one pass where adding and copying took two.
+    """
+    own = []
+    for index, total in enumerate(totals):
+        for part in parts:
+            gradient = (part.key, part.value)[index]
+            end, earlier = part.first + gradient.shape[2], past - part.first
+            if earlier > 0:
+                total[:, :, part.first : min(past, end)].add_(gradient[:, :, :earlier])
+            if end > past:
+                left = total[:, :, past:]
+                batch, heads, length, width = left.shape
+                own.append(gradient.new_empty(batch, length, heads, width).transpose(1, 2))
+                torch.add(left, gradient[:, :, max(0, earlier) :], out=own[-1])
+    return own
 
 
 def merged(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,4 +210,8 @@ class FusedCUDA:
         if tile.irregular:
             MaskedMath(self.site).backward(queries, key, value, grads, tile)
             return
-        grads.query.add_(_FLASH.backward(queries, key, value, grads, tile.regular, self.site.scale))
+        grad_query, parts = _FLASH.backward(queries, key, value, tile.regular, self.site.scale)
+        grads.query.add_(grad_query)
+        for part in parts:
+            grads.key.add_(part.key)
+            grads.value.add_(part.value)

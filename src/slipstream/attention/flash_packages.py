@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention.attention_backend import QueryState, TileGradients
-from slipstream.attention.cuda_kernels import FusedKernel
+from slipstream.attention.attention_backend import QueryState
+from slipstream.attention.cuda_kernels import FusedKernel, KeyGradients
 from slipstream.attention.key_ranges import RegularMask
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class Flash3Kernel:
         return output.transpose(1, 2), logsumexp
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
-    ) -> Tensor:
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
         query, output, logsumexp, grad_output = queries
         inputs = _tokens_first(query, key, value)
@@ -50,7 +50,7 @@ class Flash3Kernel:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._settings(mask, scale),
         )
-        return _add(grads, *found)
+        return _heads_first(*found)
 
     def _settings(self, mask: RegularMask, scale: float) -> dict[str, Any]:
         left = -1 if mask.window is None else mask.window - 1
@@ -73,12 +73,12 @@ class Flash4Kernel:
         return output.transpose(1, 2), logsumexp
 
     def backward(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, mask: RegularMask, scale: float
-    ) -> Tensor:
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
         query, output, logsumexp, grad_output = queries
         tensors = _tokens_first(query, key, value, output, grad_output)
-        return _add(grads, *self._backward(*tensors, logsumexp.contiguous(), **self._settings(mask, scale)))
+        return _heads_first(*self._backward(*tensors, logsumexp.contiguous(), **self._settings(mask, scale)))
 
     def _settings(self, mask: RegularMask, scale: float) -> dict[str, Any]:
         window = {} if mask.window is None else {"window_size_left": mask.window - 1, "window_size_right": 0}
@@ -129,8 +129,6 @@ def _tokens_first(*tensors: Tensor) -> list[Tensor]:
     return [each.transpose(1, 2) for each in tensors]
 
 
-def _add(grads: TileGradients, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Tensor:
-    """Adds (B,T,H,D) gradients of keys and values; returns the query's, (B,H,T,D)."""
-    grads.key.add_(grad_key.transpose(1, 2))
-    grads.value.add_(grad_value.transpose(1, 2))
-    return grad_query.transpose(1, 2)
+def _heads_first(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, list[KeyGradients]]:
+    """Returns the gradients as a `FusedKernel` does."""
+    return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention.attention_backend import QueryState, TileGradients
-from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel
+from slipstream.attention.attention_backend import QueryState
+from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel, add_gradients
 from slipstream.attention.flash_packages import package_kernels
 from slipstream.attention.key_ranges import RegularMask
 
@@ -175,9 +175,9 @@ def _run(kernel: FusedKernel, draw: tuple[Tensor, ...], mask: RegularMask) -> li
     """Returns a slice's output and the gradients of queries, keys and values."""
     query, grad, key, value = draw
     output, lse = kernel.forward(query, key, value, mask, 0.1)
+    grad_query, parts = kernel.backward(QueryState(query, output, lse, grad), key, value, mask, 0.1)
     wide = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
-    queries = QueryState(query, output, lse, grad)
-    return [output, kernel.backward(queries, key, value, TileGradients(query, *wide), mask, 0.1), *wide]
+    return [output, grad_query, *add_gradients(parts, mask.past, *wide), *wide]
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

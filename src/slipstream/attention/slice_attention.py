@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
 from slipstream.attention.autograd_calls import differentiable_once, direct_apply
 from slipstream.attention.context_store import AttentionResult
-from slipstream.attention.cuda_kernels import FusedCUDA
+from slipstream.attention.cuda_kernels import FusedCUDA, add_gradients
 from slipstream.attention.flash_kernels import FlashCPU
 from slipstream.attention.flex_kernels import FlexCUDA, flex_works
 from slipstream.attention.kernel_choice import choose_kernel
@@ -128,11 +128,11 @@ class _SliceAttention(torch.autograd.Function):
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries, buffers = QueryState(query, output, logsumexp, grad_output), (keys, values, grad_keys, grad_values)
         with _without_autocast(query):
-            grad_query = _differentiate(queries, buffers, backend)
+            grad_query, *own = _differentiate(queries, buffers, backend)
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
-        grad_key, grad_value = (_copy(site.ranges.own(each), query.dtype) for each in (grad_keys, grad_values))
+        own = own or [_copy(site.ranges.own(each), query.dtype) for each in (grad_keys, grad_values)]
         site.store.finish(site.call, site.ranges)
-        return grad_query, grad_key, grad_value, grad_sinks, None, None
+        return grad_query, *own, grad_sinks, None, None
 
 
 _slice_attention = direct_apply(_SliceAttention)
@@ -183,18 +183,20 @@ def _attend_by_tiles(query: Tensor, keys: Tensor, values: Tensor, backend: Atten
     return output, logsumexp
 
 
-def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> Tensor:
-    """Adds to the gradients of keys and values; returns the query's."""
+def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> tuple[Tensor, ...]:
+    """Adds to the gradients of keys and values; returns the query's, and those of the slice's own keys and values where
+    they are added up beside the buffers."""
     ranges = backend.site.ranges
     if not isinstance(backend, FlexCUDA) and not (isinstance(backend, FusedCUDA) and ranges.regular):
-        return _differentiate_by_tiles(queries, buffers, backend)
+        return (_differentiate_by_tiles(queries, buffers, backend),)
     keys, values, grad_keys, grad_values = (ranges.seen(each) for each in buffers)
-    totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
     if isinstance(backend, FlexCUDA):
-        return backend.differentiate(queries, keys, values, totals)
+        totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
+        return (backend.differentiate(queries, keys, values, totals),)
     assert ranges.regular is not None
     kernel = choose_kernel(queries.query, keys.shape[1], ranges.regular)
-    return kernel.backward(queries, keys, values, totals, ranges.regular, backend.site.scale)
+    grad_query, parts = kernel.backward(queries, keys, values, ranges.regular, backend.site.scale)
+    return grad_query, *add_gradients(parts, ranges.regular.past, grad_keys, grad_values)
 
 
 def _differentiate_by_tiles(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> Tensor:
