@@ -17,11 +17,15 @@ from slipstream.attention import (
     ContextStore,
     KeyRanges,
     attend,
+    cuda_kernels,
     flash_kernels,
     key_ranges,
     masked_math,
     slice_attention,
 )
+from slipstream.attention.attention_backend import QueryState
+from slipstream.attention.cuda_kernels import FusedCUDA, KeyGradients
+from slipstream.attention.key_ranges import RegularMask
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
@@ -102,6 +106,48 @@ class TestExact:
             only_masked_math(patch)
             case = make_case(**case, softcap=softcap)
             assert distance(case.sliced(), case.reference()) < 1e-12
+
+
+class PlainKernel:
+    """A fused kernel by its formulas, where every head of queries has its own of keys."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        self.num_calls += 1
+        scores = self._scores(query, key, mask, scale)
+        return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+    def backward(
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
+        self.num_calls += 1
+        query, output, logsumexp, grad = queries
+        probabilities = (self._scores(query, key, mask, scale) - logsumexp[..., None]).exp()
+        change = probabilities * (grad @ value.mT - (grad * output).sum(-1, keepdim=True))
+        return scale * change @ key, [KeyGradients(0, scale * change.mT @ query, probabilities.mT @ grad)]
+
+    def _scores(self, query: Tensor, key: Tensor, mask: RegularMask, scale: float) -> Tensor:
+        assert key.shape[2] == mask.past + query.shape[2]  # from the first key that any query sees
+        place, keys = mask.past + torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+        seen = (keys <= place) & (keys > place - (mask.window or key.shape[2]))
+        return (scale * query @ key.mT).masked_fill(~seen, -torch.inf)
+
+
+@pytest.mark.parametrize(("mask", "num_whole"), [("causal", 6), ("window", 6), ("documents", 4)])
+def test_a_fused_kernel_takes_slices_whole(mask: str, num_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a slice with a regular mask in one call forward and one backward, others tile by tile."""
+    whole = PlainKernel()
+    monkeypatch.setattr(slice_attention, "_backend", lambda _query, _value, site: FusedCUDA(site))
+    monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: whole)
+    monkeypatch.setattr(cuda_kernels, "_FLASH", PlainKernel())  # of tiles
+    first_key = {"causal": causal(48), "window": window(48, 10), "documents": documents(48, [20, 30])}[mask]
+    case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
+    assert distance(case.sliced(), case.reference()) < 1e-12
+    assert whole.num_calls == num_whole
 
 
 LENGTH = 700  # with cuts that need several squares and a long past

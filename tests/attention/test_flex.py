@@ -93,7 +93,7 @@ def test_gradients_with_a_sink(case: tuple[KeyRanges, int], softcap: float | Non
             logsumexp = torch.logaddexp(logsumexp, torch.full((), 0.5, dtype=torch.float64))
         grads = TileGradients(query, torch.zeros_like(key), torch.zeros_like(value))
         queries = QueryState(query, output, logsumexp, grad)
-        grad_query = flex_kernels.FlexCUDA(site).differentiate(queries, key, value, grads)
+        (grad_query,) = flex_kernels.FlexCUDA(site).differentiate(queries, key, value, grads)
     wanted = torch.autograd.grad(with_sink, leaves, grad)
     for ours, theirs in zip((grad_query, grads.key, grads.value), wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)  # `differentiate` weighs gradients in float32

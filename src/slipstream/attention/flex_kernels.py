@@ -53,7 +53,7 @@ class FlexCUDA:
             return self._run(query.detach(), key.detach(), value.detach())
 
     @torch.enable_grad()
-    def differentiate(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients) -> Tensor:
+    def differentiate(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients) -> tuple[Tensor]:
         """Adds to the gradients of keys and values; returns the query's.
 
         The forward runs again. Its own softmax P' has another log-sum-exp than the slice's, which may have a sink; with
@@ -71,7 +71,7 @@ class FlexCUDA:
         grad_query, grad_key, grad_value = torch.autograd.grad((output, logsumexp), leaves, given)
         grads.key.add_(grad_key)
         grads.value.add_(grad_value)
-        return grad_query
+        return (grad_query,)
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cap = self.site.softcap
@@ -164,7 +164,7 @@ def _error(device: torch.device, softcap: float | None) -> float:
     kernel = FlexCUDA(AttentionSite(ContextStore(length), 0, ranges, 0.2, softcap))
     output, logsumexp = kernel.attend(query, key, value)
     grads = TileGradients(query, *(torch.zeros_like(each, dtype=torch.float32) for each in (key, value)))
-    found = [output, kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
+    found = [output, *kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
     leaves = [each.float().requires_grad_() for each in (query, key, value)]
     plain = _plain_attention(leaves, ranges, 0.2, softcap)
     wanted = [plain, *torch.autograd.grad(plain, leaves, grad.float())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,26 @@ from slipstream.attention.cuda_kernels import FusedCUDA, add_gradients
 from slipstream.attention.flash_kernels import FlashCPU
 from slipstream.attention.flex_kernels import FlexCUDA, flex_works
 from slipstream.attention.kernel_choice import choose_kernel
-from slipstream.attention.key_ranges import KeyRanges, ScoreTile
+from slipstream.attention.key_ranges import KeyRanges, RegularMask, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.errors import SlipstreamError
 
 AttentionBackend = FlashCPU | FusedCUDA | FlexCUDA | MaskedMath
+
+
+class SliceComputation(Protocol):
+    """Attention of a whole slice; keys and values are those from the first that any query sees."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+        """Returns output and log-sum-exp."""
+        ...
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        """Adds to the gradients of keys and values; returns the query's, and those of the slice's own keys and values
+        where they are added up beside `grads`."""
+        ...
 
 
 def attend(
@@ -85,13 +100,6 @@ def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBack
     return FusedCUDA(site) if site.softcap is None else MaskedMath(site)
 
 
-def _tiles(ranges: KeyRanges) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
-    """Yields each tile with the indices of its queries in the slice and of its keys in the store's buffers."""
-    for tile in ranges.tiles:
-        queries, keys = slice(tile.start - ranges.start, tile.end - ranges.start), slice(tile.first, tile.end)
-        yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
-
-
 class _SliceAttention(torch.autograd.Function):
     """Attends to the store after writing it; backward adds to the gradients of all keys it read (rules 2 and 5).
 
@@ -152,62 +160,76 @@ def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionB
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
 ) -> AttentionResult:
+    keys, values = (backend.site.ranges.seen(each) for each in (keys, values))
     with _without_autocast(query):
-        if isinstance(backend, FusedCUDA | FlexCUDA) and (whole := _attend_whole(query, keys, values, backend)):
-            output, logsumexp = whole
-        else:
-            output, logsumexp = _attend_by_tiles(query, keys, values, backend)
+        output, logsumexp = _computation(backend).attend(query, keys, values)
         if sinks is not None:
             output, logsumexp = _with_sinks(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
 
 
-def _attend_whole(query: Tensor, keys: Tensor, values: Tensor, backend: FusedCUDA | FlexCUDA) -> AttentionResult | None:
-    """Returns the attention of a slice from one or two kernels of a GPU; None where it takes one for every tile."""
-    site, mask = backend.site, backend.site.ranges.regular
-    keys, values = (site.ranges.seen(each) for each in (keys, values))
-    if isinstance(backend, FlexCUDA):
-        return backend.attend(query, keys, values)
-    if mask is None:
-        return None
-    return choose_kernel(query, keys.shape[1], mask).forward(query, keys, values, mask, site.scale)
-
-
-def _attend_by_tiles(query: Tensor, keys: Tensor, values: Tensor, backend: AttentionBackend) -> AttentionResult:
-    assert not isinstance(backend, FlexCUDA)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    output = _empty(query, values.shape[-1], wide)
-    logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
-    for tile, own, seen in _tiles(backend.site.ranges):
-        backend.forward(query[own], keys[seen], values[seen], output[own], logsumexp[own], tile)
-    return output, logsumexp
-
-
 def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> tuple[Tensor, ...]:
-    """Adds to the gradients of keys and values; returns the query's, and those of the slice's own keys and values where
-    they are added up beside the buffers."""
-    ranges = backend.site.ranges
-    if not isinstance(backend, FlexCUDA) and not (isinstance(backend, FusedCUDA) and ranges.regular):
-        return (_differentiate_by_tiles(queries, buffers, backend),)
-    keys, values, grad_keys, grad_values = (ranges.seen(each) for each in buffers)
+    """Adds to the gradients of keys and values; returns what `SliceComputation.differentiate` does."""
+    keys, values, grad_keys, grad_values = (backend.site.ranges.seen(each) for each in buffers)
+    totals = TileGradients(queries.query, grad_keys, grad_values)  # none of the query's yet
+    return _computation(backend).differentiate(queries, keys, values, totals)
+
+
+def _computation(backend: AttentionBackend) -> SliceComputation:
+    """Returns how a backend computes a slice: as a whole where it can, else tile by tile."""
     if isinstance(backend, FlexCUDA):
-        totals = TileGradients(queries.query, grad_keys, grad_values)  # no total of the query's: it has one part
-        return (backend.differentiate(queries, keys, values, totals),)
-    assert ranges.regular is not None
-    kernel = choose_kernel(queries.query, keys.shape[1], ranges.regular)
-    grad_query, parts = kernel.backward(queries, keys, values, ranges.regular, backend.site.scale)
-    return grad_query, *add_gradients(parts, ranges.regular.past, grad_keys, grad_values)
+        return backend
+    if isinstance(backend, FusedCUDA) and (mask := backend.site.ranges.regular) is not None:
+        return _RegularSlice(mask, backend.site.scale)
+    return _TiledSlice(backend)
 
 
-def _differentiate_by_tiles(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> Tensor:
-    """Does the same tile by tile."""
-    assert not isinstance(backend, FlexCUDA)
-    keys, values, grad_keys, grad_values = buffers
-    total = _empty(queries.query, queries.query.shape[-1], grad_keys.dtype).zero_()
-    for tile, own, seen in _tiles(backend.site.ranges):
-        gradients = TileGradients(total[own], grad_keys[seen], grad_values[seen])
-        backend.backward(QueryState(*(each[own] for each in queries)), keys[seen], values[seen], gradients, tile)
-    return total.to(queries.query.dtype)
+class _RegularSlice(NamedTuple):
+    """Computes a slice with a regular mask, by one kernel or two."""
+
+    mask: RegularMask
+    scale: float
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+        return choose_kernel(query, key.shape[1], self.mask).forward(query, key, value, self.mask, self.scale)
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        kernel = choose_kernel(queries.query, key.shape[1], self.mask)
+        grad_query, parts = kernel.backward(queries, key, value, self.mask, self.scale)
+        return grad_query, *add_gradients(parts, self.mask.past, grads.key, grads.value)
+
+
+class _TiledSlice(NamedTuple):
+    """Computes a slice tile by tile."""
+
+    backend: FlashCPU | FusedCUDA | MaskedMath
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = _empty(query, value.shape[-1], wide)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
+        for tile, own, seen in self._tiles():
+            self.backend.forward(query[own], key[seen], value[seen], output[own], logsumexp[own], tile)
+        return output, logsumexp
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        total = _empty(queries.query, queries.query.shape[-1], grads.key.dtype).zero_()
+        for tile, own, seen in self._tiles():
+            gradients = TileGradients(total[own], grads.key[seen], grads.value[seen])
+            self.backend.backward(QueryState(*(each[own] for each in queries)), key[seen], value[seen], gradients, tile)
+        return (total.to(queries.query.dtype),)
+
+    def _tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
+        """Yields each tile with the indices of its queries and of its keys in what the slice sees."""
+        ranges = self.backend.site.ranges
+        for tile in ranges.tiles:
+            queries = slice(tile.start - ranges.start, tile.end - ranges.start)
+            keys = slice(tile.first - ranges.first, tile.end - ranges.first)
+            yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
 
 
 def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:

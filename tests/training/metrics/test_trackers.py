@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel import GpuMemory
 from slipstream.training.metrics import StepRecord, ValidationRecord
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsRecord, StartRecord
+from slipstream.training.metrics.records import MetricsRecord, StartRecord, as_dictionary
 from slipstream.training.metrics.trackers import NAMES, Tracker, check_trackers, flat, make_trackers
 
 RUN = RunFigures(1000, 1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
@@ -138,3 +139,10 @@ def test_weights_and_biases_takes_a_run_offline(tmp_path: Path, monkeypatch: pyt
     data = kept.read_bytes()
     assert b"validation_loss" in data
     assert b"phases/forward" in data or b"phases" in data
+
+
+def test_what_a_rank_does_not_know_has_no_number() -> None:
+    gpu = GpuMemory(allocated=1, reserved=2, between=3, retries=4, failures=5)
+    record = as_dictionary(replace(step(1, 2.0), gpu_memory=[None, gpu]))
+    found = {name: value for name, value in flat(record) if name.startswith("gpu_memory")}
+    assert found == {f"gpu_memory/1/{name}": value for name, value in vars(gpu).items()}

@@ -113,7 +113,7 @@ def make_trackers(names: Sequence[str], folder: Path, settings: Mapping[str, Any
 
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the values with their paths as names.
+    """Yields the values that are known with their paths as names.
 
     {"phases": {"idle": 1}, "peak_memory": [2, 3]} gives `phases/idle`, `peak_memory/0` and `peak_memory/1`.
     """
@@ -123,5 +123,5 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{name}/")
         elif isinstance(value, list):
             yield from flat({str(index): each for index, each in enumerate(value)}, f"{name}/")
-        else:
+        elif value is not None:
             yield name, value
