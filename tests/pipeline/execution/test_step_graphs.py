@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.options import grouped
+from support.parameters import each_once
 from support.recorded_ops import RecordedOps
 
 SETTINGS = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2, "self_check": False, "cuda_graphs": True}
@@ -48,6 +49,12 @@ CUTS: Mapping[str, Mapping[str, Any]] = {
 }
 DROPPING = CUTS | {"halves": {"schedule": "1f1b", "partition": [1.5, 2.5]}}
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def named(names: Sequence[str], cuts: Mapping[str, Mapping[str, Any]]) -> pytest.MarkDecorator:
+    """Every architecture with every cut; `make test` runs each of them at least once."""
+    ids = [f"{name}-{cut}" for name in names for cut in cuts]
+    return pytest.mark.parametrize(("name", "cut"), each_once(names, cuts.values()), ids=ids)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
@@ -83,8 +90,7 @@ def zero_gradients(pipe: Pipeline) -> None:
         parameter.grad = None
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral, window of 7"])
+@named(["llama", "gpt2", "gemma2", "mistral, window of 7"], CUTS)
 def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str) -> None:
     model = build(ARCHITECTURES[name]).to(device)
     whole = copy.deepcopy(model)
@@ -119,8 +125,7 @@ def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) ->
     return pipes
 
 
-@pytest.mark.parametrize("cut", DROPPING.values(), ids=DROPPING)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@named(["gpt2", "llama"], DROPPING)
 def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, Any], device: str) -> None:
     """To the bit on a CPU; steps on the same batch differ, as each has another seed."""
     pipes, losses = eager_and_recorded(drops(name), device, **cut), []
