@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,9 +47,10 @@ def test_every_pair_exchanges_both_ways(num_ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("failing", "how", "at", "problem"),
     [
-        (1, "stop", 88, "ranks 1 and 2: activations 1 to 2 and gradients 2 to 1 did not end within 5 s"),
+        # of the two directions one may end first
+        (1, "stop", 88, r"ranks 1 and 2: (activations 1 to 2|gradients 2 to 1).* did not end within 5 s"),
         pytest.param(1, "stop", 1, "ranks 0 and 1: gradients 1 to 0 did not end within 5 s", marks=pytest.mark.more),
-        pytest.param(2, "end", 1, "ranks 1 and 2: gradients 2 to 1 failed (RuntimeError", marks=pytest.mark.more),
+        pytest.param(2, "end", 1, r"ranks 1 and 2: gradients 2 to 1 failed \(RuntimeError", marks=pytest.mark.more),
         (1, "garble", 2, "ranks 0 and 1: 4194304 of 4194304 bytes are wrong in a message of the gradients 1 to 0"),
     ],
 )
@@ -56,7 +58,7 @@ def test_it_names_the_pair_that_fails(failing: int, how: str, at: int, problem: 
     ended = launch(3, WORKER, str(failing), how, str(at), "--timeout", SECONDS, "--folder", tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (line,) = (line for line in ended.stdout.splitlines() if "fails: " in line)
-    assert problem in line, ended.stdout + ended.stderr
+    assert re.search(problem, line), ended.stdout + ended.stderr
 
 
 def test_it_names_the_rank_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
