@@ -37,6 +37,11 @@ def bytes_unit(num_bytes: float) -> tuple[float, str]:
     return 1000.0**power, BYTE_UNITS[power]
 
 
+def times_text(number: int) -> str:
+    """Returns how often something has happened."""
+    return "once" if number == 1 else f"{number} times"
+
+
 def count_text(number: float) -> str:
     """Returns a whole number with its thousands marked; three digits and M from ten million on."""
     return f"{_three_digits(number / 1e6)} M" if number >= 1e7 else f"{number:,.0f}"

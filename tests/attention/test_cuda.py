@@ -68,14 +68,15 @@ def test_each_fused_kernel(kernel: str, width: int, monkeypatch: pytest.MonkeyPa
 
 def test_the_fastest_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name in ("_choices", "_known", "_measured"):
+    for name in ("_known", "_measured"):
         monkeypatch.setattr(kernel_choice, name, {})
+    kernel_choice._choose.cache_clear()
     query = torch.zeros(1, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
     mask = KeyRanges.causal(128, 256).regular
     assert mask is not None
     chosen = kernel_choice.choose_kernel(query, 2, mask)
-    for name in ("_choices", "_measured"):
-        monkeypatch.setattr(kernel_choice, name, {})
+    monkeypatch.setattr(kernel_choice, "_measured", {})
+    kernel_choice._choose.cache_clear()
     monkeypatch.setattr(kernel_choice, "_milliseconds", None)  # must not be called again
     assert kernel_choice.choose_kernel(query, 2, mask) is chosen
     assert list(kernel_choice.chosen_kernels()) == ["bfloat16 4/2 heads of 64, 128 tokens, 256 keys"]

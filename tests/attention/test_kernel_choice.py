@@ -172,8 +172,9 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(kernel_choice, "_hardware", lambda device: "a GPU")
     monkeypatch.setattr(kernel_choice, "_cudnn_takes", lambda width, *lengths: lengths[0] % 64 == 0)
     monkeypatch.setattr(kernel_choice, "package_kernels", lambda capability: {"flash 3": kernel})
-    for name in ("_choices", "_known", "_measured"):
+    for name in ("_known", "_measured"):
         monkeypatch.setattr(kernel_choice, name, {})
+    kernel_choice._choose.cache_clear()
     return names
 
 
@@ -192,8 +193,8 @@ def test_the_fastest_kernel_is_measured_once_for_each_shape(
     assert measured[3:] == ["Flash", "Flash3"]
     kept = json.loads(kernel_choice.kept_file().read_text())["a GPU"]
     assert kept["bfloat16 4/2 heads of 64, 64 tokens, 128 keys"] == {"flash": 2.0, "flash 3": 1.0, "cudnn": None}
-    for name in ("_choices", "_measured"):  # as in another process
-        monkeypatch.setattr(kernel_choice, name, {})
+    monkeypatch.setattr(kernel_choice, "_measured", {})  # as in another process
+    kernel_choice._choose.cache_clear()
     assert choose(64) == "Flash3"
     assert len(measured) == 5
     assert kernel_choice.chosen_kernels() == dict.fromkeys(kept, "flash 3")

@@ -91,7 +91,5 @@ def test_a_layer_and_slice_call_few_functions() -> None:
     found = measure(torch.device("cpu"), 2, repeats=1, with_fused=False)
     assert found["transformers"]["calls"] < found["eager"]["calls"] < 3.5 * found["transformers"]["calls"]
     slow, fast = {"microseconds": 130.0, "calls": 3.0}, {"microseconds": 100.0, "calls": 1.0}
-    faster = fast | {"microseconds": 99.0}
-    assert [*verdicts({"eager": slow, "fused": fast, "transformers": fast}, "cuda").values()] == [True, True]
-    assert [*verdicts({"eager": slow, "fused": slow, "transformers": faster}, "cuda").values()] == [False, False]
-    assert [*verdicts({"eager": slow, "fused": fast, "transformers": faster}, "cpu").values()] == [True]
+    assert [*verdicts({"eager": slow, "fused": fast}).values()] == [True]
+    assert [*verdicts({"eager": fast, "fused": slow}).values()] == [False]

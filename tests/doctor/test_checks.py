@@ -60,7 +60,9 @@ def test_limits_of_cgroups_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "cgroup" not in cores.text
 
 
-@pytest.mark.parametrize(("local", "number", "own", "exchange"), [(1, 2, "cuda:1", "cuda:1"), (1, 1, "cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("local", "number", "own", "exchange"), [(1, 2, "cuda:1", "cuda:1"), (0, 1, "cuda:0", "cpu"), (1, 1, "cpu", "cpu")]
+)
 def test_ranks_that_share_a_gpu_exchange_as_in_training(
     local: int, number: int, own: str, exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,6 @@ def test_ranks_that_share_a_gpu_exchange_as_in_training(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
     assert [str(device) for device in devices.devices()] == [own]
     assert str(devices.exchange_device()) == exchange
-    if number == 1:
+    if own == "cpu":
         found, *_ = devices.find_gpus()
         assert found.text == "2 ranks share 1 GPU, and exchange through the host's memory"

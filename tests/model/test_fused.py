@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -395,3 +396,21 @@ class TestRefusals:
         monkeypatch.setattr(fused_kernels.sysconfig, "get_path", lambda _: str(tmp_path))
         with pytest.raises(SlipstreamError, match=r"Python's headers, but .*Python\.h is not there.*python3-dev"):
             check_compiler("cpu")
+
+
+def test_few_kinds_of_inputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents have ever new lengths; what is forgotten is found again."""
+    met: list[int] = []
+    find = compiled_region._Region.find
+
+    def noted(region: Any, inputs: Any) -> Any:
+        met.append(len(region.ways))
+        return find(region, inputs)
+
+    monkeypatch.setattr(compiled_region, "_MOST_KINDS", 2)
+    monkeypatch.setattr(compiled_region._Region, "find", noted)
+    kernel = compiled_region.compiled_region(lambda x: (2 * x + 1,))
+    for length in (2, 3, 4, 5, 2):
+        x = torch.randn(length, 8)
+        torch.testing.assert_close(kernel(x)[0], 2 * x + 1)
+    assert met == [0, 1, 2, 0, 1]

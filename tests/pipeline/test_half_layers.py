@@ -28,6 +28,7 @@ from support.architectures import (
     no_rounding_inside,
     tokens,
     unsplit_step,
+    with_dropout,
 )
 from support.examples import examples
 from support.options import grouped
@@ -186,14 +187,6 @@ def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
 # --- to the bit -------------------------------------------------------------------------------------------------------
 
 
-def dropped_out(name: str) -> PretrainedConfig:
-    config = copy.deepcopy(ARCHITECTURES[name])
-    for rate in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
-        if hasattr(config, rate):
-            setattr(config, rate, 0.3)
-    return config
-
-
 def step(model: PreTrainedModel, partition: list[float], **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
     settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": len(partition)} | settings
@@ -206,7 +199,7 @@ def step(model: PreTrainedModel, partition: list[float], **settings: object) -> 
 @pytest.mark.parametrize("name", first_of(["gpt2", "phi3, longrope", "llama, tied", "mixtral"]))
 def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
     """In float32, whose rounding depends on the order of every sum."""
-    model = build(dropped_out(name)).float()
+    model = build(with_dropout(name, 0.3)).float()
     expected = step(model, [4])
     for partition in ([2, 2], [1.5, 2.5], [0.5, 1, 2.5], [0.5] * 8, [0, 1.5, 2.5, 0]):
         for recompute in ("none", "full") if partition == [1.5, 2.5] else ("none",):
@@ -217,7 +210,7 @@ def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
 
 def test_dropout_is_drawn_in_both_halves() -> None:
     """What the test above would miss if nothing were dropped in one of them."""
-    config = dropped_out("gpt2")
+    config = with_dropout("gpt2", 0.3)
     pipe = Pipeline(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5], runtime=Runtime(self_check=False))
     zeros: list[float] = []
 

@@ -160,3 +160,12 @@ def no_rounding_inside() -> Iterator[None]:
     """Models' own norms and softmaxes stay in float64, so that a difference is a mistake and not a flipped rounding."""
     with full_precision(), warnings.catch_warnings():
         yield
+
+
+def with_dropout(name: str, rate: float) -> PretrainedConfig:
+    """The configuration of an architecture with every dropout that it has."""
+    config = copy.deepcopy(ARCHITECTURES[name])
+    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        if hasattr(config, dropout):
+            setattr(config, dropout, rate)
+    return config

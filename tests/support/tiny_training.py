@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 
-def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
-    """Settings of a Llama of four layers, with further settings of the model."""
-    llama = {
+def tiny_llama(**config: Any) -> dict[str, Any]:
+    """The configuration of a Llama of four layers, with further settings."""
+    return {
         "model_type": "llama",
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -15,9 +15,13 @@ def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "vocab_size": 300,
         "max_position_embeddings": 64,
-    }
+    } | config
+
+
+def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
+    """Settings of a training of that Llama, with further settings of the model."""
     return {
-        "model": {"config": llama | config},
+        "model": {"config": tiny_llama(**config)},
         "data": {"vocab_size": 300, "validation_fraction": 0},
         "pipeline": {"num_ranks": 2, "slices": 4},
         "runtime": {"self_check": False},

@@ -21,6 +21,7 @@ from slipstream.training.data import TokenBatch, load_texts, sequences_of
 from slipstream.training.exports import EvaluationRequest, TextLoss, evaluate_model, opened_model
 from support.forked import COMMAND, launch
 from support.parameters import first_of
+from support.tiny_training import tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -28,18 +29,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "vocab_size": 300,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.1,
-        }
-    },
+    "model": {"config": tiny_llama(max_position_embeddings=128, initializer_range=0.1)},
     "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
     "runtime": {"self_check": False},
     "optimizer": {"lr": 0.01},

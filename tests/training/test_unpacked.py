@@ -21,20 +21,10 @@ from slipstream.training.config.config_file import dump_config, load_config, par
 from slipstream.training.data import TokenisedText, WholeDocuments
 from support.forked import COMMAND, launch
 from support.parameters import first_of
+from support.tiny_training import tiny_llama
 
 SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.1,
-        }
-    },
+    "model": {"config": tiny_llama(initializer_range=0.1)},
     "data": {"packing": "none", "vocab_size": 300, "validation_fraction": 0.2},
     "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},
     "runtime": {"self_check": False},

@@ -1,7 +1,6 @@
 """Exact causal attention over token slices: one autograd function and the context store it works on."""
 
 from slipstream.attention.attention_backend import AttentionSite
-from slipstream.attention.autograd_calls import differentiable_once, direct_apply
 from slipstream.attention.carried_states import CarriedStates
 from slipstream.attention.context_error import ContextError
 from slipstream.attention.context_store import ContextStore, StoredSlice

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -66,21 +66,28 @@ def choose_kernel(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKern
         mask: of all queries.
     """
     allowed = torch.backends.cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled()  # type: ignore[no-untyped-call]
-    case = query.dtype, query.shape[1:], key_heads, mask.past, mask.window, query.device, *allowed
-    kernel = _choices.get(case)  # at once: every slice of every layer asks
-    if kernel is None:
-        kernel = _choices[case] = _choose(query, key_heads, mask)
-    return kernel
+    return _choose(query.dtype, query.shape[1:], key_heads, mask.past, mask.window, query.device.index or 0, allowed)
 
 
-def _choose(query: Tensor, key_heads: int, mask: RegularMask) -> FusedKernel:
-    kernels = _candidates(query, mask)
+@lru_cache(maxsize=4096)  # every slice of every layer asks, and documents have ever new lengths
+def _choose(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    key_heads: int,
+    past: int,
+    window: int | None,
+    device: int,
+    _allowed: tuple[bool, bool],
+) -> FusedKernel:
+    """Returns the fastest kernel for queries of a shape (H,T,D); other kernels may be allowed later."""
+    heads, length, width = shape
+    kernels = _candidates(width, length, past, window, device)
     if len(kernels) == 1:
         return KERNELS["flash"]
-    dtype, length = str(query.dtype).removeprefix("torch."), query.shape[2]
-    sizes = query.shape[1], key_heads, query.shape[3], _power_of_two(length), _power_of_two(mask.past + length)
-    window = 0 if mask.window is None else _power_of_two(mask.window)
-    return kernels[_fastest(AttentionShape(dtype, *sizes, window), query.device.index or 0, kernels)]
+    sizes = heads, key_heads, width, _power_of_two(length), _power_of_two(past + length)
+    window = 0 if window is None else _power_of_two(window)
+    name = str(dtype).removeprefix("torch.")
+    return kernels[_fastest(AttentionShape(name, *sizes, window), device, kernels)]
 
 
 def chosen_kernels() -> dict[str, str]:
@@ -94,15 +101,14 @@ def kept_file() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "attention.json"
 
 
-_choices: dict[tuple[object, ...], FusedKernel] = {}  # by all that a choice depends on
 _known: dict[tuple[AttentionShape, int], str] = {}  # the kernel that was chosen last
 _measured: dict[tuple[AttentionShape, int], _Milliseconds] = {}
 
 
-def _candidates(query: Tensor, mask: RegularMask) -> dict[str, FusedKernel]:
+def _candidates(width: int, length: int, past: int, window: int | None, device: int) -> dict[str, FusedKernel]:
     """Returns the kernels that can compute a slice, by name."""
-    kernels = {"flash": KERNELS["flash"]} | package_kernels(_capability(query.device.index or 0))
-    if mask.window is None and _cudnn_takes(query.shape[-1], query.shape[2], mask.past + query.shape[2]):
+    kernels = {"flash": KERNELS["flash"]} | package_kernels(_capability(device))
+    if window is None and _cudnn_takes(width, length, past + length):
         kernels["cudnn"] = KERNELS["cudnn"]
     return kernels
 

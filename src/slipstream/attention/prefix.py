@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.autograd_calls import differentiable_once
 from slipstream.attention.context_store import ContextStore
 from slipstream.attention.key_ranges import KeyRanges
+from slipstream.autograd_calls import differentiable_once
 
 
 def read_prefix(

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.attention.attention_backend import AttentionSite, QueryState, TileGradients
-from slipstream.attention.autograd_calls import differentiable_once, direct_apply
 from slipstream.attention.context_store import AttentionResult
 from slipstream.attention.cuda_kernels import FusedCUDA, add_gradients
 from slipstream.attention.flash_kernels import FlashCPU
@@ -20,6 +19,7 @@ from slipstream.attention.flex_kernels import FlexCUDA, flex_works
 from slipstream.attention.kernel_choice import choose_kernel
 from slipstream.attention.key_ranges import KeyRanges, RegularMask, ScoreTile
 from slipstream.attention.masked_math import MaskedMath
+from slipstream.autograd_calls import differentiable_once, direct_apply
 from slipstream.errors import SlipstreamError
 
 AttentionBackend = FlashCPU | FusedCUDA | FlexCUDA | MaskedMath

@@ -7,7 +7,6 @@ from slipstream.parallel.gpu_allocator import (
     expands_segments,
     fragmentation_advice,
     shortage_explained,
-    times_text,
 )
 from slipstream.parallel.gpu_sharing import check_transport, choose_backend, describe_sharing, gpu_of, refuse_shards
 from slipstream.parallel.launched_group import end_group_at_exit, join_launched_group

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.units import bytes_text
+from slipstream.units import bytes_text, times_text
 
 # torch 2.11 to 2.13 read the first that is set. The newer name, PYTORCH_ALLOC_CONF, is read where the older isn't.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -90,8 +90,3 @@ def shortage_explained() -> Iterator[None]:
             first += f". In this process {held.describe()}{again}{gaps}. Against gaps, {fragmentation_advice()}"
         error.args = (first,)
         raise
-
-
-def times_text(number: int) -> str:
-    """Returns how often something has happened."""
-    return "once" if number == 1 else f"{number} times"

@@ -31,6 +31,7 @@ from support.architectures import (
     no_rounding_inside,
     tokens,
     unsplit_step,
+    with_dropout,
 )
 from support.options import grouped
 from support.parameters import each_once
@@ -107,15 +108,6 @@ def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str
             assert (num_recorded(pipe) > 0) == (number >= 2), refusal(pipe)
 
 
-def drops(name: str) -> PretrainedConfig:
-    """A config with every dropout that the architecture has."""
-    config = copy.deepcopy(ARCHITECTURES[name])
-    for dropout in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
-        if hasattr(config, dropout):
-            setattr(config, dropout, 0.1)
-    return config
-
-
 def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) -> list[Pipeline]:
     """Two pipelines of one model, of the same seed."""
     pipes = []
@@ -128,7 +120,7 @@ def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) ->
 @named(["gpt2", "llama"], DROPPING)
 def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, Any], device: str) -> None:
     """To the bit on a CPU; steps on the same batch differ, as each has another seed."""
-    pipes, losses = eager_and_recorded(drops(name), device, **cut), []
+    pipes, losses = eager_and_recorded(with_dropout(name, 0.1), device, **cut), []
     inputs, labels = batch(0, device)
     for number in range(6):
         for pipe in pipes:
@@ -143,7 +135,7 @@ def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, A
 
 
 def test_replayed_dropout_leaves_the_random_state_of_the_caller(device: str) -> None:
-    pipe = eager_and_recorded(drops("gpt2"), device)[1]
+    pipe = eager_and_recorded(with_dropout("gpt2", 0.1), device)[1]
     inputs, labels = batch(0, device)
     states = []
     for _ in range(4):
@@ -154,7 +146,7 @@ def test_replayed_dropout_leaves_the_random_state_of_the_caller(device: str) -> 
 
 
 def test_evaluations_between_replayed_steps_drop_nothing(device: str) -> None:
-    pipe = eager_and_recorded(drops("gpt2"), device)[1]
+    pipe = eager_and_recorded(with_dropout("gpt2", 0.1), device)[1]
     inputs, labels = batch(0, device)
     losses = []
     for _ in range(4):
@@ -179,7 +171,7 @@ def test_numbers_that_are_drawn_on_the_host_are_found(draws: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_model_that_draws_on_the_host_runs_eagerly() -> None:
-    model = build(drops("gpt2")).cuda()
+    model = build(with_dropout("gpt2", 0.1)).cuda()
     model.transformer.h[1].register_forward_pre_hook(lambda *_: torch.rand(1) and None)
     pipe = Pipeline(model, **grouped(**SETTINGS, device="cuda"))
     for _ in range(4):
@@ -285,7 +277,7 @@ def test_an_evaluation_between_replayed_steps(device: str) -> None:
 @pytest.mark.parametrize("cut", ["zb-v", "zb-h1, offloaded, selective"])
 def test_the_timeline_of_a_replayed_step(cut: str, device: str) -> None:
     """The actions of an eager step, in its order on each rank, one after another and within the step."""
-    pipes = eager_and_recorded(drops("llama"), device, **CUTS[cut])
+    pipes = eager_and_recorded(with_dropout("llama", 0.1), device, **CUTS[cut])
     inputs, labels = batch(0, device)
     orders = []
     for pipe in pipes:

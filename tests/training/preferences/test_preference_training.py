@@ -29,21 +29,11 @@ from slipstream.training.preflight import preflight
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.preferences import log_probabilities
+from support.tiny_training import tiny_llama
 
 BETA = 0.5
 SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.1,
-        }
-    },
+    "model": {"config": tiny_llama(initializer_range=0.1)},
     "data": {"validation_fraction": 0.2},
     "preference": {"beta": BETA},
     "pipeline": {"num_ranks": 2, "slices": 3, "num_microbatches": 2},

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from slipstream.attention import differentiable_once, direct_apply
+from slipstream.autograd_calls import differentiable_once, direct_apply
 
 _log = logging.getLogger(__name__)
 _Function = Callable[..., Any]
 _TENSORS = (Tensor, nn.Parameter)
+_MOST_KINDS = 4096  # of inputs that are remembered: documents have ever new lengths
 
 
 def compiled_region(plain: _Function) -> _Function:
@@ -46,7 +47,9 @@ def compiled_region(plain: _Function) -> _Function:
         key = _key(inputs)
         way = ways.get(key)
         if way is None:
-            way = ways[key] = region.find(inputs)
+            if len(ways) > _MOST_KINDS:
+                ways.clear()
+            way = ways[key] = region.find(inputs) if key is not None else region.by_dynamo
         return way(*inputs)
 
     return kernel
@@ -67,8 +70,7 @@ class _Region:
     def __init__(self, plain: _Function) -> None:
         self.ways: dict[object, _Function] = {}  # by `_key`
         self._plain = plain
-        self._by_dynamo = torch.compile(plain, dynamic=True)
-        self.ways[None] = self._by_dynamo
+        self.by_dynamo = torch.compile(plain, dynamic=True)
         self._graphs: dict[object, list[_SizedKernel]] = {}
 
     def find(self, inputs: Sequence[Tensor]) -> _Function:
@@ -76,7 +78,7 @@ class _Region:
         if all(each.shape[:-1].numel() == 1 for each in inputs):
             return self._plain
         if not all(type(each) in _TENSORS and each.is_contiguous() for each in inputs):
-            return self._by_dynamo
+            return self.by_dynamo
         needed = tuple(torch.is_grad_enabled() and each.requires_grad for each in inputs)
         try:
             forward = self._sized(inputs, None)
@@ -85,7 +87,7 @@ class _Region:
             backward = self._sized(inputs, needed)
         except Exception as error:  # of any of the compiler's parts
             _log.warning("a kernel is left to torch.compile: %s: %s", type(error).__name__, error)
-            return self._by_dynamo
+            return self.by_dynamo
         kernels = _Kernels(forward, backward, needed)
 
         def differentiated(*inputs: Tensor) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations import moe
 
-from slipstream.attention import differentiable_once
+from slipstream.autograd_calls import differentiable_once
 from slipstream.model.saving.weight_gradients import add_product, is_compiled, now_or_later
 
 _PRODUCT = "_grouped_mm"  # what transformers multiplies experts with: (S, in), (experts, in, out), offsets -> (S, out)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.attention import differentiable_once, direct_apply
+from slipstream.autograd_calls import differentiable_once, direct_apply
 
 WeightGradient = Callable[[], None]
 _NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32

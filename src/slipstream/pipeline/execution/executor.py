@@ -15,9 +15,8 @@ from slipstream.model import Tensors, copied_from_messages
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation, run_eagerly
-from slipstream.pipeline.execution.host_memory import BlockMoves
 from slipstream.pipeline.execution.losses import Losses
-from slipstream.pipeline.execution.saved_activations import SavedActivations
+from slipstream.pipeline.execution.saved_activations import BlockMoves, SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
 from slipstream.pipeline.execution.stage_messages import StageMessages
 from slipstream.pipeline.execution.step_state import (

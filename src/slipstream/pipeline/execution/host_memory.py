@@ -10,8 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_Key = tuple[int, int, int]  # stage, microbatch, slice
-
 
 class OffloadedBlocks(Protocol):
     """Blocks of bytes on the host. The device's memory is free as soon as the caller drops what was offloaded."""
@@ -24,48 +22,6 @@ class OffloadedBlocks(Protocol):
 
     def close(self) -> None:
         """Frees the host's memory, whether the blocks were loaded or not."""
-
-
-class BlockMoves(Protocol):
-    """Moves blocks to the host and back in one step of a rank, by stage, microbatch and slice."""
-
-    def offload(self, key: _Key, take_out: Callable[[], list[Tensor]]) -> None:
-        """Begins to move to the host what `take_out` returns and nobody else holds."""
-
-    def reload(self, key: _Key, put_back: Callable[[list[Tensor]], None]) -> None:
-        """Begins to bring blocks back, and calls `put_back` with what may be used after `await_reload`."""
-
-    def await_reload(self, key: _Key) -> None:
-        """Makes whatever the device does from now on wait for blocks, if they were offloaded."""
-
-
-class EagerMoves:
-    """Moves blocks when it is asked to, each time to other memory.
-
-    Args:
-        to_host: begins to move blocks.
-        offloaded: holds what is on the host.
-    """
-
-    def __init__(
-        self, to_host: Callable[[list[Tensor]], OffloadedBlocks], offloaded: dict[_Key, OffloadedBlocks]
-    ) -> None:
-        self._to_host, self._offloaded = to_host, offloaded
-
-    def offload(self, key: _Key, take_out: Callable[[], list[Tensor]]) -> None:
-        """See `BlockMoves`."""
-        self._offloaded[key] = self._to_host(take_out())
-
-    def reload(self, key: _Key, put_back: Callable[[list[Tensor]], None]) -> None:
-        """See `BlockMoves`."""
-        put_back(self._offloaded[key].load())
-
-    def await_reload(self, key: _Key) -> None:
-        """See `BlockMoves`."""
-        if key in self._offloaded:
-            blocks = self._offloaded.pop(key)
-            blocks.wait()
-            blocks.close()
 
 
 def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBlocks]:

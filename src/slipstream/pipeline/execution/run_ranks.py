@@ -9,7 +9,7 @@ from typing import NamedTuple
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, run_eagerly
 from slipstream.pipeline.execution.executor import Executor
-from slipstream.pipeline.execution.host_memory import BlockMoves
+from slipstream.pipeline.execution.saved_activations import BlockMoves
 from slipstream.pipeline.execution.step_state import StepState
 from slipstream.schedule import Action, Schedule, report_wait
 

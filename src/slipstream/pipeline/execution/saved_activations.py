@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.model import Tensors, model_storages, storage_ids
 from slipstream.model.saving import RecomputePolicy, SavedTensors, SliceReplay
-from slipstream.pipeline.execution.host_memory import BlockMoves, EagerMoves, host_memory_of
+from slipstream.pipeline.execution.host_memory import OffloadedBlocks, host_memory_of
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule
+
+
+class BlockMoves(Protocol):
+    """Moves blocks to the host and back in one step of a rank, by stage, microbatch and slice."""
+
+    def offload(self, key: SliceKey, take_out: Callable[[], list[Tensor]]) -> None:
+        """Begins to move to the host what `take_out` returns and nobody else holds."""
+
+    def reload(self, key: SliceKey, put_back: Callable[[list[Tensor]], None]) -> None:
+        """Begins to bring blocks back, and calls `put_back` with what may be used after `await_reload`."""
+
+    def await_reload(self, key: SliceKey) -> None:
+        """Makes whatever the device does from now on wait for blocks, if they were offloaded."""
+
+
+class EagerMoves:
+    """Moves blocks when it is asked to, each time to other memory.
+
+    Args:
+        to_host: begins to move blocks.
+        offloaded: holds what is on the host.
+    """
+
+    def __init__(
+        self, to_host: Callable[[list[Tensor]], OffloadedBlocks], offloaded: dict[SliceKey, OffloadedBlocks]
+    ) -> None:
+        self._to_host, self._offloaded = to_host, offloaded
+
+    def offload(self, key: SliceKey, take_out: Callable[[], list[Tensor]]) -> None:
+        """See `BlockMoves`."""
+        self._offloaded[key] = self._to_host(take_out())
+
+    def reload(self, key: SliceKey, put_back: Callable[[list[Tensor]], None]) -> None:
+        """See `BlockMoves`."""
+        put_back(self._offloaded[key].load())
+
+    def await_reload(self, key: SliceKey) -> None:
+        """See `BlockMoves`."""
+        if key in self._offloaded:
+            blocks = self._offloaded.pop(key)
+            blocks.wait()
+            blocks.close()
 
 
 class SavedActivations:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slipstream.parallel import GpuMemory, expands_segments, fragmentation_advice, times_text
-from slipstream.units import bytes_text
+from slipstream.parallel import GpuMemory, expands_segments, fragmentation_advice
+from slipstream.units import bytes_text, times_text
 
 
 class AllocatorWatch:

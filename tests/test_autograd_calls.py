@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import differentiable_once, direct_apply
+from slipstream.autograd_calls import differentiable_once, direct_apply
 
 
 class Squared(torch.autograd.Function):
