@@ -85,6 +85,11 @@ def test_a_mesh_of_a_group_that_is_there_already() -> None:
         dist.destroy_process_group()
 
 
+def test_a_transport_that_does_not_exist() -> None:
+    with pytest.raises(SlipstreamError, match="^make_mesh: transport='mpi': give 'auto', 'nccl', 'gloo'.$"):
+        make_mesh(transport="mpi")  # type: ignore[arg-type]
+
+
 def test_a_group_that_is_there_already() -> None:
     with pytest.raises(SlipstreamError, match=r"runtime\.transport=nccl, but the ranks compute on CPUs"):
         check_transport("nccl", CPU, "gloo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Self
+from typing import Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -45,10 +45,12 @@ def make_mesh(
         The mesh, for `Pipeline(mesh=...)`.
 
     Raises:
-        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, or it isn't
-            what `transport` asks for.
+        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, it isn't what
+            `transport` asks for, or there is no such transport.
     """
     option = "make_mesh: transport"
+    if transport not in get_args(TransportName):
+        raise SlipstreamError(f"{option}={transport!r}: give {', '.join(map(repr, get_args(TransportName)))}.")
     join_launched_group(device_type, is_provisional=True, transport=transport, option=option)
     if not dist.is_initialized():
         raise SlipstreamError(
