@@ -86,7 +86,7 @@ def test_a_mesh_of_a_group_that_is_there_already() -> None:
 
 
 def test_a_transport_that_does_not_exist() -> None:
-    with pytest.raises(SlipstreamError, match="^make_mesh: transport='mpi': give 'auto', 'nccl', 'gloo'.$"):
+    with pytest.raises(SlipstreamError, match=r"^make_mesh: transport='mpi': give 'auto', 'nccl', 'gloo'\.$"):
         make_mesh(transport="mpi")  # type: ignore[arg-type]
 
 

@@ -45,8 +45,8 @@ def make_mesh(
         The mesh, for `Pipeline(mesh=...)`.
 
     Raises:
-        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, it isn't what
-            `transport` asks for, or there is no such transport.
+        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, it isn't
+            what `transport` asks for, or there is no such transport.
     """
     option = "make_mesh: transport"
     if transport not in get_args(TransportName):
