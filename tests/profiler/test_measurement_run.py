@@ -120,21 +120,25 @@ def test_the_bytes_of_few_lengths_are_counted_where_a_few_points_are_enough() ->
     assert everything.sized == sorted({length for length, _ in grid.fitted})
 
 
-def test_the_grid_ends_where_a_round_of_it_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("share", "num_held_out"), [("_ROUND_SHARE", 3), ("_ROUND_SHARE_OF_FEW", 0)])
+def test_the_grid_ends_where_a_round_of_it_would_take_too_long(
+    monkeypatch: pytest.MonkeyPatch, share: str, num_held_out: int
+) -> None:
     """A length is warmed up once, but each of its points takes its time in every round."""
     points = [(64, 64 * context) for context in range(20)]
     bench = CountingBench()
     monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.warm)))
-    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.125)  # of 100 seconds, one for each point
-    grid = MeasurementGrid(list(points))
+    monkeypatch.setattr(measurement_run, share, 0.125)  # of 100 seconds, one for each point
+    grid = MeasurementGrid(points[: 20 - num_held_out], points[20 - num_held_out :])
+    expected = grid.points[:12]
     measured(bench, grid, budget=100.0)
-    assert grid.points == points[:12]
+    assert grid.points == expected
 
 
 def test_a_length_that_would_take_too_long_is_not_even_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [(64, 64 * context) for context in range(8)]
     bench = CountingBench()
     monkeypatch.setattr(measurement_run, "time", SimpleNamespace(perf_counter=lambda: len(bench.warm)))
-    measured(bench, grid := MeasurementGrid([*points, (4096, 0)]), budget=250.0)
+    measured(bench, grid := MeasurementGrid([*points, (4096, 0)]), budget=200.0)
     assert grid.points == points
     assert len(bench.warm) == 1

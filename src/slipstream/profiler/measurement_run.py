@@ -34,7 +34,8 @@ _NOTABLE = 0.1  # of a point's longest op: one of another op or stage that takes
 _STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
 _FURTHER_ROUNDS = 3
 _REFINEMENTS = 2
-_WARM_UP_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
+_ROUND_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
+_ROUND_SHARE_OF_FEW = 0.3  # the same where none is held out: two rounds are mostly enough then
 _GRID_SHARE = 0.7  # of the budget, the rest is for refinements
 _FEWEST_POINTS = 8
 _Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
@@ -133,10 +134,11 @@ class MeasurementRun:
     def _warm_up(self) -> None:
         """Warms up every length of the grid; ends the grid where a round of it would take too long."""
         points = self.grid.points
+        share = _ROUND_SHARE if self.grid.held_out else _ROUND_SHARE_OF_FEW
         reached: list[SlicePoint] = []
         for point in points:
             planned = sum(self._seconds(length) for length, _ in [*reached, point]) / len(self.teams.teams)
-            if not self.budget.within(*((_WARM_UP_SHARE, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
+            if not self.budget.within(*((share, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
                 break
             self._warm(point[0])
             reached.append(point)

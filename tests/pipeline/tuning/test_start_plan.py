@@ -58,7 +58,7 @@ def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
 
 @pytest.mark.grid
 def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement_run, "_WARM_UP_SHARE", 0.0)  # only the fewest points
+    monkeypatch.setattr(measurement_run, "_ROUND_SHARE_OF_FEW", 0.0)  # only the fewest points
     monkeypatch.setattr(measurement_run, "_FEWEST_POINTS", 5)  # up to 16 tokens
     plan = planned().plan
     assert plan is not None

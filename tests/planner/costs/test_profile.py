@@ -234,7 +234,7 @@ def test_a_plan_and_the_simulator_read_the_same_seconds(profile: Profile) -> Non
     """Of a disturbed profile too, by which a part would take less than nothing."""
     *others, last = profile.stages
     slow = {op: fit_times({(p.length, p.context): 3 * p.seconds for p in last.points[op]}) for op in OPS}
-    noisy = replace(profile, stages=(*others, replace(last, fits=slow)))
+    noisy = replace(profile, stages=(*others, replace(last, fits=slow)), disturbed=0.04)
     units = ProfileUnits(noisy, StateBytes.of("float32"))
     slices = (32, 16, 16)
     assert noisy.part_time("stage", Op.F)(16, 0) == 0

@@ -248,11 +248,11 @@ class Profile:
     def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
         """Returns the time of a fixed part, and so many parts of each kind."""
         fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
-        counts = tuple(number * self._slowdown for number in numbers)
+        counts = tuple(number * self.slowdown for number in numbers)
         return FittedTime(fits, tuple(map(tuple, self._part_weights)), counts)
 
     @property
-    def _slowdown(self) -> float:
+    def slowdown(self) -> float:
         """The seconds that pass for each second of computing: what little the rest of the machine does goes on."""
         return 1.0 if self.is_disturbed else 1 / (1 - self.disturbed)
 

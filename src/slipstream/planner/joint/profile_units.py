@@ -45,7 +45,8 @@ class ProfileUnits:
 
     def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
         units, fixed = self._by_part([stage.fits[op](lengths, contexts) for stage in self.profile.stages])
-        return np.maximum(units, 0.0), np.maximum(fixed, 0.0)  # differences of noisy measurements may be below 0
+        # differences of noisy measurements may be below 0
+        return self.profile.slowdown * np.maximum(units, 0.0), self.profile.slowdown * np.maximum(fixed, 0.0)
 
     def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
         kept, _ = self._contexts(lengths)
