@@ -62,7 +62,8 @@ def sliced(inputs: list[Tensor], grad: Tensor, num_slices: int, layout: str) -> 
         began = time.perf_counter()
         store = ContextStore(length)
         outputs = [
-            attend(*tensors, AttentionSite(store, 0, each, scale)) for tensors, each in zip(slices, ranges, strict=True)
+            attend(query, key, value, AttentionSite(store, 0, each, scale))
+            for (query, key, value), each in zip(slices, ranges, strict=True)
         ]
         for index in reversed(range(num_slices)):
             torch.autograd.grad(outputs[index], slices[index], grads[index])

@@ -135,12 +135,12 @@ def steps() -> None:
     options: dict[str, Any] = {"schedule": "auto", "slices": "auto", "num_ranks": 8, "memory": Memory(limit=1e15)}
     pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **options)
     engine = pipe._engine
-    engine.limited_steps.rehearse_rows(engine.tuner.splits)
+    engine.limited_steps.prepare_rows(engine.tuner.splits)
     engine._plan_step(lengths_of_a_step(0))  # loads what is compiled
     rows = []
     for share in few([None, 1.5, 0.9, 0.7, 0.5]):
         for seed in range(1, 6):
-            held = max(engine.limited_steps.held_with(engine._plan_step(lengths_of_a_step(seed))))
+            held = max(engine.limited_steps._held_with(engine._plan_step(lengths_of_a_step(seed))))
             rows.append(measure_step(engine, share, seed, 1e15 if share is None else share * held))
             engine.limited_steps.limit.limit = 1e15
         own = [row["seconds of the plan"] for row in rows[-5:]]

@@ -114,7 +114,7 @@ def main() -> None:
     restart_in_environment(num_processes=1 if options.ranks == 4 else 2)
     torch.set_num_threads(1)
     if options.ranks == 4:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     else:
         dist.init_process_group("gloo")
     rows = []
