@@ -126,7 +126,8 @@ class Runtime(Record):
 
     section: ClassVar[str] = "runtime"
     fused: bool = False
-    """Whether norms and activations are compiled, each to one kernel; needs a compiler on every machine."""
+    """Whether norms, activations and rotary embeddings are compiled, to one kernel or two each; needs a compiler on
+    every machine."""
     cuda_graphs: bool = False
     """Whether a step that repeats is recorded as CUDA graphs, one for each slice's forward and backward on a stage.
     They cost the host microseconds where the model's Python code costs milliseconds, for slices so short that the GPU

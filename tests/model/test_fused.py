@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from slipstream import Op, Pipeline, SlipstreamError
+from slipstream import Op, SlipstreamError
 from slipstream.model import check_compiler, fuse_kernels
 from slipstream.model.fusion import compiled_region, fused_kernels
 from support.architectures import (
@@ -22,107 +21,36 @@ from support.architectures import (
     gradient_error,
     gradients,
     labels_of,
-    no_rounding_inside,
     tokens,
     unsplit_step,
 )
-from support.options import grouped
+from support.fusing import COMPILING, compiles, in_slices
 from support.weights import undeferred_weights
 
-
-def missing() -> str:
-    """What this machine lacks to compile."""
-    try:
-        check_compiler("cpu")
-    except SlipstreamError as error:
-        return str(error)
-    return ""
-
-
-compiles = pytest.mark.skipif(bool(missing()), reason=missing())
-pytestmark = [  # torch's own: when its compiler is imported, and when it looks at a tensor
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = COMPILING
+ATTENTION = "self_attn"  # for its rotary embeddings
 NORMS = ["input_layernorm", "post_attention_layernorm"]
 FIRST_LAYER = {  # what is fused of it
-    "llama": ["mlp", *NORMS],
-    "qwen3": ["self_attn.q_norm", "self_attn.k_norm", "mlp", *NORMS],
-    "qwen2_moe": ["mlp.shared_expert", *NORMS],  # experts take tokens and their routes
+    "llama": [ATTENTION, "mlp", *NORMS],
+    "qwen3": [ATTENTION, "self_attn.q_norm", "self_attn.k_norm", "mlp", *NORMS],
+    "qwen2_moe": [ATTENTION, "mlp.shared_expert", *NORMS],  # experts take tokens and their routes
     "gpt2": ["mlp"],  # PyTorch's layer norm is one kernel
-    "mixtral": NORMS,
-    "gemma2": ["mlp", *NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"],
-    "phi3, longrope": ["mlp", *NORMS],
-    "gpt_neox": [],  # and so is its GeLU
-    "llama4_text": [
+    "mixtral": [ATTENTION, *NORMS],
+    "gemma2": [ATTENTION, "mlp", *NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"],
+    "phi3, longrope": [ATTENTION, "mlp", *NORMS],
+    "gpt_neox": ["attention"],  # and so is its GeLU
+    "llama4_text": [  # experts are one product of 3-D tensors, and rotary embeddings one of complex numbers
         "self_attn.qk_norm",
         "feed_forward.shared_expert",
         *NORMS,
-    ],  # experts are one product of 3-D tensors
+    ],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        yield
-
-
-@pytest.fixture
-def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is traced stays in float64, as `no_rounding_inside` has it of what is not: a norm rounds to float32."""
-    trace = fused_kernels._trace
-
-    def wide(module: nn.Module) -> fx.Graph | None:
-        graph = trace(module)
-        for node in list(graph.nodes) if graph else ():
-            if node.target in ("to", "float"):
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
-        return graph
-
-    monkeypatch.setattr(fused_kernels, "_trace", wide)
-    with no_rounding_inside():
-        yield
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The code of the graphs that are compiled from now on, of forwards and of backwards."""
-    codes: list[str] = []
-    compile_graph = compiled_region.compile_graph
-
-    def counted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> object:
-        codes.append(graph.code)
-        return compile_graph(graph, inputs)
-
-    monkeypatch.setattr(compiled_region, "compile_graph", counted)
-    return codes
-
-
-@pytest.fixture
-def by_torch_compile() -> Callable[[], int]:
-    """Returns how many regions were left to torch.compile, each for its forward and its backward."""
-    from torch._dynamo.utils import counters
-
-    before = counters["stats"]["unique_graphs"]
-    return lambda: counters["stats"]["unique_graphs"] - before
-
-
-def in_slices(model: PreTrainedModel, slices: list[int], **settings: object) -> Pipeline:
-    pipe = Pipeline(
-        copy.deepcopy(model), slices=slices, num_microbatches=2, num_ranks=2, **grouped(self_check=False, **settings)
-    )
-    pipe.step(tokens(batch=4), labels_of(tokens(batch=4)))
-    return pipe
 
 
 @pytest.mark.parametrize("name", FIRST_LAYER)
 def test_what_is_fused(name: str) -> None:
     names = fuse_kernels(build(ARCHITECTURES[name]))
-    prefix = "transformer.h.0." if name == "gpt2" else "model.layers.0."
+    prefix = {"gpt2": "transformer.h.0.", "gpt_neox": "gpt_neox.layers.0."}.get(name, "model.layers.0.")
     assert [each.removeprefix(prefix) for each in names if each.startswith(prefix)] == FIRST_LAYER[name]
     assert ("model.norm" in names) == bool(NORMS[0] in FIRST_LAYER[name])
 
@@ -156,14 +84,15 @@ def test_gradients_are_those_of_the_unsplit_model(
 @compiles
 @pytest.mark.more
 def test_equal_layers_share_their_kernels(compiled: list[str], by_torch_compile: Callable[[], int]) -> None:
-    """Eight norms and a last one are one kernel, four activations another, forward and backward, for any length."""
+    """Eight norms and a last one are one kernel, four activations another, and four rotary embeddings, forward and
+    backward, for any length."""
     model = build(ARCHITECTURES["llama"])
     fuse_kernels(model)
     for length in (64, 7, 30):
         model(tokens(length=length)).logits.sum().backward()
-    assert len(compiled) == 4
+    assert len(compiled) == 6
     model(tokens(batch=1, length=1))  # a single token isn't compiled for
-    assert len(compiled) == 4
+    assert len(compiled) == 6
     assert not by_torch_compile()
 
 

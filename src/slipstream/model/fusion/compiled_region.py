@@ -8,7 +8,8 @@ are saved. The functions here have tensors as their only inputs. So a table of t
                           └ else: a kernel whose sizes allow these shapes, else a new one, made by Inductor from the
                             function's graph under symbolic sizes, all but the last of each activation
 
-A backward gets the inputs again and computes in its kernel what it needs of the forward: nothing else is saved.
+A backward gets again those inputs that it needs, and computes in its kernel what it needs of the forward: nothing else
+is saved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -83,27 +85,27 @@ class _Region:
         try:
             forward = self._sized(inputs, None)
             if not any(needed):
-                return forward
+                return forward.run
             backward = self._sized(inputs, needed)
         except Exception as error:  # of any of the compiler's parts
             _log.warning("a kernel is left to torch.compile: %s: %s", type(error).__name__, error)
             return self.by_dynamo
-        kernels = _Kernels(forward, backward, needed)
+        kernels = _Kernels(forward.run, backward.run, needed, backward.kept)
 
         def differentiated(*inputs: Tensor) -> Any:
             return _apply(kernels, *inputs)
 
         return differentiated
 
-    def _sized(self, inputs: Sequence[Tensor], needed: tuple[bool, ...] | None) -> _Function:
+    def _sized(self, inputs: Sequence[Tensor], needed: tuple[bool, ...] | None) -> _SizedKernel:
         """Returns the forward, or the gradients of the inputs that need them, for these sizes."""
         kinds = tuple((x.dtype, x.device, x.shape if _is_fixed(x) else _free(x)) for x in inputs)
         known = self._graphs.setdefault((kinds, needed), [])
         for each in known:
             if each.takes(inputs):
-                return each.run
+                return each
         known.append(_compile(self._plain, inputs, needed))
-        return known[-1].run
+        return known[-1]
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class _SizedKernel:
     run: _Function
     shape_env: Any
     symbolic: Sequence[Tensor]  # the inputs that it was traced with
+    kept: tuple[bool, ...]  # whether it takes each of them
 
     def takes(self, inputs: Sequence[Tensor]) -> bool:
         """Returns whether it was compiled for sizes of which these are some."""
@@ -122,11 +125,12 @@ class _SizedKernel:
 
 @dataclass(frozen=True)
 class _Kernels:
-    """A function's forward, and its backward: inputs and gradients of the outputs -> gradients of those `needed`."""
+    """A function's forward and backward: gradients of the outputs, inputs `kept` -> gradients of inputs `needed`."""
 
     forward: _Function
     backward: _Function
     needed: tuple[bool, ...]
+    kept: tuple[bool, ...]
 
 
 class _Compiled(torch.autograd.Function):
@@ -134,7 +138,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernels: _Kernels, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*compress(inputs, kernels.kept))
         ctx.kernels = kernels
         return tuple(kernels.forward(*inputs))
 
@@ -142,7 +146,7 @@ class _Compiled(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         kernels = ctx.kernels
-        found = iter(kernels.backward(*ctx.saved_tensors, *(each.contiguous() for each in grad_outputs)))
+        found = iter(kernels.backward(*(each.contiguous() for each in grad_outputs), *ctx.saved_tensors))
         return None, *[next(found) if needed else None for needed in kernels.needed]
 
 
@@ -169,11 +173,31 @@ def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...
     symbolic = [_symbolic(each, mode) for each in inputs]
     with mode, torch.no_grad():
         outputs = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in _outputs(plain, symbolic)]
-    function, given = (plain, symbolic) if needed is None else (_backward(plain, needed), [*symbolic, *outputs])
+    function, given = (plain, symbolic) if needed is None else (_backward(plain, needed), [*outputs, *symbolic])
     with torch.no_grad():
-        # a lambda, as the arguments of methods are counted wrongly
-        graph = make_fx(lambda *given: function(*given), select_decomp_table())(*given)
-        return _SizedKernel(compile_graph(graph, given), mode.shape_env, symbolic)
+        with mode:  # for what the gradient of a slice is laid into
+            # a lambda, as the arguments of methods are counted wrongly
+            graph = make_fx(lambda *given: function(*given), select_decomp_table())(*given)
+        kept = (True,) * len(inputs) if needed is None else _remove_unused(graph, len(inputs))
+        gradients = given[: -len(inputs)]
+        return _SizedKernel(
+            compile_graph(graph, [*gradients, *compress(symbolic, kept)]), mode.shape_env, symbolic, kept
+        )
+
+
+def _remove_unused(graph: fx.GraphModule, num_inputs: int) -> tuple[bool, ...]:
+    """Removes those of a backward's last inputs, the forward's, that it doesn't need; returns whether each stays.
+
+    One that is needed for its sizes alone isn't kept: they are read from the gradients, which come first.
+    """
+    graph.graph.eliminate_dead_code()
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"][-num_inputs:]
+    kept = tuple(bool(node.users) for node in inputs)
+    for node in inputs:
+        if not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return kept
 
 
 def _symbolic(each: Tensor, mode: Any) -> Tensor:
@@ -197,10 +221,10 @@ def _outputs(plain: _Function, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _backward(plain: _Function, needed: tuple[bool, ...]) -> _Function:
-    """Returns a function of the inputs and the gradients of the outputs: the gradients of the inputs needed."""
+    """Returns a function of the gradients of the outputs and the inputs: the gradients of the inputs needed."""
 
     def differentiate(*given: Tensor) -> Any:
-        inputs, gradients = given[: len(needed)], given[len(needed) :]
+        gradients, inputs = given[: -len(needed)], given[-len(needed) :]
 
         def of_needed(*some: Tensor) -> Any:
             chosen = iter(some)

@@ -1,5 +1,5 @@
-"""Fuses norms and activations into one kernel each: torch.compile of what a model's code does between its linear
-layers.
+"""Fuses norms and activations into one kernel each, and rotary embeddings: torch.compile of what a model's code does
+between its linear layers.
 
     x ─ [to float32, square, mean, rsqrt, mul, mul] ─ q, k, v ─ attention ─ ...          a norm
     x ─ gate, up ─ [act(gate) * up] ─ down ─ ...                                          a gated feed-forward
@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.fusion.compiled_region import compiled_region
+from slipstream.model.fusion.rotary_embeddings import fuse_rotary_embeddings
 from slipstream.model.saving import compiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -44,12 +45,14 @@ _Copies = dict[fx.Node, fx.Node]  # node of the traced graph -> its place in ano
 
 
 def fuse_kernels(model: nn.Module) -> list[str]:
-    """Replaces, in place, the forwards of the norms and activations in `model`; each compiles when it first runs.
+    """Replaces, in place, the forwards of the norms and activations in `model`, and of the attention that calls rotary
+    embeddings; each compiles when it first runs.
 
     A norm is a module without children whose class name contains "Norm"; an activation is one of transformers' or
     PyTorch's, in a module with linear layers. They are traced, so none of their code is copied, and run for slices of
     any length without being compiled again. What can't be traced stays as it is, as does what is already one kernel,
-    such as `nn.LayerNorm`. Equal modules are compiled once, however many layers have them.
+    such as `nn.LayerNorm`. Equal modules are compiled once, however many layers have them. Rotary embeddings are
+    functions of the model's file: the forward that calls them is given fused ones, and others call its own.
 
     Returns:
         The names of the modules whose forwards are fused.
@@ -59,13 +62,7 @@ def fuse_kernels(model: nn.Module) -> list[str]:
     compiled = compiled_modules(model)
     for name, module in model.named_modules():
         is_compiled = any(each == "the model" or f"{name}.".startswith(f"{each}.") for each in compiled)
-        is_norm = "Norm" in type(module).__name__ and not any(module.children())
-        if is_compiled or not (is_norm or any(map(_is_activation, module.children()))) or not _takes_one(module):
-            continue
-        graph = _trace(module)
-        if graph is not None and (parts := _fuse_regions(module, graph, kernels)) is not None:
-            # bound to the module itself, whose parameters and children may be replaced or moved later
-            module.forward = MethodType(type(fx.GraphModule(module, parts)).forward, module)
+        if not is_compiled and (fuse_rotary_embeddings(module) or _fuse_module(module, kernels)):
             names.append(name)
     return names
 
@@ -90,6 +87,20 @@ def check_compiler(device_type: str) -> None:
             f"fused: torch.compile needs Python's headers, but {header} is not there. Install them, as with "
             f"apt-get install python3-dev, {_LEAVE_OUT}"
         )
+
+
+def _fuse_module(module: nn.Module, kernels: dict[object, _Kernel]) -> bool:
+    """Fuses the forward of a norm or of what has an activation; returns whether anything is fused."""
+    is_norm = "Norm" in type(module).__name__ and not any(module.children())
+    if not (is_norm or any(map(_is_activation, module.children()))) or not _takes_one(module):
+        return False
+    graph = _trace(module)
+    parts = None if graph is None else _fuse_regions(module, graph, kernels)
+    if parts is None:
+        return False
+    # bound to the module itself, whose parameters and children may be replaced or moved later
+    module.forward = MethodType(type(fx.GraphModule(module, parts)).forward, module)
+    return True
 
 
 def _is_activation(module: nn.Module) -> bool:

@@ -45,6 +45,11 @@ def _with_largest_position(module: nn.Module) -> Any:
         largest = position_ids.new_full((*position_ids.shape[:-1], 1), current_slice().token_slice.max_position)
         bound.arguments["position_ids"] = torch.cat([position_ids, largest], dim=-1)
         tables = forward(*bound.args, **bound.kwargs)  # cos and sin, each (..., b, T + 1, d)
-        return tables[..., :-1, :] if isinstance(tables, Tensor) else tuple(table[..., :-1, :] for table in tables)
+        return _without_last(tables) if isinstance(tables, Tensor) else tuple(map(_without_last, tables))
 
     return extended
+
+
+def _without_last(table: Tensor) -> Tensor:
+    """Stored in order, as tables are: every layer reads it, and fused kernels take no other."""
+    return table[..., :-1, :].contiguous()

@@ -1,0 +1,64 @@
+"""What the tests of fused kernels share: the compiler's folder, float64 throughout, and counts of what is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from torch import Tensor, fx, nn
+
+from slipstream.model.fusion import compiled_region, fused_kernels, rotary_embeddings
+from support.architectures import no_rounding_inside
+
+
+@pytest.fixture(scope="module")
+def compiler_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty folder for what is compiled, which takes one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+
+
+@pytest.fixture
+def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is traced stays in float64, as `no_rounding_inside` has it of what is not: a norm rounds to float32."""
+    trace = fused_kernels._trace
+
+    def wide(module: nn.Module) -> fx.Graph | None:
+        graph = trace(module)
+        for node in list(graph.nodes) if graph else ():
+            if node.target in ("to", "float"):
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        return graph
+
+    monkeypatch.setattr(fused_kernels, "_trace", wide)
+    rotary_embeddings.fused_rotation.cache_clear()
+    with no_rounding_inside():
+        yield
+    rotary_embeddings.fused_rotation.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The code of the graphs that are compiled from now on, of forwards and of backwards."""
+    codes: list[str] = []
+    rotary_embeddings.fused_rotation.cache_clear()
+    compile_graph = compiled_region.compile_graph
+
+    def counted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> object:
+        codes.append(graph.code)
+        return compile_graph(graph, inputs)
+
+    monkeypatch.setattr(compiled_region, "compile_graph", counted)
+    return codes
+
+
+@pytest.fixture
+def by_torch_compile() -> Callable[[], int]:
+    """Returns how many regions were left to torch.compile, each for its forward and its backward."""
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    return lambda: counters["stats"]["unique_graphs"] - before
