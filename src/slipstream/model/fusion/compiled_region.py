@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -104,7 +107,7 @@ class _Region:
         for each in known:
             if each.takes(inputs):
                 return each
-        known.append(_compile(self._plain, inputs, needed))
+        known.append(_in_new_thread(partial(_compile, self._plain, inputs, needed), inputs[0].device))
         return known[-1]
 
 
@@ -160,6 +163,18 @@ def _is_fixed(each: Tensor) -> bool:
 def _free(each: Tensor) -> tuple[int | None, ...]:
     """Returns an activation's sizes: its last, its ones, and None for those that may differ."""
     return *[1 if size == 1 else None for size in each.shape[:-1]], each.shape[-1]
+
+
+def _in_new_thread(compute: Callable[[], _SizedKernel], device: torch.device) -> _SizedKernel:
+    """Computes where no hooks see what is saved, as they do where activations are recomputed or offloaded: torch.func
+    differentiates nothing under them."""
+
+    def call() -> _SizedKernel:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return compute()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...] | None) -> _SizedKernel:
