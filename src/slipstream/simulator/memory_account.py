@@ -206,12 +206,15 @@ class _Account:
 
     def _pass_lookup(self, action: Action) -> None:
         """Counts what this rank's rows look up until the first stage's forward takes it, and the gradient of that
-        stage's input until they have added it."""
-        sign = {Op.E: 1, Op.EW: -1}.get(action.op, 0)
-        if action.stage == 0 and not sign:
-            sign = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op, 0)
+        stage's input, which goes with W where that works on it, until they have added it where that is later."""
+        rows = self.stages[-1], *action[2:]
+        gradient = input_gradient(0, *action[2:], self.schedule)
+        if gradient.op is Op.I and self.table.w_shares.get(action.slice, False):
+            gradient = gradient.with_op(Op.W)
         size = self.table.buffer(Op.E, action.slice) - self.table.header_bytes
-        self.held[MemoryKind.MESSAGES] += sign * size
+        for made, taken in ((Action(Op.E, *rows), gradient.with_op(Op.F)), (gradient, Action(Op.EW, *rows))):
+            if action in (made, taken) and self.schedule.positions[made] < self.schedule.positions[taken]:
+                self.held[MemoryKind.MESSAGES] += size if action == made else -size
 
     def _count_context(self, action: Action) -> None:
         key = stage, microbatch = action.stage, action.microbatch

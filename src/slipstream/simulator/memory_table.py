@@ -74,6 +74,8 @@ class MemoryTable:
         optimizer: per stage.
         vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included; and per E,
             where it isn't as large as a message between stages.
+        w_shares: per slice, whether W of the first stage works on the very gradient of its input that EW adds, as that
+            of learned positions does, which are added to what was looked up.
     """
 
     footprints: Mapping[tuple[StageSlice, Op], Footprint]
@@ -86,6 +88,7 @@ class MemoryTable:
     gradients: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     optimizer: Mapping[int, float] = field(default_factory=dict)
     vocabulary_bytes: Mapping[tuple[Op, int], float] = field(default_factory=dict)
+    w_shares: Mapping[int, bool] = field(default_factory=dict)
 
     def footprint(self, unit: StageSlice, op: Op) -> Footprint:
         """Returns the bytes of an action; raises SlipstreamError if the table lacks them."""

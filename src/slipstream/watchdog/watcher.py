@@ -65,10 +65,8 @@ class Watcher:
             if self._end_by is not None and time.monotonic() > self._end_by:
                 self._end_rank()
                 return
-            if not self._line.is_open and self._end_by is None:
-                if not self._hub_may_leave:
-                    self._decide(_HUB_IS_LOST, _SECONDS_AFTER_ITS_RANK)
-                time.sleep(_SOON_SECONDS)
+            if not (self._line.is_open or self._hub_may_leave or self._end_by is not None):
+                self._decide(_HUB_IS_LOST, _SECONDS_AFTER_ITS_RANK)
         self._say_how_it_ended()
 
     def _wait(self) -> None:

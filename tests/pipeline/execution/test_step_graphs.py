@@ -110,11 +110,12 @@ def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str
 
 def eager_and_recorded(config: PretrainedConfig, device: str, **options: Any) -> list[Pipeline]:
     """Two pipelines of one model, of the same seed."""
-    pipes = []
-    for graphs in (False, True):
-        model = build(config, seed=3).to(device)
-        pipes.append(Pipeline(model, **grouped(device=device, **SETTINGS | {"cuda_graphs": graphs}, **options)))
-    return pipes
+    return [pipeline(config, device, cuda_graphs=graphs, **options) for graphs in (False, True)]
+
+
+def pipeline(config: PretrainedConfig, device: str, **options: Any) -> Pipeline:
+    """A pipeline of the model of one seed."""
+    return Pipeline(build(config, seed=3).to(device), **grouped(device=device, **SETTINGS | options))
 
 
 @named(["gpt2", "llama"], DROPPING)
@@ -135,23 +136,19 @@ def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, A
 
 
 def test_replayed_dropout_leaves_the_random_state_of_the_caller(device: str) -> None:
-    pipe = eager_and_recorded(with_dropout("gpt2", 0.1), device)[1]
-    inputs, labels = batch(0, device)
-    states = []
+    pipe, drawn, states = pipeline(with_dropout("gpt2", 0.1), device), batch(0, device), []
     for _ in range(4):
-        pipe.step(inputs, labels)
+        pipe.step(*drawn)
         states.append([torch.get_rng_state(), *(torch.cuda.get_rng_state() for _ in range(device == "cuda"))])
     assert num_recorded(pipe), refusal(pipe)
     assert all(torch.equal(a, b) for one, other in pairwise(states) for a, b in zip(one, other, strict=True))
 
 
 def test_evaluations_between_replayed_steps_drop_nothing(device: str) -> None:
-    pipe = eager_and_recorded(with_dropout("gpt2", 0.1), device)[1]
-    inputs, labels = batch(0, device)
-    losses = []
+    pipe, drawn, losses = pipeline(with_dropout("gpt2", 0.1), device), batch(0, device), []
     for _ in range(4):
-        pipe.step(inputs, labels)
-        losses.append(float(pipe.evaluate(inputs, labels)))
+        pipe.step(*drawn)
+        losses.append(float(pipe.evaluate(*drawn)))
     assert num_recorded(pipe), refusal(pipe)
     assert max(losses) - min(losses) < 1e-12
 

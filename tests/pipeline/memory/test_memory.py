@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from slipstream import Pipeline, Runtime
-from slipstream.profiler.live_memory import LiveMemory, memory_meter, tensors_alive
+from slipstream.pipeline.execution import StepState
+from slipstream.profiler.live_memory import LiveMemory, MemoryMeter, memory_meter, tensors_alive
+from slipstream.schedule import Action, Op
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
@@ -138,16 +140,49 @@ def test_one_rank_with_a_frozen_stage(settings: dict[str, Any]) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("settings", first_of(SETTINGS[1:], 2, "grid"), ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama, tied", pytest.param("gpt2", marks=pytest.mark.grid)])
-def test_one_rank_with_the_parts_of_its_head(
-    name: str, settings: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    """Of tied weights what rows look up too."""
-    if name == "gpt2" and settings is SETTINGS[-1]:
-        reason = "W of GPT-2's positions and EW have one gradient, which the account counts twice: too much, by a slice"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_one_rank_with_the_parts_of_its_head(name: str, settings: dict[str, Any]) -> None:
+    """Of tied weights what rows look up too; of GPT-2's, EW and W of the positions have one gradient."""
     options = {"vocabulary": "spread", **grouped(self_check=False, **settings)}
     simulated, measured = peaks(Pipeline.from_config(ARCHITECTURES[name], num_microbatches=2, **options))
     assert abs(simulated - measured) < 1024
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"), [("zb-v", 2), pytest.param("zb-h1", 1, marks=pytest.mark.more)]
+)
+def test_the_gradient_that_ew_and_w_share_is_counted_once(schedule: str, stages_per_rank: int) -> None:
+    """It is held as long as the later of the two needs it: after every action what is held is what is counted."""
+    cut = {"slices": 4, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    options: dict[str, Any] = {"num_microbatches": 2, "vocabulary": "spread", **grouped(self_check=False, **cut)}
+    pipe = Pipeline.from_config(ARCHITECTURES["gpt2"], **options)
+    inputs = tokens(batch=2)
+    pipe.step(inputs, inputs)
+    torch.optim.SGD(pipe.parameters()).zero_grad()
+    order = pipe.layout.training
+    (rank,) = memory_of(order, pipe.memory_table(inputs, inputs))
+    counted = [(moment.action, moment.after - rank.moments[0].after) for moment in rank.moments]
+    pairs = [(action, Action(Op.W, 0, *action[2:])) for action, _ in counted if action.op is Op.EW]
+    assert {order.positions[rows] < order.positions[weights] for rows, weights in pairs} == {True, False}
+    with memory_meter(pipe.device, tensors_alive()) as memory:
+        held = HeldAfterActions(memory)
+        pipe._engine.runner.executors[0].observe(held)
+        pipe.step(inputs, inputs)
+    (_, first), *_ = held.sizes
+    assert [(action, size - first) for action, size in held.sizes] == counted
+
+
+class HeldAfterActions:
+    """Notes what is held after each action of a rank."""
+
+    def __init__(self, memory: MemoryMeter) -> None:
+        self.sizes: list[tuple[Action, int]] = []
+        self._memory = memory
+
+    def before(self, action: Action, state: StepState) -> None:
+        """Notes nothing."""
+
+    def after(self, action: Action, state: StepState) -> None:
+        self.sizes.append((action, self._memory.num_bytes))
 
 
 @pytest.mark.more

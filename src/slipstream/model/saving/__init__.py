@@ -2,4 +2,9 @@
 
 from slipstream.model.saving.recomputation import RecomputePolicy, SliceReplay
 from slipstream.model.saving.saved_tensors import SavedTensors
-from slipstream.model.saving.weight_gradients import WeightGradient, compiled_modules, defer_weight_gradients
+from slipstream.model.saving.weight_gradients import (
+    WeightGradient,
+    compiled_modules,
+    defer_weight_gradients,
+    factors_of,
+)

@@ -8,7 +8,7 @@ parameter with a float32 master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream.autograd_calls import differentiable_once, direct_apply
 
-WeightGradient = Callable[[], None]
+WeightGradient = partial[None]  # whose arguments are the weight and the factors
 _NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
 _deferred: list[WeightGradient] | None = None
 
@@ -140,6 +140,11 @@ def now_or_later(work: WeightGradient) -> None:
         work()
     else:
         _deferred.append(work)
+
+
+def factors_of(work: Iterable[WeightGradient]) -> list[Tensor]:
+    """Returns the tensors that weight gradients which I left to W are computed from, weights aside."""
+    return [each for gradient in work for each in gradient.args[1:] if isinstance(each, Tensor)]
 
 
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int | None = None) -> None:

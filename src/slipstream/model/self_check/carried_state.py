@@ -29,11 +29,10 @@ TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6, a m
 _SLICES = TokenCuts((0, 5, 12), (0, 12))
 
 
-def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> ModelAnatomy:
+def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None = None) -> None:
     """Runs a toy of the architecture once whole and once in slices, forwards only. Not collective.
 
-    Returns the anatomy with the toy's sizes. Raises SlipstreamError, naming the layer and the state, where slices can't
-    be exact whatever the sizes are.
+    Raises SlipstreamError, naming the layer and the state, where slices can't be exact whatever the sizes are.
     """
     anatomy = anatomy or find_anatomy(config)
     try:
@@ -46,7 +45,6 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
         raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
         raise refusal(config, toy_failure(config, error)) from error
-    return sized
 
 
 def refusal(config: PretrainedConfig, reason: str) -> SlipstreamError:

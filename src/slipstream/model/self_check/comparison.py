@@ -76,10 +76,10 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
     if anatomy is None:
         check_causal(config)
         anatomy = find_anatomy(config)
-    sized = check_carried_state(config, anatomy)
+    check_carried_state(config, anatomy)
     try:
         with full_precision():
-            pair = _ToyPair(toy_config(config), anatomy, sized)
+            pair = _ToyPair(toy_config(config), anatomy)
             errors = [pair.compare(cuts) for cuts in _SLICINGS]
             errors += _compare_unknown_numbers(config, anatomy)
             longest_packed = _longest_packed(pair, config)
@@ -98,8 +98,8 @@ def check_sliceable(config: PretrainedConfig, anatomy: ModelAnatomy | None = Non
 class _ToyPair:
     """A toy and the stages that it is cut into, over the same weights."""
 
-    def __init__(self, toy: PretrainedConfig, anatomy: ModelAnatomy, sized: ModelAnatomy | None = None) -> None:
-        self.toy, self.anatomy = toy, sized or anatomy_of_size(anatomy, toy)
+    def __init__(self, toy: PretrainedConfig, anatomy: ModelAnatomy) -> None:
+        self.toy, self.anatomy = toy, anatomy_of_size(anatomy, toy)
         # code of its own may compute something else under another name: Falcon adds its position biases twice if eager
         self.model = reference_model(toy, attention=None if anatomy.attends_itself else "eager")
         perturb_parameters(self.model)  # so that what begins as zero or one counts

@@ -2,7 +2,7 @@
 
 from slipstream.pipeline.execution.executor import Executor
 from slipstream.pipeline.execution.losses import KeptOutputs, Losses, SequenceLosses, SliceLosses, TokenOutputs
-from slipstream.pipeline.execution.run_ranks import run_together
+from slipstream.pipeline.execution.run_ranks import RankStep, run_together
 from slipstream.pipeline.execution.spread_head import vocabulary_specs
 from slipstream.pipeline.execution.step_graphs import StepGraphs
-from slipstream.pipeline.execution.step_state import Observer, StepState
+from slipstream.pipeline.execution.step_state import Observer, StepState, key_of

@@ -13,10 +13,18 @@ import torch
 from torch import Tensor
 
 from slipstream.messages import HEADER_BYTES, MadeUpTransport, SkipSend, Transport, message_bytes, part_size
-from slipstream.model import CausalLMStage, storage_bytes, storage_id
-from slipstream.model.saving import RecomputePolicy
+from slipstream.model import CausalLMStage, Tensors, storage_bytes, storage_id, storage_ids
+from slipstream.model.saving import RecomputePolicy, factors_of
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution import Executor, Losses, StepState, run_together, vocabulary_specs
+from slipstream.pipeline.execution import (
+    Executor,
+    Losses,
+    RankStep,
+    StepState,
+    key_of,
+    run_together,
+    vocabulary_specs,
+)
 from slipstream.pipeline.memory.lone_stage import alone
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
@@ -64,6 +72,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
         message_bytes=_message_bytes(step),
         header_bytes=HEADER_BYTES,
         vocabulary_bytes=_vocabulary_bytes(step),
+        w_shares={index: shares for run in runs for index, shares in run.w_shares().items() if run.like.stage == 0},
         parameters={number: storage_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
         optimizer={number: ADAMW_STATES * size for number, (_, size) in updated.items()},
@@ -95,6 +104,7 @@ class _Change(NamedTuple):
     context: int
     gradients: int
     peak: int  # above what was there
+    is_shared: bool  # whether W will work on what it made, too
 
 
 @dataclass(frozen=True)
@@ -137,8 +147,13 @@ class _Run:
         """Returns the bytes of what rows look up for the stage next to them, which are counted with the messages: below
         0 for the action that leaves them, or their gradient, above 0 for the one that takes them."""
         lookup = self.changes.get(action.with_op(Op.E))
-        sign = {Op.E: -1, Op.F: 1, Op.B: -1, Op.I: -1, Op.EW: 1}.get(action.op, 0)
+        leaves = Op.W if self.w_shares().get(action.slice, False) else Op.I  # W frees its own part of what both keep
+        sign = {Op.E: -1, Op.F: 1, Op.B: -1, leaves: -1, Op.EW: 1}.get(action.op, 0)
         return 0 if lookup is None else sign * lookup.total
+
+    def w_shares(self) -> dict[int, bool]:
+        """Returns whether W works on what I hands on, by slice; nothing where backwards are whole."""
+        return {action.slice: change.is_shared for action, change in self.changes.items() if action.op is Op.I}
 
     def gradients(self) -> dict[tuple[int, Op], float]:
         """Returns the bytes of weight gradients that the first microbatch makes."""
@@ -214,7 +229,7 @@ def _run(
     with _without_gradients(stage), memory_meter(step.device, present) as memory:
         watch = _MemoryWatch(stage, memory)
         executor.observe(watch)
-        run_together([executor], schedule, step.batch)
+        run_together([executor], schedule, step.batch, [RankStep(watch.run)])
         executor.finish()
     return watch.changes
 
@@ -225,6 +240,13 @@ class _MemoryWatch:
     def __init__(self, stage: Stage, memory: MemoryMeter) -> None:
         self.changes: dict[Action, _Change] = {}
         self._parameters, self._memory = list(stage.model.parameters()), memory
+        self._made: set[int] = set()  # the storages of what was computed last
+
+    def run(self, _: Action, inputs: Tensors, compute: Callable[[Tensors], Tensors]) -> Tensors:
+        """Runs what an action computes."""
+        outputs = compute(inputs)
+        self._made = storage_ids(outputs) - storage_ids(inputs)
+        return outputs
 
     def before(self, action: Action, state: StepState) -> None:
         self._before = self._level(state)
@@ -234,7 +256,9 @@ class _MemoryWatch:
         if action.op not in RECEIVES:
             peak = self._memory.peak - self._before[0]
             total, context, gradients = map(sub, self._level(state), self._before)
-            self.changes[action] = _Change(total, context, gradients, peak)
+            factors = factors_of(state.weights.get(key_of(action), ()))
+            is_shared = action.op is Op.I and not self._made.isdisjoint(storage_ids(factors))
+            self.changes[action] = _Change(total, context, gradients, peak, is_shared)
 
     def _level(self, state: StepState) -> tuple[int, int, int]:
         """Returns the bytes that are alive, and how many of them are context and weight gradients."""

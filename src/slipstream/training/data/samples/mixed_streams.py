@@ -32,7 +32,8 @@ class MixedStreams(TrainingSequences):
         self.packing, self.seq_len = parts[0].packing, parts[0].seq_len
         self.num_sequences = sum(part.num_sequences for part in parts)
         self.origin = {"sources": [part.origin for part in parts], "weights": [*weights]}
-        self._round, self._order, self._places = -1, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        self._round = -1
+        self._order = self._places = self._begins = np.zeros(0, dtype=np.int64)
 
     @property
     def mean_length(self) -> float:
@@ -78,29 +79,29 @@ class MixedStreams(TrainingSequences):
 
     def _find(self, index: int) -> tuple[int, int]:
         """Returns the stream of a sequence, and the sequence's number there."""
-        number, position = divmod(index, _ROUND)
-        if number != self._round:
-            self._enter(number)
+        position = self._enter(index)
         return int(self._order[position]), int(self._places[position])
 
-    def _enter(self, number: int) -> None:
-        """Draws the order of the streams in a round."""
-        before, after = self._counts(number), self._counts(number + 1)
-        order = np.repeat(np.arange(len(self.parts)), after - before)
-        self._round, self._order = number, np.random.default_rng([self.seed or 0, number]).permutation(order)
-        self._places = np.zeros_like(self._order)
-        for stream in range(len(self.parts)):
-            self._places[self._order == stream] = np.arange(before[stream], after[stream])
+    def _next_places(self, index: int) -> list[int]:
+        """Returns the number of each stream's next sequence, where those before `index` are done."""
+        position = self._enter(index)
+        done: list[int] = (self._begins + np.bincount(self._order[:position], minlength=len(self.parts))).tolist()
+        return done
+
+    def _enter(self, index: int) -> int:
+        """Draws the order of the streams in the round of a sequence, if it isn't there; returns the place in it."""
+        number, position = divmod(index, _ROUND)
+        if number != self._round:
+            self._begins, ends = self._counts(number), self._counts(number + 1)
+            order = np.repeat(np.arange(len(self.parts)), ends - self._begins)
+            self._round, self._order = number, np.random.default_rng([self.seed or 0, number]).permutation(order)
+            self._places = np.zeros_like(self._order)
+            for stream in range(len(self.parts)):
+                self._places[self._order == stream] = np.arange(self._begins[stream], ends[stream])
+        return position
 
     def _counts(self, rounds: int) -> Array:
         """Returns how many sequences of the first rounds are from each stream."""
         assert self.weights is not None
         ends = np.rint(np.cumsum(self.weights) / np.sum(self.weights) * rounds * _ROUND).astype(np.int64)
         return np.diff(ends, prepend=0)
-
-    def _next_places(self, index: int) -> list[int]:
-        """Returns the number of each stream's next sequence, where those before `index` are done."""
-        number, position = divmod(index, _ROUND)
-        self._find(index)
-        counts = self._counts(number)
-        return [int(counts[stream] + (self._order[:position] == stream).sum()) for stream in range(len(self.parts))]
