@@ -18,6 +18,7 @@ import pytest
 from slipstream.schedule import add_communication, one_f_one_b
 from slipstream.watchdog import Board
 from slipstream.watchdog.sight_text import doing_text, wait_lines
+from support.parameters import first_of
 from support.paths import ROOT, with_path
 from support.timeouts import LIMIT, SOON
 
@@ -110,7 +111,7 @@ def test_a_killed_rank_ends_the_other_which_says_what_it_waited_for(tmp_path: Pa
     assert survivor.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
+@pytest.mark.parametrize("is_stopped", first_of([False, True]))
 def test_a_rank_that_does_not_get_on_is_named_after_the_limit(tmp_path: Path, is_stopped: bool) -> None:
     with two_ranks(tmp_path, "waits", limit=2) as ranks:
         if is_stopped:
@@ -128,7 +129,7 @@ def test_a_rank_that_does_not_get_on_is_named_after_the_limit(tmp_path: Path, is
     assert "rank 0 waits at 0B0.1" in said[0]
 
 
-@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("is_stopped", first_of([True, False]))
 def test_a_rank_that_does_not_get_on_in_a_save_is_named(tmp_path: Path, is_stopped: bool) -> None:
     """A stopped one after the limit, and one that hangs after ten times the limit, as the disk may be slow."""
     began = time.monotonic()  # before the silence
