@@ -31,6 +31,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
 from support.attention import distance, make_case
 from support.examples import examples
+from support.parameters import each_once
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +160,13 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("first_key", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(
-    ("dtype", "bound"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
+    ("mask", "dtype", "bound"),
+    each_once(MASKS, [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]),
     ids=str,
 )
-def test_every_dtype_at_real_tile_sizes(first_key: Tensor, dtype: torch.dtype, bound: float) -> None:
+def test_every_dtype_at_real_tile_sizes(mask: str, dtype: torch.dtype, bound: float) -> None:
+    first_key = MASKS[mask]
     case = make_case((1, 4, 2, LENGTH, 16, 16), first_key, [0, 20, 350, LENGTH], dtype, sinks=True)
     sliced = case.sliced()
     assert {t.dtype for t in sliced} == {dtype}
@@ -288,8 +289,7 @@ class LargestStorage(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("first_key", [causal(4096), window(4096, 2000)], ids=["causal", "window"])
-@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize(("first_key", "key_heads"), each_once([causal(4096), window(4096, 2000)], [1, 4]))
 def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
     """A slice of 32 tokens after 4000: what it allocates is the size of the slice, not of the prefix."""
     generator = torch.Generator().manual_seed(0)

@@ -154,7 +154,7 @@ def test_kernels_that_the_gpu_cannot_run_or_not_twice_alike_are_left_out(monkeyp
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is measured, with FlashAttention-3 as the fastest and cuDNN refusing."""
     names: list[str] = []
     milliseconds = {"Flash": 2.0, "Flash3": 1.0, "Cudnn": None}
@@ -175,7 +175,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("_known", "_measured"):
         monkeypatch.setattr(kernel_choice, name, {})
     kernel_choice._choose.cache_clear()
-    return names
+    yield names
+    kernel_choice._choose.cache_clear()  # other tests on a GPU measure for themselves
 
 
 def test_the_fastest_kernel_is_measured_once_for_each_shape(

@@ -14,6 +14,7 @@ from benchmarks.harness import interleaved
 from benchmarks.isolated import Contender
 
 from support.paths import ROOT, TESTS, WORKERS, with_path
+from support.timeouts import LIMIT, SOON
 from workers.benchmarks.isolated import Counts
 
 
@@ -26,11 +27,12 @@ def state(pid: int) -> str:
 
 
 def becomes(pid: int, wanted: tuple[str, ...]) -> bool:
-    for _ in range(300):
-        if state(pid) in wanted:
-            return True
+    deadline = time.monotonic() + SOON
+    while state(pid) not in wanted:
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
-    return False
+    return True
 
 
 @pytest.mark.more
@@ -41,7 +43,7 @@ def test_contenders_that_wait_are_stopped() -> None:
     assert all(becomes(pid, ("T",)) for pid in pids)
     contender.wait()
     assert all(becomes(pid, ("T",)) for pid in pids)
-    assert contender.run() < 10
+    assert contender.run() < SOON
     assert contender.losses == [1.0, 1.0]
     assert all(becomes(pid, ("T",)) for pid in pids)
     assert contender.report() == 1
@@ -54,13 +56,14 @@ def test_contenders_that_wait_are_stopped() -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("how", ["killed", "fail"])
 def test_stopped_contenders_end_with_the_benchmark(how: str, tmp_path: Path) -> None:
-    with (tmp_path / "pid").open("w") as told:  # not a pipe, which a contender that lives on would hold open
+    # no pipes, which a contender that lives on would hold open
+    with (tmp_path / "pid").open("w") as told, (tmp_path / "errors").open("w") as errors:
         subprocess.run(
             [sys.executable, WORKERS / "benchmarks/isolated.py", how],
             env=with_path(TESTS, ROOT),
             stdout=told,
-            stderr=told,
-            timeout=120,
+            stderr=errors,
+            timeout=LIMIT,
         )
     pid = int((tmp_path / "pid").read_text().split()[0])
     ended = becomes(pid, ("", "Z"))

@@ -7,10 +7,10 @@ import os
 import resource
 import shutil
 import struct
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.checkpoint import CheckpointFolder, CheckpointReader, Checkpoints, TensorShard
 from slipstream.checkpoint.saved_checkpoint import ignore_lone_process_warning
+from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.checkpoint.verified_files import read_record, write_record
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
@@ -268,34 +269,53 @@ def test_a_folder_that_is_gone_is_told_and_training_goes_on(run: Run, tmp_path: 
     assert loaded(run.checkpoints) == 1
 
 
-def test_what_changes_before_it_is_written(run: Run) -> None:
-    """Once it is kept it may; before, the save fails rather than hold half of each."""
-    large = pieces(2.0, size=2_500_000)
-    run.checkpoints.save(2, large, {})
-    run.checkpoints.keep()
-    for piece in large:
-        piece.tensor.fill_(3.0)
+def call_before_block(monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], None]) -> None:
+    """Calls a function while a file is being written: before one of its blocks, of which 0 is the header."""
+    own = Snapshot._blocks
+
+    def blocks(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
+        written = own(snapshot)
+        yield from islice(written, number)
+        call()
+        yield from written
+
+    monkeypatch.setattr(Snapshot, "_blocks", blocks)
+
+
+def test_what_is_kept_may_change_before_it_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = pieces(2.0)
+
+    def keep_and_change() -> None:
+        run.checkpoints.keep()
+        for piece in saved:
+            piece.tensor.fill_(3.0)
+
+    call_before_block(monkeypatch, 1, keep_and_change)
+    run.checkpoints.save(2, saved, {})
     run.checkpoints.wait()
     found = run.checkpoints.find()
     assert found is not None
-    run.checkpoints.load(found, large)
-    assert all((piece.tensor == 2.0).all() for piece in large)
-    run.checkpoints.save(4, large, {})
-    for piece in large:
-        piece.tensor.fill_(4.0)
+    run.checkpoints.load(found, saved)
+    assert all((piece.tensor == 2.0).all() for piece in saved)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_changes_before_it_is_kept_is_not_saved(run: Run, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Rather than half of each."""
+    run.save(2)
+    saved = pieces(4.0)
+    call_before_block(monkeypatch, number, lambda: torch._foreach_zero_([piece.tensor for piece in saved]))
+    run.checkpoints.save(4, saved, {})
     run.checkpoints.wait()
     assert "step 4 was not saved: " in run.said[0]
     assert "was changed before it was kept" in run.said[0]
     assert run.names() == ["step-00000002"]
 
 
-def test_a_folder_that_goes_while_it_is_written(run: Run) -> None:
+def test_a_folder_that_goes_while_it_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(1)
-    run.checkpoints.save(2, pieces(2.0, size=2_500_000), {})
-    part = run.folder / "step-00000002.part"
-    while not (part / FILE).exists():  # it takes as long again to write its 100 MB
-        time.sleep(0.001)
-    shutil.rmtree(part)
+    call_before_block(monkeypatch, 1, lambda: shutil.rmtree(run.folder / "step-00000002.part"))
+    run.checkpoints.save(2, pieces(2.0), {})
     run.checkpoints.wait()
     assert "step 2 was not saved: rank 0: [Errno 2] No such file" in run.said[0]
     assert run.names() == ["step-00000001"]

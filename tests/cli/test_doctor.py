@@ -90,6 +90,7 @@ def _has_no_loopback() -> list[str] | None:
     return command if able else None
 
 
+@pytest.mark.more
 @pytest.mark.skipif(_has_no_loopback() is None, reason="needs network namespaces")
 def test_no_loopback_is_a_failure(tmp_path: Path) -> None:
     command = [*(_has_no_loopback() or []), sys.executable, str(COMMAND), "doctor", "--folder", str(tmp_path)]

@@ -31,7 +31,13 @@ def test_there_is_something_to_run() -> None:
     assert {page.name for page in WITH_CODE} >= {"README.md", "concepts.md", "own-loop.md", "training.md"}
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+PLANNING = ("auto.md", "memory.md", "slicing.md")  # take the longest
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=[pytest.mark.more] * (page.name in PLANNING)) for page in WITH_CODE],
+)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where costs are kept
     names: dict[str, Any] = {"__name__": page.stem}
@@ -40,6 +46,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
         exec(compile(padded, str(page), "exec"), names)
 
 
+@pytest.mark.more
 def test_the_loop_of_the_readme_runs_on_two_processes_that_torchrun_starts(tmp_path: Path) -> None:
     """As one pipeline of two ranks, not as two whole copies."""
     ((_, code),) = blocks(ROOT / "README.md")

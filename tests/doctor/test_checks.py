@@ -15,6 +15,7 @@ from slipstream.doctor import devices, machine
 from slipstream.doctor.finding import Finding, isolated
 from slipstream.doctor.pair_exchange import neighbour_pairs
 from slipstream.doctor.timed_calls import ExchangeError, run_within
+from support.timeouts import LIMIT
 
 
 def test_an_exception_ends_its_check_alone() -> None:
@@ -27,17 +28,29 @@ def test_an_exception_ends_its_check_alone() -> None:
 
 
 def test_calls_end_in_their_order() -> None:
-    took = run_within(5, {"slow": lambda: time.sleep(0.2), "quick": lambda: None})
+    begun, ends = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert ends.wait(LIMIT)
+        time.sleep(0.2)
+
+    def quick() -> None:
+        assert begun.wait(LIMIT)
+        threading.Timer(0.1, ends.set).start()
+
+    took = run_within(LIMIT, {"slow": slow, "quick": quick})
     assert list(took) == ["quick", "slow"]
-    assert took["quick"] < 0.2 <= took["slow"]
+    assert took["quick"] < took["slow"]
+    assert took["slow"] >= 0.2
 
 
 def test_calls_that_hang_or_fail_are_named() -> None:
     ends = threading.Event()
     with pytest.raises(ExchangeError, match=r"^stuck did not end within 1 s$"):
-        run_within(0.2, {"stuck": ends.wait, "quick": lambda: None})
+        run_within(1, {"stuck": ends.wait, "quick": lambda: None})
     with pytest.raises(ExchangeError, match=r"^broken failed \(ZeroDivisionError: .*zero\)$"):
-        run_within(5, {"stuck": ends.wait, "broken": lambda: 1 // 0})
+        run_within(LIMIT, {"stuck": ends.wait, "broken": lambda: 1 // 0})
     ends.set()
 
 

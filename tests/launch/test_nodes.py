@@ -30,6 +30,7 @@ from slipstream.training.config import load_config
 from slipstream.training.preflight import load_model_config
 from slipstream.training.preflight.model_checks import check_layers
 from support.forked import COMMAND, launch
+from support.parameters import first_of
 from support.paths import ROOT, WORKERS
 from support.timeouts import LIMIT
 
@@ -281,17 +282,23 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return given
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port at which nobody listens, and that the system gives to nobody else meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that a store can listen there
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])
 
 
 @pytest.mark.parametrize(
     ("address", "stands_for"),
-    [("127.0.0.1", "127.0.0.1"), ("nowhere.invalid", "a name without an address on this machine")],
+    first_of([("127.0.0.1", "127.0.0.1"), ("nowhere.invalid", "a name without an address on this machine")]),
 )
-def test_a_master_that_does_not_answer(place: Callable[..., None], address: str, stands_for: str) -> None:
-    port = free_port()
+def test_a_master_that_does_not_answer(
+    place: Callable[..., None], free_port: int, address: str, stands_for: str
+) -> None:
+    port = free_port
     place(RANK=1, WORLD_SIZE=2, MASTER_ADDR=address, MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1.5)
     with pytest.raises(SlipstreamError) as error:
         connect_ranks({})
@@ -301,8 +308,8 @@ def test_a_master_that_does_not_answer(place: Callable[..., None], address: str,
     assert "SLIPSTREAM_RENDEZVOUS_SECONDS=3" in str(error.value)
 
 
-def test_ranks_that_do_not_come_are_named(place: Callable[..., None]) -> None:
-    port = free_port()
+def test_ranks_that_do_not_come_are_named(place: Callable[..., None], free_port: int) -> None:
+    port = free_port
     place(RANK=0, WORLD_SIZE=4, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1)
     expected = rf"connected to MASTER_ADDR=127.0.0.1, MASTER_PORT={port}, but of 4 ranks .* within 1 seconds: 1, 2, 3\."
     with pytest.raises(SlipstreamError, match=expected):
@@ -318,20 +325,20 @@ def test_a_port_that_is_taken(place: Callable[..., None]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found on Linux only")
-def test_ranks_of_one_machine_stay_on_it(place: Callable[..., None]) -> None:
+def test_ranks_of_one_machine_stay_on_it(place: Callable[..., None], free_port: int) -> None:
     """Also where the master's address is one that others can reach."""
     try:
         address = address_towards("203.0.113.1", 9)  # nobody has it, but it lies outside
     except OSError:
         address = "127.0.0.1"
-    place(RANK=0, WORLD_SIZE=1, MASTER_ADDR=address, MASTER_PORT=free_port())
+    place(RANK=0, WORLD_SIZE=1, MASTER_ADDR=address, MASTER_PORT=free_port)
     meeting = connect_ranks({"steps": "4"})
     assert str(meeting) == f"rank 0 ({socket.gethostname()})"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def test_one_ranks_problem_is_told_with_its_name(place: Callable[..., None]) -> None:
-    place(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+def test_one_ranks_problem_is_told_with_its_name(place: Callable[..., None], free_port: int) -> None:
+    place(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port)
     with pytest.raises(SlipstreamError, match=rf"^rank 0 \({socket.gethostname()}\): too few GPUs$"):
         connect_ranks({}, problem="too few GPUs")
 

@@ -103,7 +103,7 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
     return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
 
 
-@pytest.mark.parametrize("slices", [SLICES, [LENGTH]], ids=["slices", "whole"])
+@pytest.mark.parametrize("slices", first_of([SLICES, [LENGTH]]), ids=["slices", "whole"])
 @pytest.mark.parametrize("name", first_of(["zaya", *FEATURES[:-1], "nemotron_h", "kimi_linear"], 2))
 def test_a_state_is_reset_where_a_document_begins(name: str, slices: list[int]) -> None:
     """Once at a slice's first token, in one row within a slice, for one token, and twice in a slice."""

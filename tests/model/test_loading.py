@@ -94,8 +94,10 @@ def test_saved_parts_are_read_back(name: str, tmp_path: Path) -> None:
 
 
 def save(folder: Path) -> Path:
+    before = logging.get_verbosity()
     logging.set_verbosity_error()
     AutoModelForCausalLM.from_config(llama()).save_pretrained(folder)
+    logging.set_verbosity(before)
     return folder / "model.safetensors"
 
 

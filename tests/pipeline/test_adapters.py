@@ -27,6 +27,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.options import grouped
+from support.parameters import each_once, first_of
 
 _TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
@@ -74,8 +75,7 @@ def test_gpt2_with_its_transposed_weights_is_exact() -> None:
     assert pipe_error(make(model), expected) < BOUND
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("schedule", "recompute"), each_once(["zb-h1", "zb-v"], ["none", "full"]))
 def test_fused_experts_are_exact(schedule: str, recompute: str) -> None:
     """PEFT turns "all-linear" into target_parameters of the router and of the weights that hold all experts."""
     model = adapted(lora(target_modules="all-linear"), "mixtral")
@@ -90,8 +90,7 @@ def test_a_tied_embedding_may_be_frozen() -> None:
     assert pipe_error(make(model), expected) < BOUND
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("partition", [[2.5, 1.5], [0, 4]])
+@pytest.mark.parametrize(("recompute", "partition"), each_once(["full", "selective"], [[2.5, 1.5], [0, 4]]))
 def test_recomputation_and_other_cuts_are_exact(recompute: str, partition: list[float]) -> None:
     model = adapted(lora(target_modules="all-linear"))
     _, expected = whole_gradients(model)
@@ -133,8 +132,7 @@ def test_dropout_is_the_same_on_any_ranks_and_when_it_is_recomputed() -> None:
     assert not torch.equal(one[(name := next(iter(one)))], gradients(plain.named_parameters())[name])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2", "zb-v"])
-@pytest.mark.parametrize("trained", [[1, 3], [2], [3]])
+@pytest.mark.parametrize(("schedule", "trained"), each_once(["gpipe", "1f1b", "zb-h2", "zb-v"], [[1, 3], [2], [3]]))
 def test_the_backward_ends_at_the_lowest_trained_stage(schedule: str, trained: list[int]) -> None:
     model = adapted(lora(layers_to_transform=trained))
     _, expected = whole_gradients(model)
@@ -264,7 +262,7 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("architecture", SAVED)
+@pytest.mark.parametrize("architecture", first_of(SAVED))
 def test_a_saved_adapter_is_trained_further_as_peft_loads_it(architecture: str, tmp_path: Path) -> None:
     """Its weights and gradients, on stages of which each reads its own part; and what is saved again is the same."""
     base, folder = tmp_path / "base", tmp_path / "adapter"

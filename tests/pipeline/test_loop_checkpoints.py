@@ -19,6 +19,7 @@ from support.adapters import adapted, lora
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
 from support.options import grouped
+from support.parameters import first_of
 from support.paths import ROOT
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -67,7 +68,7 @@ class Loop:
         return self.pipe.load(folder, optimizer=self.optimizer, scheduler=self.scheduler)
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, 2))
 def test_a_loop_goes_on_to_the_bit_and_with_its_rates(scheduler: str, tmp_path: Path) -> None:
     loop = Loop(2, scheduler=scheduler)
     loop.train(1, 2)

@@ -31,6 +31,7 @@ from support.examples import examples
 from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.own_attention import OWN_ATTENTION
+from support.parameters import first_of
 from support.versions import since
 
 LENGTH = 24
@@ -119,7 +120,7 @@ def check(name: str, data: st.DataObject, parts: int = 2) -> None:
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
 
 
-@pytest.mark.parametrize("name", ATTENDING)
+@pytest.mark.parametrize("name", first_of(ATTENDING))
 @examples(25)
 @given(data=st.data())
 def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:

@@ -112,7 +112,13 @@ def check(name: str, pipe: Pipeline, inputs: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [(name, p) for name in GENERATORS for p in (1, 2, 4) if p * STAGES_PER_RANK[name].start <= 4]
+    ("name", "num_ranks"),
+    [
+        pytest.param(name, p, marks=[pytest.mark.more] * (p != 2))
+        for name in GENERATORS
+        for p in (1, 2, 4)
+        if p * STAGES_PER_RANK[name].start <= 4
+    ],
 )
 @pytest.mark.parametrize("model", first_of(["llama, tied", "llama"]))
 def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) -> None:

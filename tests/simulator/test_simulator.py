@@ -26,6 +26,7 @@ from slipstream.schedule import (
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import MeasuredCost, TableCost, UnitCost
 from slipstream.timeline import Timeline
+from support.parameters import each_once
 
 COUNTS = list(product(range(1, 9), range(1, 7), range(1, 7)))  # ranks p, microbatches m, slices s
 POSITIVE = st.integers(1, 50)
@@ -36,8 +37,9 @@ def unit_cost(forward: int, backward: int, num_slices: int) -> UnitCost:
     return UnitCost(Fraction(forward), Fraction(backward), activation=Fraction(1, num_slices))
 
 
-@pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
-@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("generator", "forward", "backward"), each_once([gpipe, one_f_one_b], [(1, 2), (5, 3), (1, 1)])
+)
 def test_bubble_and_peaks(generator: Callable[..., Schedule], forward: int, backward: int) -> None:
     for p, m, s in COUNTS:
         timeline = simulate(generator(p, m, s), unit_cost(forward, backward, s))

@@ -10,7 +10,7 @@ import pytest
 from support.forked import launch
 from support.parameters import first_of
 from support.paths import WORKERS
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, SOON
 
 
 @pytest.mark.parametrize("group", first_of(["first", "mesh", "later"]))
@@ -20,7 +20,7 @@ def test_killed_in_set_up(tmp_path: Path, group: str) -> None:
     while not (tmp_path / "seconds").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert float((tmp_path / "seconds").read_text()) < 30  # a second, and 2.5 more where the machine isn't loaded
+    assert float((tmp_path / "seconds").read_text()) < SOON  # less than any limit
     assert "rank 1 (" in ended.stderr
     assert "has ended without a word" in ended.stderr
 

@@ -27,6 +27,7 @@ from transformers import (
 from slipstream import Layers, Memory, Pipeline, SlipstreamError
 from slipstream.model.hf_sequential.planned_sequence import sequence_of
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
+from support.parameters import each_once
 
 LENGTH = 11
 _TEXT = {
@@ -108,10 +109,9 @@ def test_the_sequence_computes_what_the_model_does(name: str, padded: bool) -> N
     assert sorted(in_layers) == sorted(map(id, model.parameters()))
 
 
-@pytest.mark.parametrize("name", BUILD)
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_microbatches", "recompute"),
-    [("1f1b", 3, 4, "none"), ("gpipe", 2, 3, "full")],
+    ("name", "schedule", "num_ranks", "num_microbatches", "recompute"),
+    each_once(BUILD, [("1f1b", 3, 4, "none"), ("gpipe", 2, 3, "full")]),
 )
 def test_gradients_are_those_of_the_model(
     name: str, schedule: str, num_ranks: int, num_microbatches: int, recompute: str

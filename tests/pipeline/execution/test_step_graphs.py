@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise, product
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ from support.architectures import (
     with_dropout,
 )
 from support.options import grouped
-from support.parameters import each_once
+from support.parameters import each_once, first_of
 from support.recorded_ops import RecordedOps
 
 SETTINGS = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2, "self_check": False, "cuda_graphs": True}
@@ -48,14 +48,19 @@ CUTS: Mapping[str, Mapping[str, Any]] = {
     "gpipe, half offloaded, recomputed": {"schedule": "gpipe", "offload": 0.5, "recompute": "full"},
     "zb-h1, offloaded, selective": {"schedule": "zb-h1", "offload": 1.0, "recompute": "selective"},
 }
-DROPPING = CUTS | {"halves": {"schedule": "1f1b", "partition": [1.5, 2.5]}}
+DROPPING = {"halves": {"schedule": "1f1b", "partition": [1.5, 2.5]}} | CUTS
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def named(names: Sequence[str], cuts: Mapping[str, Mapping[str, Any]]) -> pytest.MarkDecorator:
-    """Every architecture with every cut; `make test` runs each of them at least once."""
-    ids = [f"{name}-{cut}" for name in names for cut in cuts]
-    return pytest.mark.parametrize(("name", "cut"), each_once(names, cuts.values()), ids=ids)
+def named(
+    names: Sequence[str], cuts: Mapping[str, Mapping[str, Any]], num_cuts: int | None = None
+) -> pytest.MarkDecorator:
+    """Every architecture with every cut; `make test` runs each, of the cuts the first ones, at least once."""
+    parts = [*islice(cuts, num_cuts)], [*islice(cuts, num_cuts or len(cuts), None)]
+    ids = [f"{name}-{cut}" for part in parts for name in names for cut in part]
+    first, rest = ([cuts[each] for each in part] for part in parts)
+    combined = [*each_once(names, first), *first_of(product(names, rest), 0)]
+    return pytest.mark.parametrize(("name", "cut"), combined, ids=ids)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
@@ -118,7 +123,7 @@ def pipeline(config: PretrainedConfig, device: str, **options: Any) -> Pipeline:
     return Pipeline(build(config, seed=3).to(device), **grouped(device=device, **SETTINGS | options))
 
 
-@named(["gpt2", "llama"], DROPPING)
+@named(["gpt2", "llama"], DROPPING, 4)
 def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, Any], device: str) -> None:
     """To the bit on a CPU; steps on the same batch differ, as each has another seed."""
     pipes, losses = eager_and_recorded(with_dropout(name, 0.1), device, **cut), []
@@ -271,7 +276,7 @@ def test_an_evaluation_between_replayed_steps(device: str) -> None:
     assert max(losses) - min(losses) < 1e-12
 
 
-@pytest.mark.parametrize("cut", ["zb-v", "zb-h1, offloaded, selective"])
+@pytest.mark.parametrize("cut", first_of(["zb-v", "zb-h1, offloaded, selective"]))
 def test_the_timeline_of_a_replayed_step(cut: str, device: str) -> None:
     """The actions of an eager step, in its order on each rank, one after another and within the step."""
     pipes = eager_and_recorded(with_dropout("llama", 0.1), device, **CUTS[cut])

@@ -20,6 +20,7 @@ from slipstream.timeline import Cause, idle_by_cause
 from slipstream.units import bytes_text, seconds_text
 from support.browser import browse
 from support.hand_made_plan import make_plan
+from support.parameters import each_once
 
 UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "%": 1e-2, "": 1}
 
@@ -219,8 +220,9 @@ def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("theme", "page_color"), [("light", "#fbfbfa"), ("dark", "#15171b")])
-@pytest.mark.parametrize("width", [500, 1200])
+@pytest.mark.parametrize(
+    ("width", "theme", "page_color"), each_once([500, 1200], [("light", "#fbfbfa"), ("dark", "#15171b")])
+)
 def test_a_browser_shows_it(plan: Plan, tmp_path: Path, theme: str, page_color: str, width: int) -> None:
     """In the page's colours, and no wider than the window: only tables and the timeline scroll, inside their frames."""
     page, picture = tmp_path / "plan.html", tmp_path / "plan.png"

@@ -36,7 +36,7 @@ from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import MemoryKind, StageSlice, memory_of, quick_peaks
 from support.architectures import llama
 from support.examples import examples
-from support.parameters import first_of
+from support.parameters import each_once, first_of
 
 SEQ_LEN = 512
 NAMED = ("equal-time", "exact")  # nothing that takes a joint search
@@ -408,9 +408,9 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
     assert last.peak - first.peak == 4 * 2 * candidate.times.slices[1] * vocabulary / tensor_parallel
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
-    ("schedule", "stages_per_rank"), [("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)]
+    ("schedule", "stages_per_rank", "recompute"),
+    each_once([("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "full"]),
 )
 def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
     """Backwards too, which a Pipeline splits where their result goes to another rank."""

@@ -18,6 +18,7 @@ from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import TokenisedText
 from slipstream.training.data.samples import MixedStreams, StreamedSequences
 from slipstream.training.data.samples.row_stream import RowStream
+from support.parameters import each_once
 
 NUM_ROWS, BLOCK = 50, 16
 
@@ -53,8 +54,11 @@ def counted(batch: Any) -> list[int]:
     return [int(token) for row in batch.labels for token in row if token != -100]
 
 
-@pytest.mark.parametrize("packing", ["fixed", "none"])
-@pytest.mark.parametrize("make", [tokenise, tokenise_text], ids=["samples", "text"])
+@pytest.mark.parametrize(
+    ("make", "packing"),
+    each_once([tokenise, tokenise_text], ["fixed", "none"]),
+    ids=["samples-fixed", "samples-none", "text-fixed", "text-none"],
+)
 def test_each_row_comes_once_an_epoch_also_after_a_resume(file: Path, packing: str, make: Any) -> None:
     """Resumed after each step on another number of replicas."""
     whole, size = stream(file, packing, make), 4

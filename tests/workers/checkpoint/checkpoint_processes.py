@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slipstream.checkpoint import CheckpointReader, Checkpoints, TensorShard, background_save
+from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from support.checkpoints.layouts import emptied, layout, same_bits, tensors
+from support.timeouts import LIMIT
 
 SEEDS = range(8)
 MESHES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(1, 4), (2, 2), (4, 1)]}
@@ -67,14 +70,19 @@ def as_dtensors(folder: Path, whole: dict[str, torch.Tensor]) -> None:
 
 
 def kill(folder: Path, checkpoints: Checkpoints, victim: str) -> None:
-    """One rank is no more before it has written its 80 MB."""
+    """One rank is no more before it has written all of its file."""
     del folder
     checkpoints.save(1, large(1.0, 10), {})
     checkpoints.wait()
-    checkpoints.save(2, large(2.0, 20_000_000), {})
     if dist.get_rank() == int(victim):
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # until the launcher ends this one
+        Snapshot._blocks = dying_blocks  # type: ignore[method-assign]
+    checkpoints.save(2, large(2.0, 5000), {})
+    time.sleep(LIMIT)  # until the launcher ends this one
+
+
+def dying_blocks(snapshot: Snapshot) -> Generator[bytes | memoryview]:
+    yield snapshot._header
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def trouble(folder: Path, checkpoints: Checkpoints) -> None:

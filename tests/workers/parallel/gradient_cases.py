@@ -96,15 +96,16 @@ def reductions_run_beside_the_pipeline() -> None:
         replica = Replica(build(ARCHITECTURES["llama"]), data, shard)
         replica.gradients.begin()
         local_loss(replica.model, *batch(0, data.size), data).backward()
-        data.barrier()
-        started = time.perf_counter()
-        if data.rank == 1:
-            time.sleep(3)
+        store = dist.PrefixStore(f"reductions/{shard}", dist.distributed_c10d._get_default_store())
+        if data.rank == 1:  # it comes when all others have got on
+            store.wait([f"got on/{rank}" for rank in range(data.size) if rank != 1])
+            time.sleep(0.5)  # in which one that doesn't wait would finish
+            store.set("came", "")
         for stage in (1, 0):
             replica.gradients.reduce(stage)
-        assert data.rank == 1 or time.perf_counter() - started < 1.5
+        store.set(f"got on/{data.rank}", "")
         replica.gradients.finish()
-        assert time.perf_counter() - started > 2.5
+        assert store.check(["came"])
 
 
 @no_rounding_inside()

@@ -57,8 +57,8 @@ def main(folder: Path, group: str) -> None:
             time.sleep(0.05)
         os._exit(0)
     os.environ["SLIPSTREAM_STALL_LIMIT"] = "500"
+    parent, began = os.getpid(), time.monotonic()
     if rank == 0 and os.fork() == 0:  # to see when rank 0 ends
-        parent, began = os.getppid(), time.monotonic()
         while os.getppid() == parent:
             time.sleep(0.02)
         (folder / "written").write_text(str(time.monotonic() - began))

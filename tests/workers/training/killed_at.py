@@ -1,7 +1,7 @@
-"""`slipstream train` as a rank that is killed at a moment of its first life, under torchrun:
-killed_at.py RANK MODULE NAME COUNT train config.yaml ...
+"""`slipstream train` as a rank that is killed at a moment of its first life, under torchrun, or as a run's launcher:
+killed_at.py RANK|launcher MODULE NAME COUNT train config.yaml ...
 
-The rank ends by SIGKILL at the COUNTth call of MODULE.NAME, which may be a method, in any of its threads; at COUNT 0
+The process ends by SIGKILL at the COUNTth call of MODULE.NAME, which may be a method, in any of its threads; at COUNT 0
 while MODULE is imported.
 """
 
@@ -54,7 +54,7 @@ def arm(module: str, name: str, at: int) -> None:
 
 
 rank, module, name, at = sys.argv[1:5]
-if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (rank, "0"):
+if (os.environ.get("RANK", "launcher"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == (rank, "0"):
     arm(module, name, int(at))
 sys.argv[:5] = [str(Path(__file__))]
 import_module("slipstream.cli").main()

@@ -1,0 +1,31 @@
+"""examples/own_loop.py with a rank that is killed in step 8, once a checkpoint is complete: dying_loop.py FOLDER"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import own_loop
+from slipstream import Pipeline
+from slipstream.checkpoint import CheckpointFolder
+
+folder = Path(sys.argv[1])
+own, num_steps = Pipeline.step, 0
+
+
+def step(self: Pipeline, *arguments: Any, **named: Any) -> Any:
+    global num_steps
+    num_steps += 1
+    if num_steps == 8 and os.environ["RANK"] == "1":
+        while not CheckpointFolder(folder).steps():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return own(self, *arguments, **named)
+
+
+Pipeline.step = step  # type: ignore[method-assign]
+own_loop.main(folder)
