@@ -229,6 +229,15 @@ def test_what_comes_back_from_the_host_is_activations_at_once() -> None:
     assert reload.after == 7
 
 
+def test_offloaded_memory_is_free_an_action_later_in_a_step_of_graphs() -> None:
+    """A slice's forward leaves 1: beside it there is the one before, whose copy runs meanwhile."""
+    schedule = add_offload(gpipe(1, 2, 3), 1.0)
+    peaks = [memory_of(schedule, table(1, 3), frees_late=late)[0] for late in (False, True)]
+    early, late = ([moment.most for moment in found.moments if moment.action.op is Op.F] for found in peaks)
+    assert [b - a for a, b in zip(early, late, strict=True)] == [0, 1, 1, 1, 1, 1]
+    assert all(found.moments[-1].after == 0 for found in peaks)
+
+
 def test_the_pool_of_two_ranks_by_hand() -> None:
     """1F1B of two ranks and three microbatches. A buffer holds a payload of 10 and a header of 1.
 

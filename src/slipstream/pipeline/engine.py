@@ -82,7 +82,8 @@ class Engine:
         losses = self.family.losses(tensor)
         own = self.stages, self.parameters, losses
         self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)
-        limit, rehearsal = MemoryLimit(options.memory.limit, self.ranks), self._rehearsal_with(losses)
+        limit = MemoryLimit(options.memory.limit, self.ranks, self.runner.records)
+        rehearsal = self._rehearsal_with(losses)
         self.limited_steps = LimitedSteps(limit, self.family, self.layout, self._laid_out, rehearsal, self.device)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])

@@ -80,6 +80,11 @@ class StepRunner:
             self.graphs = StepGraphs(stages, executor, device, _graph_refusal(ranks, options))
             parameters.keep_clear_of(self.graphs.gradients)
 
+    @property
+    def records(self) -> bool:
+        """Whether steps may be recorded as graphs, on all ranks alike."""
+        return self.graphs is not None and self.graphs.may_record
+
     def run(self, schedule: Schedule, batch: SplitBatch, agree: Callable[[], object]) -> Tensor:
         """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
         sends anything.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.schedule import (
@@ -51,10 +51,11 @@ class RankMemory:
         return self.worst.most
 
 
-def memory_of(schedule: Schedule, tables: MemoryTables) -> tuple[RankMemory, ...]:
+def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False) -> tuple[RankMemory, ...]:
     """Returns what every rank holds in a training step after the first, whose gradients start from none.
 
-    A schedule without communication gets the executor's. Where microbatches differ, give a table for each.
+    A schedule without communication gets the executor's. Where microbatches differ, give a table for each. With
+    `frees_late`, what an OFFLOAD copies stays until the copy had the time of an action, as in a step of CUDA graphs.
 
     Raises:
         SlipstreamError: the table lacks a unit.
@@ -62,10 +63,12 @@ def memory_of(schedule: Schedule, tables: MemoryTables) -> tuple[RankMemory, ...
     if not schedule.is_lowered:
         schedule = add_communication(schedule)
     windows = send_windows(schedule)
-    return tuple(rank_memory(schedule, rank, tables, windows) for rank in range(schedule.num_ranks))
+    return tuple(rank_memory(schedule, rank, tables, windows, frees_late) for rank in range(schedule.num_ranks))
 
 
-def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None = None) -> RankMemory:
+def rank_memory(
+    schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None = None, frees_late: bool = False
+) -> RankMemory:
     """Returns what one rank of a lowered schedule holds.
 
     Args:
@@ -73,9 +76,10 @@ def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables, windows: Wi
         rank: the pipeline rank.
         tables: bytes of the actions of that rank's stages, of all microbatches or of each.
         windows: the `send_windows` of the schedule, if they are known already.
+        frees_late: see `memory_of`.
     """
     account = _Account(schedule, rank, tables, windows)
-    row = schedule.actions[rank]
+    row = [*_freeing_late(schedule.actions[rank])] if frees_late else schedule.actions[rank]
     return RankMemory(tuple(account.run(action) for action in row if action.op not in RECEIVES | {Op.REDUCE_GRAD}))
 
 
@@ -121,6 +125,20 @@ def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -
             away -= footprint.leaves
             most_away = max(most_away, away)
     return peak, most_away
+
+
+def _freeing_late(row: Sequence[Action]) -> Iterator[Action]:
+    """Yields the actions of a row, each OFFLOAD where its memory is free: before the second action that computes."""
+    started, copied = list[Action](), list[Action]()
+    for action in row:
+        if action.op is Op.OFFLOAD:
+            started.append(action)
+            continue
+        if action.op in BACKWARDS | {Op.F, Op.R}:
+            yield from copied
+            started, copied = [], started
+        yield action
+    yield from (*copied, *started)
 
 
 def ends_context(forward: Action, schedule: Schedule) -> bool:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from slipstream import Action, Op
 from slipstream.pipeline.execution.recorded_moves import RecordedMoves
+from slipstream.schedule import Schedule, add_offload, gpipe, one_f_one_b
+from slipstream.simulator import Footprint, MemoryTable, StageSlice, memory_of
 from support.recorded_ops import RecordedOps
 
 FIRST, SECOND = (0, 0, 0), (0, 0, 1)
@@ -59,6 +61,34 @@ def test_memory_is_free_when_its_copy_had_the_time_of_one_action() -> None:
         assert held == ([True, True, False, False] if is_first else [False] * 4)
         run.done, done = [], run.done
     assert done == ["F0", "copies", "F1", "waits for 1", "F2", "F3"]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
+def test_memory_is_held_as_long_as_it_is_counted(generator: Callable[..., Schedule], share: float) -> None:
+    """What OFFLOADs have copied: of each slice a byte."""
+    schedule, run = add_offload(generator(1, 2, 4), share), Rehearsal()
+    units = {
+        (StageSlice(0, index, offloaded=is_out), op) for index in range(4) for is_out in (False, True) for op in Op
+    }
+    sizes = {Op.F: 1, Op.OFFLOAD: -1}  # what comes back is other memory
+    table = MemoryTable({(unit, op): Footprint(sizes.get(op, 0) * unit.offloaded, 0) for unit, op in units})
+    (rank,) = memory_of(schedule, table, frees_late=True)
+    counted = [moment.most for moment in rank.moments if moment.action.op in (Op.F, Op.B)]
+    present: dict[Action, list[Tensor]] = {}
+    alive, held = weakref.WeakSet[Tensor](), []
+    for action in schedule.actions[0]:
+        if action.op is Op.OFFLOAD:
+            run.moves.offload(action[1:], partial(present.pop, action))
+        elif action.op is Op.RELOAD:
+            run.moves.reload(action[1:], lambda _: None)
+        else:
+            run.moves.before(action)
+            held.append(len(alive))
+            if action.op is Op.F and (offload := action.with_op(Op.OFFLOAD)) in schedule.positions:
+                present[offload] = [torch.zeros(1, dtype=torch.uint8)]
+                alive.update(present[offload])
+    assert held == counted
 
 
 def test_what_comes_back_is_awaited_by_whoever_reads_it() -> None:

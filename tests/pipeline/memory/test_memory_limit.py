@@ -11,11 +11,13 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
 from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.execution import step_graphs
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, llama, tokens, unsplit_step
 from support.forked import launch
 from support.options import grouped
 from support.parameters import first_of
 from support.paths import WORKERS
+from support.recorded_ops import RecordedOps
 
 WORKER = WORKERS / "pipeline/memory_limit.py"
 
@@ -75,6 +77,17 @@ def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict
         pipe.step(inputs, inputs)
     assert all(parameter.grad is None for parameter in pipe.parameters())
     pipe.step(tokens(batch=4, length=32), tokens(batch=4, length=32))  # shorter sequences hold less
+
+
+def test_what_graphs_keep_of_offloaded_slices_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where steps aren't to be recorded."""
+    inputs, settings = tokens(batch=4), {"schedule": "gpipe", "offload": 1.0}
+    eager = predicted(pipeline(**settings), inputs)
+    assert predicted(pipeline(cuda_graphs=True, **settings), inputs) == eager  # a CPU has none
+    monkeypatch.setattr(step_graphs, "recorder_of", lambda _: RecordedOps())
+    assert predicted(pipeline(cuda_graphs=True, **settings), inputs) > eager
+    settings["offload"] = 0.0
+    assert predicted(pipeline(cuda_graphs=True, **settings), inputs) == predicted(pipeline(**settings), inputs)
 
 
 @pytest.mark.more

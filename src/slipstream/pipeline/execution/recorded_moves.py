@@ -8,7 +8,8 @@ actions, in their order, each after the actions before it. An action waits for t
         copy out .........  waits: its                 copy in  waits: it reads
         of F0's memory      memory is free             ......   what came in
 
-So an OFFLOAD's memory is freed an action later than the schedule says, or the copy would have none to run alongside.
+So an OFFLOAD's memory is freed an action later than the schedule says, or the copy would have none to run alongside;
+`slipstream.simulator.memory_of` counts it with `frees_late`.
 """
 
 from __future__ import annotations

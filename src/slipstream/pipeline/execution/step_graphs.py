@@ -54,6 +54,7 @@ class StepGraphs:
         """`refusal` says why this pipeline's steps can't be recorded at all."""
         self._stages, self._make_executor, self._device = stages, make_executor, device
         has_none = f"{device.type} has none" if recorder_of(device) is None else None
+        self.may_record = (has_none or refusal) is None  # as all ranks know alike; steps and stages may refuse later
         self.refusal = has_none or refusal or next(filter(None, map(_refusal_of, stages.values())), None)
         self.gradients = FixedGradients([p for stage in stages.values() for p in stage.model.parameters()])
         self._schedule: Schedule | None = None  # of the last step

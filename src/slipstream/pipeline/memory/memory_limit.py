@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,14 @@ _MOST_STEPS = 1024  # that are known to fit
 
 
 class MemoryLimit:
-    """Knows what the ranks would hold in a step; what isn't known yet is rehearsed, on all ranks at the same time."""
+    """Knows what the ranks would hold in a step; what isn't known yet is rehearsed, on all ranks at the same time.
 
-    def __init__(self, limit: float | None, ranks: Ranks) -> None:
+    `records` is whether steps may be recorded as CUDA graphs, which free what is offloaded an action later.
+    """
+
+    def __init__(self, limit: float | None, ranks: Ranks, records: bool) -> None:
         self.limit, self._ranks = limit, ranks
+        self._memory_of = partial(memory_of, frees_late=records)
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
         self.rows: RowAccount | None = None  # of batches whose sequences differ in length
         self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
@@ -73,7 +78,7 @@ class MemoryLimit:
             peaks = compiled_account(self.rows, schedule.placement, slices).peaks(schedule)
             if np.isfinite(peaks).all():
                 return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks]
-        ranks = memory_of(schedule, [self.rows.table(each) for each in slices])
+        ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
         return [rank.peak + token_bytes(sum(map(sum, slices))) for rank in ranks]
 
     def held_by(self, step: RehearsedStep) -> TrialMemory:
@@ -93,7 +98,7 @@ class MemoryLimit:
             known = {each.slices: self.rows.table(each.slices) for each in step.microbatches}
             of_all = [known[each.slices] for each in step.microbatches]
             if all(_covers(table, step.schedule, number) for number, table in enumerate(of_all)):
-                return memory_of(step.schedule, of_all)
+                return self._memory_of(step.schedule, of_all)
         alike = len(step.microbatches) == 1
         for number, each in enumerate(step.microbatches):
             table = self._tables.get(_key(each))
@@ -102,7 +107,7 @@ class MemoryLimit:
                 self._tables[_key(each)] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, number))])
         tables = [self._tables[_key(each)] for each in step.microbatches]
         _forget_oldest(self._tables, _MOST_TABLES)
-        return memory_of(step.schedule, tables[0] if alike else tables)
+        return self._memory_of(step.schedule, tables[0] if alike else tables)
 
 
 def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:

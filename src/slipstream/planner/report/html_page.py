@@ -49,6 +49,7 @@ def _headline(plan: Plan) -> str:
 def _table(plan: Plan) -> str:
     shared = wording.shared_choices(plan.predictions)
     columns = {name: cell for name, cell in wording.COLUMNS.items() if name not in shared}
+    columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
     cells = [[cell(prediction) for cell in columns.values()] for prediction in plan.predictions]
     rows = [(f"plan {number}", *row) for number, row in enumerate(cells, 1)]
     more = f"<p class='soft'>{escape(wording.shared_text(shared))}</p>" if shared else ""
