@@ -37,7 +37,7 @@ def answers(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     script = (
         HELPERS
         + """
-    await new Promise((done) => setTimeout(done, 100)); // until it is drawn
+    await until(() => document.querySelector(".lanes rect"));
     const found = {}, charts = [...document.querySelectorAll("figure.curves")], loss = charts[0];
     const told = (chart) => chart.querySelector("output").textContent;
     found.untouched = getComputedStyle(loss.querySelector("line.cursor")).display;
@@ -132,8 +132,7 @@ def test_a_link_of_the_overview_opens_its_run_and_nothing_is_too_wide(folder: Pa
     found.table = table.scrollWidth - table.clientWidth;
     document.querySelectorAll("table.runs a")[1].click();
     const boxes = () => document.querySelectorAll("#run-2 .lanes rect").length;
-    for (let waited = 0; waited < 5000 && !boxes(); waited += 50)  // it is drawn once it is seen
-        await new Promise((done) => setTimeout(done, 50));
+    await until(boxes); // it is drawn once it is seen
     found.after = isOpen();
     found.boxes = boxes();
     found.wider = document.documentElement.scrollWidth - innerWidth;

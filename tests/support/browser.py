@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
-from html import unescape
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
+from subprocess import DEVNULL
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,15 +19,10 @@ import pytest
 from support.timeouts import LIMIT
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_ANSWER = re.compile(r'<pre id="answer">(.*?)</pre>', re.DOTALL)
 _ASK = """<script>
+const until = async (isSo) => { while (!isSo()) await new Promise((done) => setTimeout(done, 20)); };
 addEventListener("load", async () => {
-  const tell = (value) => {
-    const answer = document.createElement("pre");
-    answer.id = "answer";
-    answer.textContent = JSON.stringify(value);
-    document.body.append(answer);
-  };
+  const tell = (value) => fetch("/answer", {method: "POST", body: JSON.stringify(value)});
   addEventListener("error", (event) => tell({error: event.message}));
   try { tell(await (async () => { %s })()); } catch (error) { tell({error: String(error)}); }
 });
@@ -32,22 +31,60 @@ addEventListener("load", async () => {
 
 def browse(page: Path, folder: Path, *options: str) -> str:
     """What a browser prints of a page; the test is skipped where there is no browser. `folder`: for its profile."""
+    command = [*_headless(folder), *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
+
+
+def ask(page: Path, folder: Path, script: str, width: int = 1200) -> Any:
+    """What JavaScript that runs in a copy of the page returns, from JSON; it may wait: `await until(() => condition)`.
+
+    The page stays open in real time until it has answered: frames, which observers wait for, come when they can.
+    """
+    answers: Queue[Any] = Queue()
+    copy = page.read_text(encoding="utf-8").replace("</body>", _ASK % script)
+    with _serve(copy, answers) as address:
+        options = ("--remote-debugging-port=0", f"--window-size={width},900", address)
+        with subprocess.Popen([*_headless(folder), *options], stdout=DEVNULL, stderr=DEVNULL) as browser:
+            try:
+                value = answers.get(timeout=LIMIT)
+            finally:
+                browser.terminate()
+    assert not (isinstance(value, dict) and "error" in value), value
+    return value
+
+
+def _headless(folder: Path) -> list[str]:
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"pages are not shown in a real browser: none of {', '.join(BROWSERS)} is installed")
     quiet = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
     quiet += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'profile'}"]
-    command = [program, "--headless", "--no-sandbox", *quiet, *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT).stdout
+    return [program, "--headless", "--no-sandbox", *quiet]
 
 
-def ask(page: Path, folder: Path, script: str, width: int = 1200) -> Any:
-    """What JavaScript that runs on a copy of the page returns, from JSON."""
-    copy = folder / "asked.html"
-    copy.write_text(page.read_text(encoding="utf-8").replace("</body>", _ASK % script), encoding="utf-8")
-    shown = browse(copy, folder, "--dump-dom", "--virtual-time-budget=2000", f"--window-size={width},900")
-    found = _ANSWER.search(shown)
-    assert found, shown[-2000:]
-    value = json.loads(unescape(found[1]))
-    assert not (isinstance(value, dict) and "error" in value), value
-    return value
+@contextmanager
+def _serve(page: str, answers: Queue[Any]) -> Iterator[str]:
+    """The address of a page that may post its answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply(page.encode())
+
+        def do_POST(self) -> None:
+            answers.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._reply(b"")
+
+        def _reply(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            """Leave the tests' output alone."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
