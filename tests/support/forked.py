@@ -1,7 +1,8 @@
 """Programs of tests, run by forked processes: worker scripts in one group over gloo, and the `slipstream` command.
 
 A new process spends eight seconds on importing torch and transformers, and the tests need hundreds of processes: these
-are forked from one that has imported everything and does nothing else.
+are forked from one that has imported everything, also what programs import only when they need it, and does nothing
+else.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _PROCESSES.set_forkserver_preload(
         "slipstream.cli.train",
         "slipstream.training.training_rank",
         "transformers.models.auto.modeling_auto",
+        "matplotlib.figure",
+        "rich.progress",
+        "support.architectures",
+        "support.forked",
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
     ]
 )
