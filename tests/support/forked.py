@@ -34,6 +34,7 @@ _PROCESSES.set_forkserver_preload(
         "slipstream.cli.train",
         "slipstream.training.training_rank",
         "transformers.models.auto.modeling_auto",
+        "matplotlib.backends.backend_agg",  # for the picture of a run's last step
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "mixtral", "qwen3")),
     ]
 )
