@@ -8,11 +8,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from _pytest.mark import ParameterSet
 
 from slipstream.launch import fork_server
 from slipstream.launch.local_ranks import MALLOC
@@ -67,10 +69,12 @@ else:
 """
 
 
-@pytest.fixture(params=["forked", pytest.param("anew", marks=pytest.mark.more)])
-def how(request: pytest.FixtureRequest) -> str:
-    """How the launcher starts its ranks: from a fork server, or as new processes."""
-    return str(request.param)
+def in_both_ways(*cases: tuple[Any, ...], anew: Container[object]) -> list[ParameterSet]:
+    """Each case with ranks that a fork server starts, and with new processes, which import torch: `make exactness` runs
+    those of which `anew` doesn't have the first value."""
+    return [pytest.param("forked", *case) for case in cases] + [
+        pytest.param("anew", *case, marks=pytest.mark.more if case[0] in anew else pytest.mark.grid) for case in cases
+    ]
 
 
 @pytest.fixture
@@ -117,13 +121,14 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("end", "last"),
-    [
+    ("how", "end", "last"),
+    in_both_ways(
         ("fine", ""),
         ("raise", "RuntimeError: the first cause"),
         ("user", "slipstream.errors.SlipstreamError: what to put right"),
         ("exit", "rank 1 ended with exit code 3; the other ranks were stopped"),
-    ],
+        anew=("raise", "exit"),
+    ),
 )
 def test_the_first_cause_is_told(launcher: Path, tmp_path: Path, how: str, end: str, last: str) -> None:
     ended = run_alone(launcher, how, tmp_path, end)
@@ -137,7 +142,9 @@ def test_the_first_cause_is_told(launcher: Path, tmp_path: Path, how: str, end: 
         assert ended.stderr == ""
 
 
-@pytest.mark.parametrize("victim", first_of([1, 0]))
+@pytest.mark.parametrize(
+    ("how", "victim"), [*in_both_ways((1,), anew=[1]), pytest.param("forked", 0, marks=pytest.mark.more)]
+)
 def test_a_killed_rank_ends_the_other_and_is_named(waiting: ForkedProgram, tmp_path: Path, victim: int) -> None:
     pids = rank_pids(tmp_path)
     os.kill(pids[victim], signal.SIGKILL)
@@ -148,7 +155,9 @@ def test_a_killed_rank_ends_the_other_and_is_named(waiting: ForkedProgram, tmp_p
     assert_gone(pids, seconds=0)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    ("how", "name"), in_both_ways(("SIGINT",), ("SIGTERM",), ("SIGKILL",), anew=("SIGINT", "SIGKILL"))
+)
 def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Path, name: str) -> None:
     pids = rank_pids(tmp_path)
     connections = [each for pid in (waiting.pid, *pids) for each in psutil.Process(pid).net_connections()]
@@ -199,6 +208,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the settings are glibc's")
+@pytest.mark.parametrize("how", first_of(["forked", "anew"]))
 def test_ranks_get_the_memory_settings_and_one_thread(launcher: Path, tmp_path: Path, how: str) -> None:
     (tmp_path / "rank.py").write_text(SAYS_WHERE_IT_IS)
     with at_level("warning"):

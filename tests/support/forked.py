@@ -35,7 +35,7 @@ _PROCESSES.set_forkserver_preload(
         "slipstream.cli.train",
         "slipstream.training.training_rank",
         "transformers.models.auto.modeling_auto",
-        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",  # for the picture of a run's last step
         "rich.progress",
         "support.architectures",
         "support.forked",

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from slipstream import Pipeline, RankGroup, make_mesh
 from slipstream.checkpoint import Checkpoints, load_training, training_shards
-from support.architectures import ARCHITECTURES, labels_of, tokens
+from support.architectures import labels_of, llama, tokens
 from support.checkpoints.optimizers import OPTIMIZERS
 from support.options import grouped
 
+MODEL = llama(num_hidden_layers=2)
+LENGTH = 20  # tokens
 MESHES = {
     "pp": ({"pp": 2}, {}),
     "zero": ({"dp": 2}, {"shard_optimizer": True}),
@@ -26,14 +28,14 @@ MESHES = {
 def start(mesh: str, optimizer: str, seed: int = 1) -> tuple[Pipeline, Optimizer]:
     axes, options = MESHES[mesh]
     settings = grouped(dtype=torch.float64, self_check=False, **options)
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], seed=seed, slices=3, mesh=make_mesh(**axes), **settings)
+    pipe = Pipeline.from_config(MODEL, seed=seed, slices=3, mesh=make_mesh(**axes), **settings)
     return pipe, OPTIMIZERS[optimizer](pipe.parameters())
 
 
 def train(pipe: Pipeline, optimizer: Optimizer, *steps: int) -> dict[str, Tensor]:
     """Steps on batches of their own; returns the whole model on rank 0."""
     for step in steps:
-        inputs = tokens(seed=step)
+        inputs = tokens(length=LENGTH, seed=step)
         mine = slice(pipe.replica, pipe.replica + 1) if pipe.num_replicas > 1 else slice(None)
         optimizer.zero_grad()
         pipe.step(inputs[mine], labels_of(inputs)[mine])
