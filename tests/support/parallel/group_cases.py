@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from support.timeouts import SOON
+
 Case = Callable[..., object]
 
 
@@ -22,7 +24,7 @@ def by_name(*cases: Case) -> dict[str, Case]:
 def run_cases(cases: dict[str, Case], chosen: Iterable[str] = ()) -> None:
     """Runs the chosen cases, or all; each process runs each case, and rank 0 prints `passed <name>` after it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SOON))
     try:
         for name in chosen or cases:
             cases[name]()
