@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, SOON
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _ASK = """<script>
-const until = async (isSo) => { while (!isSo()) await new Promise((done) => setTimeout(done, 20)); };
+const until = async (isSo) => {
+  for (const start = Date.now(); !isSo(); await new Promise((done) => setTimeout(done, 20)))
+    if (Date.now() - start > %d) throw new Error("never became true: " + isSo);
+};
 addEventListener("load", async () => {
   const tell = (value) => fetch("/answer", {method: "POST", body: JSON.stringify(value)});
   addEventListener("error", (event) => tell({error: event.message}));
@@ -41,7 +44,7 @@ def ask(page: Path, folder: Path, script: str, width: int = 1200) -> Any:
     The page stays open in real time until it has answered: frames, which observers wait for, come when they can.
     """
     answers: Queue[Any] = Queue()
-    copy = page.read_text(encoding="utf-8").replace("</body>", _ASK % script)
+    copy = page.read_text(encoding="utf-8").replace("</body>", _ASK % (1000 * SOON, script))
     with _serve(copy, answers) as address:
         options = ("--remote-debugging-port=0", f"--window-size={width},900", address)
         with subprocess.Popen([*_headless(folder), *options], stdout=DEVNULL, stderr=DEVNULL) as browser:
@@ -86,5 +89,7 @@ def _serve(page: str, answers: Queue[Any]) -> Iterator[str]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
