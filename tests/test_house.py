@@ -1,4 +1,4 @@
-"""The house stays easy to see: short modules, at most fourteen in a folder, and one public class of each name."""
+"""The house stays easy to see: modules that are read in one go, folders that say what they are for, one class of a name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ FOLDERS = sorted({path.parent for path in SRC.rglob("*.py")})
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(SRC.parent)))
-def test_a_folder_has_at_most_fourteen_modules_and_says_what_it_is_for(folder: Path) -> None:
-    modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 14
+def test_a_folder_says_what_it_is_for(folder: Path) -> None:
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
 
 
-def test_a_module_has_at_most_three_hundred_lines() -> None:
+def test_a_module_has_at_most_six_hundred_lines() -> None:
     lengths = {str(path.relative_to(SRC)): len(path.read_bytes().splitlines()) for path in SRC.rglob("*.py")}
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
+    assert {name: length for name, length in lengths.items() if length > 600} == {}
 
 
 def test_no_two_public_classes_have_one_name() -> None:
