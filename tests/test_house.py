@@ -1,4 +1,4 @@
-"""The house stays easy to see: modules that are read in one go, folders that say what they are for, one class of a name."""
+"""The house stays easy to see: modules read in one go, folders that say what they are for, one class of a name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
+from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
 from slipstream.model.fusion import check_compiler, fuse_kernels
@@ -26,7 +27,7 @@ from slipstream.model.model_config import (
     longest_sequence,
     trust_remote_code,
 )
-from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, parts_of
+from slipstream.model.model_cutting import keep_half, parts_of
 from slipstream.model.model_loading import meta_model, model_for_timing, pretrained_model, random_model
 from slipstream.model.self_check import (
     TOLERANCE,

@@ -18,7 +18,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import attention_interface
 from slipstream.model.hooks.crossing_tensors import CrossingTensor, CrossingTensors
 from slipstream.model.hooks.document_resets import recorded_carriers, reset_at_documents
-from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
+from slipstream.model.hooks.layer_arguments import (
+    first_output,
+    hidden_states,
+    with_first_output,
+    with_hidden_states,
+)
 from slipstream.model.hooks.layer_seeds import LayerSeeds
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
@@ -38,7 +43,7 @@ from slipstream.model.saving.weight_gradients import add_weight_gradients_in_pla
 from slipstream.model.tensor_spec import Tensors, TensorSpec
 from slipstream.model.vocabulary.head_rows import SpreadHead
 from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
-from slipstream.model.vocabulary.tied_weight import separate_head
+from slipstream.model.vocabulary.tied_weight import separate_head, shared_weights
 
 
 class CausalLMStage:
@@ -62,7 +67,7 @@ class CausalLMStage:
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
-            model.set_attn_implementation(attention_interface.NAME)
+            attention_interface.use_attention(model, attention_interface.NAME, anatomy.layers_of(model))
         self.owned, self.layers_here = owned, owned.layers  # of which at least a half is here
         self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)
@@ -85,7 +90,9 @@ class CausalLMStage:
         add_expert_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
         self._second_names = anatomy.second_names
-        self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_last)
+        self._canonical = {name: names[0] for names in anatomy.shared for name in names}
+        self.tied = [] if self.embeds_by_parts else separate_head(model, anatomy, self.is_first, self.is_last)
+        self.tied += shared_weights(model, anatomy)
         self.hidden_size: int = model.config.get_text_config().hidden_size
         self._form, self._takes_more = anatomy.hidden_form(self.hidden_size), anatomy.hidden is not None
         weights = chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())
@@ -120,9 +127,10 @@ class CausalLMStage:
             )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters under the unsplit model's names, tied weights once under the canonical name."""
+        """Yields the parameters under the unsplit model's names, shared weights once under the canonical name."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return ((name, p) for name, p in named if name not in self._second_names)
+        found = {self._canonical.get(name, name): p for name, p in named if name not in self._second_names}
+        return iter(found.items())
 
     def state(self) -> dict[str, Tensor]:
         """Returns this stage's part of the unsplit model's state dict, by the same names."""
@@ -244,10 +252,16 @@ class CausalLMStage:
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.layers_here or range(self.num_layers)[ends]
         if not self.is_first:
-            layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
+            # before the user's hooks, which see what the stage before sent
+            layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
         layers[here[-1]].register_forward_hook(self._leave_states)
-        end = partial(self._seeds.enter, self.num_layers) if self.is_last else self._keep
-        layers[here[-1]].register_forward_hook(end)
+        if self.is_last:
+            layers[here[-1]].register_forward_hook(partial(self._seeds.enter, self.num_layers))
+        elif here[-1] + 1 < self.num_layers:
+            # not where the layer returns it, which is before its own backward hooks are put on it
+            layers[here[-1] + 1].register_forward_pre_hook(self._keep_given, with_kwargs=True, prepend=True)
+        else:
+            layers[here[-1]].register_forward_hook(self._keep)
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gives the first owned layer what the stage before sent, instead of the placeholders' output."""
@@ -262,6 +276,9 @@ class CausalLMStage:
         if context.router_sums and self._router_loss is not None:
             hidden = self._router_loss.finish_slice(context, hidden)
         return None if hidden is first_output(output) else with_first_output(output, hidden)
+
+    def _keep_given(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        current_slice().output = hidden_states(args, kwargs)
 
     def _keep(self, _layer: nn.Module, _args: Any, output: Any) -> None:
         current_slice().output = first_output(output)

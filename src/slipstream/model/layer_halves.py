@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
 from slipstream.model.layer_range import LayerHalf
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
-from slipstream.model.model_cutting import copy_with_shared_weights, keep_half, second_half
+from slipstream.model.model_cutting import keep_half, second_half
 from slipstream.model.storages import has_parameters
 from slipstream.model.toy.toy_comparison import full_precision, output_weights, recorded_attention, relative_errors
 from slipstream.model.toy.toy_model import perturb_parameters, toy_model, toy_tokens
@@ -37,6 +38,8 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
     gradients of input and parameters. Raises SlipstreamError, naming the layer, where they are not equal.
     """
     try:
+        if anatomy.whole_layers:
+            raise _NotTwoHalvesError(f"layers: {anatomy.whole_layers}")
         if anatomy.hidden is not None:
             raise _NotTwoHalvesError("layers: they take more than hidden states from the layers before")
         with torch.random.fork_rng(devices=[]), full_precision():

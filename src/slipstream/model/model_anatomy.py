@@ -8,7 +8,7 @@ stage, and parts without parameters (rotary tables) to every stage.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,10 +55,13 @@ class ModelAnatomy:
     hidden: TensorForm | None = None  # of hidden states, where layers take more than (b, T, hidden)
     crossing: tuple[CrossingTensor, ...] = ()  # what they take besides; both depend on the model's size
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
+    shared: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several layers of this model share
     aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
     skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
     attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
+    whole_layers: str = ""  # why this model's layers can't be cut inside, beside what its architecture says
+    whole_head: str = ""  # likewise the rows of its head and embedding
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
     @property
@@ -73,6 +76,13 @@ class ModelAnatomy:
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
         """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
         return list(model.get_submodule(self.layers).children())
+
+    def stage_of(self, parameter: str, stages: Sequence[Collection[object]]) -> int:
+        """Returns which of the stages, given by the layers they own, computes with the parameter of this name."""
+        if parameter.startswith(f"{self.layers}."):
+            layer = int(parameter.removeprefix(f"{self.layers}.").partition(".")[0])
+            return next(number for number, owned in enumerate(stages) if layer in owned)
+        return 0 if _within(parameter, self.before) else len(stages) - 1
 
     def first_position(self, config: PretrainedConfig) -> int:
         """Returns the position of a sequence's first token."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,6 @@ from slipstream.model.adapters import is_wrapper, own_module
 from slipstream.model.layer_range import HalfLayer, LayerHalf, ModelEnd, StagePart
 from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, check_shared_weights
 from slipstream.model.storages import has_parameters
-
-_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def keep_layers(
@@ -76,12 +73,6 @@ def second_half(layer: nn.Module, parts: Sequence[LayerPart]) -> nn.Module | Non
         if part.begins_half and part.half is LayerHalf.FEED_FORWARD:
             return child
     return None
-
-
-def copy_with_shared_weights(model: _Model) -> _Model:
-    """Returns a copy of the modules over the same parameters and buffers, which can be cut differently."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
 
 
 def parts_of(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[tuple[nn.Module, LayerPart]]:

@@ -76,9 +76,9 @@ class Engine:
             self.layout = replace(self.layout, num_frozen_stages=self._frozen.number)
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
-        tied_ends = self.family.tied_ends(self.layout)
+        holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.tensor_parallel = tensor
-        self.parameters = Parameters(self.stages, self.ranks, tensor, tied_ends, options)
+        self.parameters = Parameters(self.stages, self.ranks, tensor, holders, options)
         losses = self.family.losses(tensor)
         own = self.stages, self.parameters, losses
         self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)

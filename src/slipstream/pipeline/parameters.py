@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,15 @@ class Parameters:
         stages: Mapping[int, Stage],
         ranks: Ranks,
         tensor: TensorParallel | None,
-        tied_ends: tuple[int, int],
+        holders: Mapping[str, Sequence[int]],
         options: PipelineOptions,
     ) -> None:
-        """Collective. `tied_ends` are the pipeline's ranks that hold a tied weight, equal where one has both ends; with
-        `shard_parameters` none is tied."""
+        """Collective. `holders` are the pipeline's ranks that hold each weight of several, in the order of its stages;
+        with `shard_parameters` there is none."""
         self._stages, self._ranks, self._tensor = stages, ranks, tensor
         shards_optimizer, shards_parameters = options.parallel.shard_optimizer, options.parallel.shard_parameters
         self._is_sharded = shards_optimizer or shards_parameters
-        self._tied = TiedGradients([*stages.values()], ranks, tied_ends)
+        self._tied = TiedGradients([*stages.values()], ranks, holders)
         self._masters: MasterParameters | ShardedParameters
         self._gradients: GradientReduction | ShardedParameters
         if shards_parameters and ranks.data.size > 1:
@@ -166,34 +166,35 @@ class Parameters:
 
 def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the parameters in which a stage's backwards leave gradients; a tied head has a separate accumulator."""
-    idle = set() if stage.is_first else {id(tied.parameter) for tied in stage.tied}
-    yield from ((name, parameter) for name, parameter in stage.named_parameters() if id(parameter) not in idle)
-    for tied in stage.tied:
-        if tied.head is not None:
-            yield tied.name, tied.head
+    held = {id(tied.parameter) for tied in stage.tied}
+    yield from ((name, parameter) for name, parameter in stage.named_parameters() if id(parameter) not in held)
+    yield from ((tied.name, parameter) for tied in stage.tied for parameter in tied.accumulators)
 
 
 class TiedGradients:
-    """The gradients of embeddings tied across stages: one weight, two gradients, added in one fixed order (rule 11).
+    """The gradients of weights that several stages hold: one weight, a gradient of each, added in one order (rule 11).
 
-    After a step `totals` adds embedding's and head's, on both ranks. These then hold the same gradient under the
-    canonical name, so equal optimizers keep the copies equal.
+    After a step `totals` adds those of an embedding and its head, or of layers, on all ranks that hold the weight.
+    These then hold the same gradient under the canonical name, so equal optimizers keep the copies equal.
     """
 
-    def __init__(self, stages: list[Stage], ranks: Ranks, ends: tuple[int, int]) -> None:
-        """Collective. `ends` are the pipeline's ranks of the first and the last stage, equal where one has both."""
-        embeddings = {tied.name: tied.parameter for stage in stages if stage.is_first for tied in stage.tied}
-        heads = {tied.name: tied.head for stage in stages for tied in stage.tied if tied.head is not None}
-        self._weights = {tied.name: tied.parameter for stage in stages for tied in stage.tied}
-        self._accumulators = {
-            name: [held[name] for held in (embeddings, heads) if name in held] for name in self._weights
-        }
-        self.names = set(self._weights)  # of the tied weights that this rank holds
-        self.copies = heads.keys() - embeddings.keys()  # the names of weights that another rank counts
-        self._group = ranks.connect(ends) if ends[0] != ends[1] else None
+    def __init__(self, stages: list[Stage], ranks: Ranks, holders: Mapping[str, Sequence[int]]) -> None:
+        """Collective. `holders` are the pipeline's ranks that hold each weight, in the order of its stages."""
+        tied = sorted((weight for stage in stages for weight in stage.tied), key=lambda weight: weight.name)
+        self._weights = {weight.name: weight.parameter for weight in tied}  # in one order on all ranks
+        self._accumulators: dict[str, list[nn.Parameter]] = {name: [] for name in self._weights}
+        for weight in tied:
+            known = self._accumulators[weight.name]
+            known += [each for each in weight.accumulators if all(each is not other for other in known)]
+        self.names = set(self._weights)  # of those that this rank holds
+        several = {name: tuple(dict.fromkeys(places)) for name, places in sorted(holders.items())}
+        # the names of weights that another rank counts
+        self.copies = {name for name in self.names & several.keys() if several[name][0] != ranks.pipeline.rank}
+        groups = {places: ranks.connect(places) for places in sorted({*several.values()}) if len(places) > 1}
+        self._groups = {name: groups.get(places) for name, places in several.items()}
 
     def totals(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the gradient of each trained weight: its embedding's plus its head's. Collective.
+        """Yields the gradient of each trained weight, the sum over its uses. Collective.
 
         A sum of two is the same to the bit wherever it is formed.
         """
@@ -205,6 +206,6 @@ class TiedGradients:
                     each.grad = None
                 wide = accumulators[-1].grad_dtype
                 total = sum(present[1:], present[0]) if present else torch.zeros_like(weight, dtype=wide)
-                if self._group is not None:
-                    all_reduce(total, dist.ReduceOp.SUM, self._group)
+                if (group := self._groups.get(name)) is not None:
+                    all_reduce(total, dist.ReduceOp.SUM, group)
                 yield name, total

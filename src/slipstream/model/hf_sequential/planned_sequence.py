@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.hf_sequential.stack_connector import LayerStack, StackConnector, StackLayer, main_output
-from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.toy.toy_model import quiet_transformers, toy_config
 
 PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, outputs), in the order they run

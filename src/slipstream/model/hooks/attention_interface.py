@@ -7,10 +7,11 @@ and values of the slices before from the context store.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import AttentionSite, KeyRanges, attend
 from slipstream.errors import SlipstreamError
@@ -56,6 +57,16 @@ def sliced_attention(
     random = (dropout, context.attention_seed(), current_draws()) if dropout else ()
     site = AttentionSite(context.store, call, attention_mask, scale, softcap, *random)
     return attend(query, key, value, site, s_aux, indices).transpose(1, 2), None
+
+
+def use_attention(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]) -> None:
+    """Lets the model attend by the implementation of this name, with layers that a user copied, which have a
+    configuration of their own."""
+    model.set_attn_implementation(name)
+    for module in (module for layer in layers for module in layer.modules()):
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig) and config._attn_implementation != name:
+            config._attn_implementation = name
 
 
 AttentionInterface.register(NAME, sliced_attention)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.autograd_calls import differentiable_once, direct_apply
+from slipstream.model.attached_code import runs_class_code
 
 WeightGradient = partial[None]  # whose arguments are the weight and the factors
 _NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
@@ -39,7 +40,8 @@ def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
 def add_weight_gradients_in_place(model: nn.Module) -> None:
     """Gives every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
 
-    Subclasses and modules inside a compiled one stay as they are: I has their gradients.
+    Subclasses, modules with a forward of their own and those inside a compiled one stay as they are: I has their
+    gradients.
     """
     for module in deferrable_layers(model):
         is_embedding = isinstance(module, nn.Embedding)
@@ -53,11 +55,12 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def deferrable_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the linear layers and embeddings whose weight gradients can wait for W."""
+    """Yields the linear layers and embeddings whose weight gradients can wait for W: those that run their class's code,
+    so that what takes its place computes the same."""
     if is_compiled(module):
         return
     plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-    if type(module) in (nn.Linear, Conv1D) or plain:
+    if (type(module) in (nn.Linear, Conv1D) or plain) and runs_class_code(module):
         yield module
     for child in module.children():
         yield from deferrable_layers(child)
@@ -85,7 +88,8 @@ def _embedding(module: Any, original: Callable[[Tensor], Tensor], ids: Tensor) -
 def _is_autograds(weight: Any) -> bool:
     """Returns whether a weight's gradient is left to autograd, or there is none."""
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return bool(hooked) or not weight.requires_grad or not torch.is_grad_enabled()
+    is_computed = not weight.is_leaf  # from other parameters, as the old `weight_norm` does
+    return bool(hooked) or is_computed or not weight.requires_grad or not torch.is_grad_enabled()
 
 
 class _Linear(torch.autograd.Function):

@@ -14,12 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks.mask_tables import SliceMask
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
-from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.self_check.toy_runs import TokenCuts, sliced_outputs, whole_outputs
 from slipstream.model.toy.toy_comparison import full_precision, recorded_attention, relative_errors
 from slipstream.model.toy.toy_failure import toy_failure

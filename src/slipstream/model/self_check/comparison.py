@@ -48,6 +48,11 @@ class SelfCheck:
     longest_packed: float  # the longest sequence of several documents, in tokens, in which each is as if it were alone
     paths: tuple[frozenset[str], ...] = ()  # by layer of the toy: kinds of attention and of carried states; empty: none
 
+    @property
+    def packs_any_length(self) -> bool:
+        """Whether documents packed in a sequence are as if they were alone, however long it is."""
+        return self.longest_packed == inf
+
     def check_packed(self, length: int) -> None:
         """Raises SlipstreamError if documents packed in a sequence of `length` tokens would not be exact."""
         if length > self.longest_packed:

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks.layer_arguments import first_output, hidden_states
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
 from slipstream.model.model_anatomy import ModelAnatomy
-from slipstream.model.model_cutting import copy_with_shared_weights
 from slipstream.model.tensor_spec import Tensors
 from slipstream.model.toy.toy_comparison import output_weights
 
@@ -199,6 +199,7 @@ def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     for stage in stages:
         gradients |= {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
         for tied in stage.tied:
-            if tied.head is not None and tied.head.grad is not None:
-                gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + tied.head.grad
+            for each in tied.accumulators:
+                if each is not tied.parameter and each.grad is not None:
+                    gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + each.grad
     return gradients

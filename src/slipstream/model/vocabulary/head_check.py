@@ -29,6 +29,8 @@ class HeadNames(NamedTuple):
 
 def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> HeadNames:
     """Returns the names of head and tied embedding. Raises SlipstreamError, saying why, where they can't be spread."""
+    if anatomy.whole_head:
+        raise _refusal(f"{anatomy.whole_head}. Give vocabulary='whole'")
     model: Any = toy_model(config)
     head, tokens = model.get_output_embeddings(), toy_tokens(config)
     name = next((name for name in anatomy.after if model.get_submodule(name) is head), None)

@@ -29,6 +29,8 @@ from slipstream.model import (
 from slipstream.model.adapters import (
     check_parallel,
 )
+from slipstream.model.attached_code import separate_modules
+from slipstream.model.given_model import GivenModel
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import (
@@ -40,6 +42,7 @@ from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_row
 from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.causal_lm_weights import load_layers, plan_shares, spread_heads
+from slipstream.pipeline.families.changed_model import ChangedModel
 from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
 from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.families.stage_layout import StageLayout
@@ -101,8 +104,21 @@ class CausalLMFamily:
                 parallel = options.parallel
                 check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
         self._anatomy = find_anatomy(self.config)
+        self._changed: ChangedModel | None = None
+        if source.given is not None:
+            self._changed = self._tried(source, source.given)
+            self._anatomy = self._changed.outlined(self._anatomy)
         self._head_names: HeadNames | None = None  # of a head that is spread
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
+
+    def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
+        """Returns what the changes of a model in memory keep from being computed apart. Collective."""
+        model = source.load(self._anatomy, [], None)
+        layers = model.get_submodule(self._anatomy.layers)
+        if given.shared:
+            separate_modules([(layers, name, layer) for name, layer in layers._modules.items() if layer is not None])
+        parts = given, model, self._anatomy, self._self_check
+        return ChangedModel.tried(*parts, self._ranks, self._options)
 
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
@@ -158,6 +174,8 @@ class CausalLMFamily:
         layout, self._anatomy = plan_layout(
             self.config, self._anatomy, schedule, slices, self._options, *shared, draws, self._outline
         )
+        if self._changed is not None:
+            self._changed.check_layout(layout, self._options)
         if layout.spreads_vocabulary:
             self._head_names = find_spreadable_head(self.config, self._anatomy)
         return layout
@@ -198,11 +216,15 @@ class CausalLMFamily:
             return SliceLosses(vocabulary_cross_entropy(*part))
         return SliceLosses(given or causal_cross_entropy)
 
-    def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
-        """Returns the pipeline's ranks that hold a tied weight, equal where one has both ends."""
+    def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
+        """Returns the pipeline's ranks that hold each weight of several, in the order of its stages."""
         placement = layout.training.placement
-        copies = self._ranks.pipeline.size > 1 and self._anatomy.tied and not layout.spreads_embedding
-        return (placement[0], placement[-1]) if copies else (0, 0)
+        tied = () if layout.spreads_embedding else self._anatomy.tied
+        holders = {embedding: [placement[0], placement[-1]] for _, embedding in tied}
+        for names in self._anatomy.shared:
+            stages = sorted({self._anatomy.stage_of(name, layout.layers) for name in names})
+            holders[names[0]] = [placement[stage] for stage in stages]
+        return holders
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         """Returns the pairs of stages that skips go between past others: none."""
@@ -245,17 +267,19 @@ class CausalLMFamily:
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
         groups = self.sequences_of(plan.groups)
-        found = self._checked(cut_rows(sequences.packed(groups), plan.microbatches, seed))
+        found = self._checked(cut_rows(sequences.packed(groups), plan.microbatches, seed), is_ragged=True)
         return with_sequences(found, self._sequence_loss, sequences, groups)
 
     def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the sequences of each microbatch, of those that a step plans as one."""
         return ungrouped(self._sequence_loss, groups)
 
-    def _checked(self, batch: SplitBatch) -> SplitBatch:
+    def _checked(self, batch: SplitBatch, is_ragged: bool = False) -> SplitBatch:
         """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""
         if any(len(slices) > 1 or slices[0].document_start is not None for slices in batch.slices):
             self._check_cut()
+        if self._changed is not None:
+            self._changed.check_batch(batch, is_ragged)
         for first, *_ in batch.slices:
             if self._self_check is not None and first.document_start is not None:
                 self._self_check.check_packed(first.length)

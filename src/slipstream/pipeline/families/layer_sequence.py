@@ -110,9 +110,9 @@ class SequenceFamily:
         assert not isinstance(self._options.loss_fn, SequenceLoss)
         return SliceLosses(self._options.loss_fn or cross_entropy)
 
-    def tied_ends(self, layout: StageLayout) -> tuple[int, int]:
-        """Returns equal ranks: a weight that two stages use is refused."""
-        return 0, 0
+    def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
+        """Returns none: a weight that two stages use is refused."""
+        return {}
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         """Returns the pairs of stages that skips go between past others."""

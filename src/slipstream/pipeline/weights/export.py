@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import meta_model
+from slipstream.model import meta_model, storage_id
 from slipstream.model.toy.toy_model import quiet_transformers
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
 from slipstream.pipeline.parameters import Parameters
@@ -50,9 +50,15 @@ def write_model(folder: str | Path, config: PretrainedConfig, state: Mapping[str
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     model = meta_model(config, dtype)
     check_state(model, state)
+    taken: set[int] = set()
+    written: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        # A file has each tensor by itself, also where layers share one.
+        written[name] = tensor.clone() if storage_id(tensor) in taken else tensor
+        taken.add(storage_id(tensor))
     try:
         with quiet_transformers():
-            model.save_pretrained(folder, state_dict=dict(state))
+            model.save_pretrained(folder, state_dict=written)
     except SafetensorError as error:  # what it makes of the disk's errors
         raise OSError(str(error)) from error
     _check_files(Path(folder))
@@ -63,8 +69,8 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if found := state_misfits(model, state):
         raise SlipstreamError(
             f"the weights aren't those of {type(model).__name__}, which would load them with random ones in their "
-            f"place: the pipeline's model {found}. Where these are adapters, merge them into the model before the "
-            "Pipeline takes it; what was trained is in pipe.state_dict(), on rank 0."
+            f"place: the pipeline's model {found}. Save what was trained by torch.save(pipe.state_dict(), path) on "
+            "rank 0 instead; merge adapters into the model before the Pipeline takes it."
         )
 
 

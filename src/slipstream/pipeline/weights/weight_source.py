@@ -24,6 +24,7 @@ from slipstream.model.adapters import (
     freeze,
     read_adapter_config,
 )
+from slipstream.model.given_model import GivenModel, compare_with_config
 from slipstream.model.saving import compiled_modules
 
 
@@ -34,6 +35,7 @@ class WeightSource(NamedTuple):
     load: Callable[[ModelAnatomy, list[StagePart], torch.dtype | None], PreTrainedModel]
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
     trained: TrainedWeights = ALL_WEIGHTS
+    given: GivenModel | None = None  # how a model in memory differs from the configuration's
 
 
 def with_adapter(source: WeightSource, lora: Any, seed: int, base: str) -> WeightSource:
@@ -102,4 +104,5 @@ def in_memory(model: object) -> WeightSource:
             "Leave it out, or disable it on the model, and give memory=slipstream.Memory(recompute='full')."
         )
     trained = TrainedWeights.of(model, adapter)
-    return WeightSource(model.config, lambda *_: model, tuple(compiled_modules(model)), trained)
+    given = compare_with_config(model, adapter)
+    return WeightSource(given.config, lambda *_: model, tuple(compiled_modules(model)), trained, given)

@@ -1,0 +1,217 @@
+"""Finds how a model in memory differs from the one that its configuration describes, before it is cut into stages.
+
+Everything else here follows from the configuration: the toys that are tried, the names of parts, what is planned. What
+a user did to the instance, a hook, a forward, another module, a weight that two modules share, is in none of them. So
+the instance is held against the configuration's model on the meta device, name by name. Nothing runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.model.attached_code import HOOKS
+from slipstream.model.model_loading import meta_model
+
+_HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_GROWS = "num_hidden_layers"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a user changed of one module: its name, "" for the model itself, and what is different, as a clause."""
+
+    module: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'} {self.what}"
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """How a model differs from its configuration's.
+
+    Args:
+        config: describes the model as it is: with its number of layers, and head and embedding tied or not.
+        changes: of modules whose code differs; none where everything runs as the configuration's model does.
+        shared: the names of each parameter that several layers share, in the model's order; the first is canonical.
+        gradient_hooks: the names of parameters with hooks on their gradients.
+    """
+
+    config: PretrainedConfig
+    changes: tuple[Change, ...] = ()
+    shared: tuple[tuple[str, ...], ...] = ()
+    gradient_hooks: tuple[str, ...] = ()
+
+    def changes_within(self, *names: str) -> list[Change]:
+        """Returns the changes of modules of these names and of their parts."""
+        return [each for each in self.changes if any(_is_within(each.module, name) for name in names)]
+
+    def changes_around(self, name: str) -> list[Change]:
+        """Returns the changes of the modules that contain the one of this name, and of itself."""
+        return [each for each in self.changes if _is_within(name, each.module)]
+
+
+def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) -> GivenModel:
+    """Returns how a model in memory differs from its configuration's, which has `adapter` added if there is one.
+
+    Raises SlipstreamError where no configuration could describe the model.
+    """
+    config = _described(model)
+    reference = TrainedWeights(adapter=adapter).apply(meta_model(config))
+    changes = list(_changes(model, reference))
+    groups, expected = _same_parameters(model), _same_parameters(reference)
+    parted = [names for names in expected.values() if len({groups.get(name, (name,)) for name in names}) > 1]
+    if parted:
+        raise SlipstreamError(
+            f"{' and '.join(parted[0])} are one weight by the configuration of model_type {config.model_type!r}, but "
+            "two in this model. Tie them by model.tie_weights(), or give a configuration that doesn't."
+        )
+    shared = {names for name, names in groups.items() if names != expected.get(name)}
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+    return GivenModel(config, tuple(changes), tuple(sorted(shared)), tuple(hooked))
+
+
+def _described(model: PreTrainedModel) -> PretrainedConfig:
+    """Returns a configuration that describes the model's number of layers, and whether its head is tied."""
+    config = model.config
+    reference = meta_model(config)
+    text = config.get_text_config()
+    count: int | None = getattr(text, _GROWS, None)
+    changed: dict[str, Any] = {}
+    for name, layers in _lists(reference).items():
+        given = _lists(model).get(name)
+        if given is None or len(layers) != count or len(given) == count:
+            continue
+        if len(given) > count:
+            raise SlipstreamError(
+                f"the model has {len(given)} layers in {name}, but its configuration says {_GROWS}={count}, and its "
+                f"forward runs no more. Remove the others, or set model.config.{_GROWS} = {len(given)}."
+            )
+        changed[_GROWS] = len(given)
+        if getattr(text, "layer_types", None):
+            changed["layer_types"] = text.layer_types[: len(given)]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = getattr(embedding, "weight", None) is not None and embedding.weight is getattr(head, "weight", None)
+    was_tied = reference.get_input_embeddings().weight is getattr(reference.get_output_embeddings(), "weight", None)
+    if is_tied != was_tied:
+        changed["tie_word_embeddings"] = is_tied
+    return with_settings(config, changed) if changed else config
+
+
+def with_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> PretrainedConfig:
+    """Returns a copy of a configuration, and of what it says of text, with other settings."""
+    described = copy.deepcopy(config)
+    for part in {id(each): each for each in (described, described.get_text_config())}.values():
+        for name, value in settings.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    return described
+
+
+def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+
+
+def _same_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Returns, for the name of each parameter that has several, all of them."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name: tuple(each) for each in names.values() if len(each) > 1 for name in each}
+
+
+def _changes(model: nn.Module, reference: nn.Module) -> Iterator[Change]:
+    """Yields the changes of each module; of one that is another, not those of its parts."""
+    expected = dict(reference.named_modules(remove_duplicate=False))
+    others: list[str] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(_is_within(name, other) for other in others):
+            continue
+        like = expected.get(name)
+        if like is None:
+            what = f"is a {type(module).__name__} that its architecture doesn't have"
+        elif not _same_code(type(module), type(like)):
+            what = f"is a {type(module).__name__}, not a {type(like).__name__}"
+        else:
+            yield from (Change(name, what) for what in _differences(module, like))
+            continue
+        others.append(name)
+        yield Change(name, what)
+        hooks = [Change(part, each) for part, inner in module.named_modules(prefix=name) for each in _hooks(inner)]
+        yield from hooks
+    for name in expected.keys() - dict(model.named_modules(remove_duplicate=False)).keys():
+        parent, _, child = name.rpartition(".")
+        if parent in expected and not any(_is_within(parent, other) for other in others):
+            yield Change(parent, f"lacks its {child}")
+
+
+def _same_code(kind: type, expected: type) -> bool:
+    """Returns whether a class is the expected one, or adds nothing but a constructor to it."""
+    if kind is expected:
+        return True
+    added = {name for base in kind.__mro__ if base not in expected.__mro__ for name in vars(base)}
+    passive = {"__init__", "__module__", "__doc__", "__qualname__", "__firstlineno__", "__static_attributes__"}
+    return issubclass(kind, expected) and added <= passive
+
+
+def _differences(module: nn.Module, like: nn.Module) -> Iterator[str]:
+    """Yields what differs between two modules of one class."""
+    own, expected = vars(module), vars(like)
+    if "forward" in own and not _same_function(own["forward"], expected.get("forward")):
+        yield "has a forward of its own"
+    yield from _hooks(module, like)
+    for kind in ("_parameters", "_buffers"):
+        mine, theirs = ({name for name, each in values[kind].items() if each is not None} for values in (own, expected))
+        for name in sorted(mine ^ theirs):
+            yield f"{'has' if name in mine else 'lacks'} {name!r}" + (", which its class doesn't have" * (name in mine))
+    if isinstance(module, PreTrainedModel):
+        return  # it keeps what transformers notes of how it was loaded
+    for name in own.keys() | expected.keys():
+        if name.startswith("_") or name in ("training", "forward") or isinstance(own.get(name), nn.Module):
+            continue
+        if not _same_value(own.get(name), expected.get(name)):
+            yield f"has {name}={own.get(name)!r}, not {expected.get(name)!r}"
+
+
+def _hooks(module: nn.Module, like: nn.Module | None = None) -> Iterator[str]:
+    for kind, name in _HOOK_NAMES.items():
+        if len(getattr(module, kind)) != (0 if like is None else len(getattr(like, kind))):
+            yield f"has a {name}"
+
+
+def _same_value(value: Any, expected: Any) -> bool:
+    """Returns whether plain values and functions are the same; others, such as tensors, aren't compared."""
+    if isinstance(value, _PLAIN) and isinstance(expected, _PLAIN):
+        return bool(value == expected)
+    if callable(value) and not isinstance(value, type) and callable(expected):
+        return _same_function(value, expected)
+    return isinstance(value, _PLAIN) == isinstance(expected, _PLAIN)
+
+
+def _same_function(function: Any, expected: Any) -> bool:
+    functions = [each.__func__ if isinstance(each, MethodType) else each for each in (function, expected)]
+    codes = [getattr(each, "__code__", None) for each in functions]
+    if None in codes:
+        return type(functions[0]) is type(functions[1]) and (codes == [None, None])
+    return bool(codes[0] is codes[1])
+
+
+def _is_within(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")

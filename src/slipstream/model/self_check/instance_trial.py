@@ -1,0 +1,460 @@
+"""Tries what a user changed of a model in memory: whether tokens, rows and layers may be computed apart.
+
+One layer of each changed kind runs at its real width on a few tokens, on a copy with noise on its weights, so that a
+branch that begins at zero counts:
+
+    every token a document of its own     one token changes, by a little and by a lot: all others keep their bits,
+                                          and no gradient comes from them (attention passes nothing then)
+    slices against the whole, float64     what depends on a token's place in the slice, or on the number of tokens
+    changed layers in their chain,        what passes between layers beside the hidden states
+    then each alone
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from slipstream.attention import ContextStore
+from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights
+from slipstream.model.causal_lm_stage import CausalLMStage
+from slipstream.model.given_model import Change, GivenModel
+from slipstream.model.hooks.attention_interface import use_attention
+from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
+from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.layer_range import LayerRange
+from slipstream.model.model_anatomy import ModelAnatomy
+from slipstream.model.model_cutting import PassThrough
+from slipstream.model.self_check.carried_state import TOLERANCE
+from slipstream.model.self_check.toy_runs import TokenCuts, run_sliced, run_whole
+from slipstream.model.toy.toy_comparison import full_precision, relative_errors
+
+_SECONDS = 10.0  # for everything that is tried
+_TOKENS = 12
+_CUTS = TokenCuts((0, 3, 8, 9, _TOKENS), (0, _TOKENS))  # one slice has a single token
+_PLACE = 0, 5  # of the token that is changed: row and token
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """Why something can't be computed apart, as the end of a sentence; "" where it can.
+
+    Args:
+        tokens: a token from the others of its sequence.
+        rows: a sequence from the others of the batch.
+        layers: a layer from the other layers.
+        again: a slice a second time, as recomputation does.
+    """
+
+    tokens: str = ""
+    rows: str = ""
+    layers: str = ""
+    again: str = ""
+
+
+class _MixingError(Exception):
+    """Raised with a TrialResult where something was found to depend on what it must not depend on."""
+
+    def __init__(self, result: TrialResult) -> None:
+        super().__init__(result)
+        self.result = result
+
+
+def try_changes(given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy, packs: bool) -> TrialResult:
+    """Returns what of a changed model can't be computed apart. Not collective.
+
+    `packs` says whether the architecture keeps packed documents apart, which shows what passes between tokens beside
+    attention. What fails when it is tried can't be computed apart either.
+    """
+    trial = _Trial(model, replace(anatomy, halves=(), separate_ends=frozenset(), shared=()), given, packs)
+    seed = torch.random.fork_rng(devices=[])
+    with seed, _python_draws_kept():
+        try:
+            return trial.run()
+        except _MixingError as error:
+            return error.result
+        except Exception as error:  # the user's own code
+            reason = f"{_named(given.changes)}, and trying it failed ({type(error).__name__}: {error})"
+            return TrialResult(reason, reason, reason, reason)
+
+
+class _Trial:
+    """The changed layers of a model, and how each is tried."""
+
+    def __init__(self, model: PreTrainedModel, anatomy: ModelAnatomy, given: GivenModel, packs: bool) -> None:
+        self._model, self._anatomy, self._packs = model, anatomy, packs
+        self._layers = anatomy.layers_of(model)
+        self._changes = {
+            index: found
+            for index in range(len(self._layers))
+            if (found := given.changes_within(f"{anatomy.layers}.{index}"))
+        }
+        inside = {each for changes in self._changes.values() for each in changes}
+        self._elsewhere = [each for each in given.changes if each not in inside]
+        self._deadline = time.monotonic() + _SECONDS
+        self._device = next(model.parameters()).device
+        vocabulary = model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(1, vocabulary, (2, _TOKENS), generator=generator).to(self._device)
+
+    def run(self) -> TrialResult:
+        """Tries one layer of each kind, then all that differ together."""
+        kinds: dict[object, int] = {}
+        for index in self._changes:
+            kinds.setdefault(tuple(_described(self._layers[index])), index)
+        for index in kinds.values() or (0,):
+            self._try_layer(index)
+        return TrialResult(layers=self._passing())
+
+    def _try_layer(self, index: int) -> None:
+        """Raises _MixingError unless a layer, with what is changed outside of the layers, computes tokens apart."""
+        blamed = _named([*self._changes.get(index, ()), *self._elsewhere])
+        if self._packs:
+            try:
+                self._try_tokens(index, blamed, torch.equal, None)
+            except _MixingError as error:
+                if error.result.again:
+                    raise
+                # Kernels may round a row in another way where another row is another: not in float64 to this degree.
+                self._try_tokens(index, blamed, _are_close, torch.float64)
+        self._check_time(blamed)
+        with full_precision():
+            model = self._copy({index}, torch.float64)
+            if not self._anatomy.attends_itself:
+                use_attention(model, "eager", self._anatomy.layers_of(model))
+            whole = run_whole(model, self._anatomy, self._tokens, _CUTS)
+            rows = [run_whole(model, self._anatomy, row[None], _CUTS).outputs for row in self._tokens]
+            stages = [self._stage(copy_with_shared_weights(model))]
+            sliced = run_sliced(stages, self._anatomy, self._tokens, _CUTS)
+        apart = {place: torch.cat([row[place] for row in rows]) for place in whole.outputs}
+        _check(apart, whole.outputs, TrialResult(rows=f"{blamed}, which computes a sequence alone in another way"))
+        message = f"{blamed}, which computes a slice in another way than the whole sequence"
+        _check(sliced.outputs, whole.outputs, TrialResult(tokens=message))
+        _check(sliced.gradients, whole.gradients, TrialResult(tokens=message))
+
+    def _try_tokens(
+        self, index: int, blamed: str, same: Callable[[Tensor, Tensor], bool], dtype: torch.dtype | None
+    ) -> None:
+        """Raises _MixingError where a token, each a document of its own, has a part in another's output or gradient."""
+        model = self._copy({index}, dtype)
+        stage = self._stage(model)
+        inside = [each.module for each in (*self._changes.get(index, ()), *self._elsewhere) if each.module]
+        run = _TokenRun(stage, index, self._tokens, [model.get_submodule(name) for name in dict.fromkeys(inside)])
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(run.shape, generator=generator).to(self._device, run.dtype)
+        # 1. The same once more: nothing drawn, nothing kept.
+        first = run.outputs(hidden)
+        states = _states(model)
+        again = run.outputs(hidden)
+        if not all(map(torch.equal, first, again)) or states != _states(model):
+            reason = f"{blamed}, which draws random numbers or keeps a state from call to call"
+            raise _MixingError(TrialResult(reason, reason, again=reason))
+        # 2. Another token, at the layer's input and at the model's.
+        row, place = _PLACE
+        changed_tokens = self._tokens.clone()
+        changed_tokens[_PLACE] = 1 if changed_tokens[_PLACE] != 1 else 2
+        others = torch.ones(2, _TOKENS, dtype=torch.bool, device=self._device)
+        others[row, place] = False
+        trials = [(run.outputs(_with(hidden, factor)), first) for factor in (1.01, 100.0)]
+        # at the changed modules' own inputs, too: a norm before them would take a factor away
+        trials += [(run.outputs(hidden, scaled=number), first) for number in range(len(run.parts))]
+        trials.append((run.outputs(None, changed_tokens), run.outputs(None)))
+        mixes_tokens = TrialResult(f"{blamed}, which mixes tokens of a sequence")
+        mixes_rows = TrialResult(*[f"{blamed}, which mixes the sequences of a batch"] * 2)
+        for found, expected in trials:
+            for output, before in zip(found, expected, strict=True):
+                if not same(output[1 - row], before[1 - row]):
+                    raise _MixingError(mixes_rows)
+                if not same(output[others], before[others]):
+                    raise _MixingError(mixes_tokens)
+        # 3. Gradients: none comes back from others' outputs.
+        if not same(run.gradient(hidden, others)[row, place], torch.zeros_like(hidden[row, place])):
+            raise _MixingError(mixes_tokens)
+        others[row] = False
+        if not same(run.gradient(hidden, others)[row], torch.zeros_like(hidden[row])):
+            raise _MixingError(mixes_rows)
+
+    def _passing(self) -> str:
+        """Returns why layers can't run on different ranks: what passes between those that differ."""
+        names = [*self._anatomy.before, *(f"{self._anatomy.layers}.{index}" for index in self._changes)]
+        names += [name for name in self._anatomy.after if name not in names]
+        model = self._copy(set(self._changes), None, shares=True).eval()
+        parts = {name: model.get_submodule(name) for name in names}
+        calls: dict[str, list[Any]] = {name: [] for name in names}
+        recording = True
+
+        def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            if recording:
+                calls[name] = [args, kwargs, None]
+
+        def leave(name: str, _: nn.Module, _args: Any, output: Any) -> None:
+            if recording:
+                calls[name][2] = output
+
+        for name, part in parts.items():
+            part.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
+            part.register_forward_hook(partial(leave, name))
+        with torch.no_grad():
+            model(input_ids=self._tokens, use_cache=False)
+            recording = False
+            model(input_ids=self._tokens.flip(1), use_cache=False)
+            for name in reversed(names):
+                self._check_time(_named(self._elsewhere))
+                if calls[name]:
+                    args, kwargs, expected = calls[name]
+                    found = parts[name](*args, **kwargs)
+                    if not all(map(_is_same_leaf, tree_leaves(found), tree_leaves(expected))):
+                        return f"{name} takes more than its input from other layers, as through a hook"
+        return ""
+
+    def _copy(self, kept: set[int], dtype: torch.dtype | None, shares: bool = False) -> PreTrainedModel:
+        """Returns the model with the layers `kept` alone, over copies of their weights with noise, unless it `shares`
+        them; all other weights are shared, without gradients."""
+        tried = [self._layers[index] for index in kept]
+        tried += [self._model.get_submodule(each.module) for each in self._elsewhere if not self._holds_layers(each)]
+        own = {id(each) for part in tried for each in (*part.parameters(), *part.buffers())}
+        generator = torch.Generator().manual_seed(2)
+        memo: dict[int, Any] = {}
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            copied = tensor.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if not shares and id(tensor) in own:
+                copied = copied.clone()
+                if is_parameter and copied.is_floating_point():
+                    noise = torch.randn(copied.shape, generator=generator) * 0.1
+                    copied.add_((noise * copied.float().std().cpu().nan_to_num(1.0).clamp(min=0.01)).to(copied))
+            if is_parameter:
+                copied = nn.Parameter(copied, requires_grad=id(tensor) in own and copied.is_floating_point())
+            memo[id(tensor)] = copied
+        model = copy_modules(self._model, memo)
+        layers: Any = model.get_submodule(self._anatomy.layers)
+        for index in range(len(layers)):
+            if index not in kept:
+                layers[index] = PassThrough(layers[index], self._anatomy.tuple_length)
+            else:
+                layers[index].register_forward_pre_hook(_begin_graph, with_kwargs=True, prepend=True)
+        _drop_nothing(model)
+        if dtype is not None:
+            model.to(dtype)
+        return model.train()
+
+    def _holds_layers(self, change: Change) -> bool:
+        return not change.module or f"{self._anatomy.layers}.".startswith(f"{change.module}.")
+
+    def _stage(self, model: PreTrainedModel) -> CausalLMStage:
+        return CausalLMStage(model, self._anatomy, LayerRange(0, len(self._layers)), self._device)
+
+    def _check_time(self, blamed: str) -> None:
+        if time.monotonic() > self._deadline:
+            reason = f"{blamed}, and trying it took longer than {_SECONDS:.0f} s"
+            raise _MixingError(TrialResult(reason, reason, reason, reason))
+
+
+class _TokenRun:
+    """Runs a stage with one layer on tokens of which each is a document of its own."""
+
+    def __init__(self, stage: CausalLMStage, index: int, tokens: Tensor, parts: Sequence[nn.Module]) -> None:
+        self._stage, self._tokens, self.parts = stage, tokens, parts
+        layer = stage.layers[index]
+        self._hidden: Tensor | None = None  # what the layer is given; None: what the model gives it
+        self._scaled: int | None = None  # the number of the part whose input is scaled at one token
+        for number, part in enumerate(parts):
+            part.register_forward_pre_hook(partial(self._scale, number), with_kwargs=True, prepend=True)
+        self._output = torch.empty(0)
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+        layer.register_forward_hook(self._leave)
+        self.shape, self.dtype = stage.hidden(self._slice(tokens)).shape, stage.hidden_dtype
+        stage.find_carriers()
+
+    @torch.no_grad()
+    def outputs(
+        self, hidden: Tensor | None, tokens: Tensor | None = None, scaled: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the layer's output (2, T, hidden) and the logits (2, T, vocabulary), with the input of the part of
+        number `scaled` a hundred times as large at one token."""
+        self._scaled = scaled
+        logits = self._run(hidden, tokens)
+        self._scaled = None
+        return self._output.detach(), logits.detach()
+
+    def gradient(self, hidden: Tensor, counted: Tensor) -> Tensor:
+        """Returns the gradient of the layer's input, of a sum over the outputs of the tokens that count."""
+        hidden = hidden.clone().requires_grad_()
+        logits = self._run(hidden, None)
+        total = sum(each[counted].double().sin().sum() for each in (self._output, logits))
+        assert isinstance(total, Tensor)
+        (gradient,) = torch.autograd.grad(total, hidden)
+        return gradient
+
+    def _run(self, hidden: Tensor | None, tokens: Tensor | None) -> Tensor:
+        self._hidden = hidden
+        piece = self._slice(self._tokens if tokens is None else tokens)
+        return self._stage.forward(piece, None, ContextStore(piece.length))
+
+    def _slice(self, tokens: Tensor) -> TokenSlice:
+        starts = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return TokenSlice(tokens, torch.zeros_like(tokens), starts, start=0, length=tokens.shape[1], max_position=0)
+
+    def _scale(self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point()]
+        if number != self._scaled or not given or given[0] is not (args or [*kwargs.values()])[0]:
+            return None
+        changed = given[0].clone()
+        rows = changed.flatten(0, 1) if changed.shape[:2] == self._tokens.shape else changed
+        if len(rows) != self._tokens.numel():
+            return None
+        rows[_PLACE[0] * _TOKENS + _PLACE[1]] *= 100.0
+        return with_hidden_states(args, kwargs, changed)
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self._hidden is None else with_hidden_states(args, kwargs, self._hidden)
+
+    def _leave(self, _: nn.Module, _args: Any, output: Any) -> None:
+        self._output = first_output(output)
+
+
+def _check(found: dict[str, Tensor], expected: dict[str, Tensor], result: TrialResult) -> None:
+    """Raises _MixingError with the result where tensors differ, or one has none."""
+    errors = relative_errors(found, expected, floor=1e-6) if found.keys() >= expected.keys() else {"": 1.0}
+    if not all(error < TOLERANCE for error in errors.values()):
+        raise _MixingError(result)
+
+
+def _begin_graph(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gives a layer an input with a gradient, as in training, also where the embedding has none."""
+    hidden = hidden_states(args, kwargs)
+    return None if hidden.requires_grad else with_hidden_states(args, kwargs, hidden.detach().requires_grad_())
+
+
+def _with(hidden: Tensor, factor: float) -> Tensor:
+    changed = hidden.clone()
+    changed[_PLACE] *= factor
+    return changed
+
+
+def _are_close(found: Tensor, expected: Tensor) -> bool:
+    largest = float(expected.abs().max()) if expected.any() else 1.0
+    return bool((found - expected).abs().max() <= 1e-10 * largest)
+
+
+def _is_same_leaf(found: Any, expected: Any) -> bool:
+    return not isinstance(found, Tensor) or torch.equal(found, expected)
+
+
+def _drop_nothing(model: nn.Module) -> None:
+    """Switches off what draws random numbers in training by the model's own settings, which the pipeline keys."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if isinstance(value, float) and is_rate:
+                setattr(module, name, 0.0)
+
+
+@contextmanager
+def _python_draws_kept() -> Iterator[None]:
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+
+
+def _states(model: nn.Module) -> list[object]:
+    """Returns what tells whether code drew random numbers, or kept plain values, in modules, hooks or closures."""
+    found: list[object] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())]
+    for module in model.modules():
+        found += [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)]
+        found += [buffer.detach().cpu().clone().numpy().tobytes() for buffer in _plain_buffers(module)]
+        for function in _own_functions(module):
+            found += _values(function, 3)
+    return found
+
+
+def _plain_buffers(module: nn.Module) -> Iterable[Tensor]:
+    kept = (each for each in module._buffers.values() if each is not None and each.numel() <= 1 << 20)
+    return (each.view(torch.uint8) if each.dim() and each.is_contiguous() else each.float() for each in kept)
+
+
+def _own_functions(module: nn.Module) -> Iterator[Any]:
+    for name, value in vars(module).items():
+        if isinstance(value, (FunctionType, MethodType, partial)) and not name.startswith("_"):
+            yield value
+    for kind in HOOKS:
+        yield from getattr(module, kind).values()
+
+
+def _values(value: Any, depth: int) -> list[object]:
+    """Returns the plain values that a function closes over, or that an object or a container has."""
+    if isinstance(value, _PLAIN):
+        return [value]
+    if not depth or isinstance(value, (nn.Module, Tensor, type)):
+        return []
+    inner: list[Any] = []
+    if isinstance(value, FunctionType):
+        inner = [_cell(cell) for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
+        inner += [value.__globals__.get(name) for name in value.__code__.co_names if name in value.__globals__]
+        inner = [each for each in inner if not isinstance(each, FunctionType)]
+    elif isinstance(value, MethodType):
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, partial):
+        inner = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, dict):
+        inner = [len(value), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        inner = [len(value), *value]
+    elif hasattr(value, "__dict__") and not isinstance(value, ModuleType):
+        inner = [*vars(value).values()]
+    return [each for part in inner for each in _values(part, depth - 1)]
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is assigned yet
+        return None
+
+
+def _described(layer: nn.Module) -> Iterator[object]:
+    """Yields what makes two layers of one kind: the types of their modules, and the code attached to each."""
+    places = {id(module): name for name, module in layer.named_modules(remove_duplicate=False)}
+
+    def describe(value: Any, depth: int) -> object:
+        if isinstance(value, _PLAIN):
+            return value
+        if id(value) in places:
+            return "part", places[id(value)]
+        if depth and isinstance(value, FunctionType):
+            cells = tuple(describe(_cell(cell), depth - 1) for cell in value.__closure__ or ())
+            return value.__code__, cells, tuple(describe(each, depth - 1) for each in value.__defaults__ or ())
+        if depth and isinstance(value, MethodType):
+            return describe(value.__func__, depth), describe(value.__self__, depth - 1)
+        if depth and isinstance(value, partial):
+            return describe(value.func, depth - 1), tuple(describe(each, depth - 1) for each in value.args)
+        return id(value)
+
+    for name, module in layer.named_modules(remove_duplicate=False):
+        yield name, type(module)
+        yield tuple(sorted(module._parameters)), tuple(sorted(module._buffers))
+        plain = ((key, value) for key, value in vars(module).items() if isinstance(value, _PLAIN))
+        yield tuple((key, value) for key, value in plain if key not in ("layer_idx", "training"))
+        for function in _own_functions(module):
+            yield describe(function, 4)
+
+
+def _named(changes: Sequence[Change]) -> str:
+    more = f" (and {len(changes) - 2} more)" if len(changes) > 2 else ""
+    return " and ".join(map(str, changes[:2])) + more
