@@ -36,7 +36,7 @@ from slipstream.model.hooks.text_masks import masks_of_text
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, uses_randomness
+from slipstream.model.model_anatomy import ModelAnatomy, uses_randomness
 from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, second_half
 from slipstream.model.saving.expert_weights import add_expert_gradients_in_place
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
@@ -110,7 +110,7 @@ class CausalLMStage:
         self.layers = [layers[index] for index in self.layers_here]
         give_initial_states(self.model)
         self._crossing = CrossingTensors(anatomy.crossing, owned, self.is_first)
-        self._watch(layers, anatomy.halves)
+        self._watch(layers, anatomy)
         self._crossing.install(layers)
         self._router_loss = router_loss
         if router_loss is not None:
@@ -246,9 +246,10 @@ class CausalLMStage:
         assert self._embedded is not None
         return TensorSpec(torch.Size((*token_slice.input_ids.shape, *self._embedded.shape)), self._embedded.dtype)
 
-    def _watch(self, layers: list[nn.Module], halves: Sequence[LayerPart]) -> None:
+    def _watch(self, layers: list[nn.Module], anatomy: ModelAnatomy) -> None:
         for index in self.layers_here:
-            self._seeds.watch(layers[index], index, second_half(layers[index], halves))
+            is_whole = anatomy.obstacle([f"{anatomy.layers}.{index}"])
+            self._seeds.watch(layers[index], index, second_half(layers[index], () if is_whole else anatomy.halves))
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.layers_here or range(self.num_layers)[ends]
         if not self.is_first:

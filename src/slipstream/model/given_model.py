@@ -26,6 +26,7 @@ from slipstream.model.model_loading import meta_model
 _HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _GROWS = "num_hidden_layers"
+_NUMBER = "layer_idx"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Change:
 
     module: str
     what: str
+    replaces: bool = False  # whether the module is another, not the same with something attached to it
 
     def __str__(self) -> str:
         return f"{self.module or 'the model'} {self.what}"
@@ -47,12 +49,14 @@ class GivenModel:
         config: describes the model as it is: with its number of layers, and head and embedding tied or not.
         changes: of modules whose code differs; none where everything runs as the configuration's model does.
         shared: the names of each parameter that several layers share, in the model's order; the first is canonical.
+        renumbered: the names of modules whose `layer_idx` isn't their layer's place, as where a layer was deleted.
         gradient_hooks: the names of parameters with hooks on their gradients.
     """
 
     config: PretrainedConfig
     changes: tuple[Change, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()
+    renumbered: tuple[str, ...] = ()
     gradient_hooks: tuple[str, ...] = ()
 
     def changes_within(self, *names: str) -> list[Change]:
@@ -85,7 +89,13 @@ def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) 
         for name, parameter in model.named_parameters()
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     ]
-    return GivenModel(config, tuple(changes), tuple(sorted(shared)), tuple(hooked))
+    expected_modules = dict(reference.named_modules())
+    renumbered = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, _NUMBER, None) != getattr(expected_modules.get(name), _NUMBER, None)
+    ]
+    return GivenModel(config, tuple(changes), tuple(sorted(shared)), tuple(renumbered), tuple(hooked))
 
 
 def _described(model: PreTrainedModel) -> PretrainedConfig:
@@ -153,7 +163,7 @@ def _changes(model: nn.Module, reference: nn.Module) -> Iterator[Change]:
             yield from (Change(name, what) for what in _differences(module, like))
             continue
         others.append(name)
-        yield Change(name, what)
+        yield Change(name, what, replaces=True)
         hooks = [Change(part, each) for part, inner in module.named_modules(prefix=name) for each in _hooks(inner)]
         yield from hooks
     for name in expected.keys() - dict(model.named_modules(remove_duplicate=False)).keys():
@@ -184,7 +194,7 @@ def _differences(module: nn.Module, like: nn.Module) -> Iterator[str]:
     if isinstance(module, PreTrainedModel):
         return  # it keeps what transformers notes of how it was loaded
     for name in own.keys() | expected.keys():
-        if name.startswith("_") or name in ("training", "forward") or isinstance(own.get(name), nn.Module):
+        if name.startswith("_") or name in ("training", "forward", _NUMBER) or isinstance(own.get(name), nn.Module):
             continue
         if not _same_value(own.get(name), expected.get(name)):
             yield f"has {name}={own.get(name)!r}, not {expected.get(name)!r}"

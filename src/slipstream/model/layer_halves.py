@@ -38,8 +38,6 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
     gradients of input and parameters. Raises SlipstreamError, naming the layer, where they are not equal.
     """
     try:
-        if anatomy.whole_layers:
-            raise _NotTwoHalvesError(f"layers: {anatomy.whole_layers}")
         if anatomy.hidden is not None:
             raise _NotTwoHalvesError("layers: they take more than hidden states from the layers before")
         with torch.random.fork_rng(devices=[]), full_precision():

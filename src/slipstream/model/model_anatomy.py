@@ -8,7 +8,7 @@ stage, and parts without parameters (rotary tables) to every stage.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,14 +60,19 @@ class ModelAnatomy:
     halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
     skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
     attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
-    whole_layers: str = ""  # why this model's layers can't be cut inside, beside what its architecture says
-    whole_head: str = ""  # likewise the rows of its head and embedding
+    kept_whole: tuple[tuple[str, str], ...] = ()  # layers, head or embedding of this model that can't be cut, and why
     separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
 
     @property
     def second_names(self) -> frozenset[str]:
         """The names of parameters that have another name, which is the canonical one."""
         return self.aliases | {name for name, _ in self.tied}
+
+    def obstacle(self, names: Iterable[str]) -> str:
+        """Returns why one of these modules can't be cut, "" where each can, by what this model is beside its
+        architecture."""
+        reasons = dict(self.kept_whole)
+        return next((reasons[name] for name in names if name in reasons), "")
 
     def hidden_form(self, width: int) -> TensorForm:
         """Returns the form of the hidden states, given their width."""

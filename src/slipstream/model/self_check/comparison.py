@@ -53,6 +53,11 @@ class SelfCheck:
         """Whether documents packed in a sequence are as if they were alone, however long it is."""
         return self.longest_packed == inf
 
+    @property
+    def carries_states(self) -> bool:
+        """Whether layers see earlier tokens by more than attention through transformers' interface."""
+        return any(path - {"attention"} for path in self.paths)
+
     def check_packed(self, length: int) -> None:
         """Raises SlipstreamError if documents packed in a sequence of `length` tokens would not be exact."""
         if length > self.longest_packed:

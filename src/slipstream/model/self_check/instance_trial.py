@@ -56,12 +56,15 @@ class TrialResult:
         tokens: a token from the others of its sequence.
         rows: a sequence from the others of the batch.
         layers: a layer from the other layers.
-        again: a slice a second time, as recomputation does.
+        halves: a child of a layer from its other children.
+        again: the same tokens a second time, as recomputation does, and the first token by which a stage learns its
+            masks.
     """
 
     tokens: str = ""
     rows: str = ""
     layers: str = ""
+    halves: str = ""
     again: str = ""
 
 
@@ -117,7 +120,7 @@ class _Trial:
             kinds.setdefault(tuple(_described(self._layers[index])), index)
         for index in kinds.values() or (0,):
             self._try_layer(index)
-        return TrialResult(layers=self._passing())
+        return self._passing()
 
     def _try_layer(self, index: int) -> None:
         """Raises _MixingError unless a layer, with what is changed outside of the layers, computes tokens apart."""
@@ -161,7 +164,7 @@ class _Trial:
         again = run.outputs(hidden)
         if not all(map(torch.equal, first, again)) or states != _states(model):
             reason = f"{blamed}, which draws random numbers or keeps a state from call to call"
-            raise _MixingError(TrialResult(reason, reason, again=reason))
+            raise _MixingError(TrialResult(again=reason))
         # 2. Another token, at the layer's input and at the model's.
         row, place = _PLACE
         changed_tokens = self._tokens.clone()
@@ -187,10 +190,12 @@ class _Trial:
         if not same(run.gradient(hidden, others)[row], torch.zeros_like(hidden[row])):
             raise _MixingError(mixes_rows)
 
-    def _passing(self) -> str:
-        """Returns why layers can't run on different ranks: what passes between those that differ."""
-        names = [*self._anatomy.before, *(f"{self._anatomy.layers}.{index}" for index in self._changes)]
-        names += [name for name in self._anatomy.after if name not in names]
+    def _passing(self) -> TrialResult:
+        """Returns why layers, or their halves, can't run on different ranks: what passes between those that differ."""
+        layers = [f"{self._anatomy.layers}.{index}" for index in self._changes]
+        named = zip(layers, (self._layers[index] for index in self._changes), strict=True)
+        children = [f"{name}.{child}" for name, layer in named for child, _ in layer.named_children()]
+        names = [*self._anatomy.before, *layers, *children, *self._anatomy.after]
         model = self._copy(set(self._changes), None, shares=True).eval()
         parts = {name: model.get_submodule(name) for name in names}
         calls: dict[str, list[Any]] = {name: [] for name in names}
@@ -217,8 +222,9 @@ class _Trial:
                     args, kwargs, expected = calls[name]
                     found = parts[name](*args, **kwargs)
                     if not all(map(_is_same_leaf, tree_leaves(found), tree_leaves(expected))):
-                        return f"{name} takes more than its input from other layers, as through a hook"
-        return ""
+                        reason = f"{name} takes more than its input from other modules, as through a hook"
+                        return TrialResult(halves=reason, layers="" if name in children else reason)
+        return TrialResult()
 
     def _copy(self, kept: set[int], dtype: torch.dtype | None, shares: bool = False) -> PreTrainedModel:
         """Returns the model with the layers `kept` alone, over copies of their weights with noise, unless it `shares`

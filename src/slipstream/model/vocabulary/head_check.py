@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import runs_class_code
 from slipstream.model.model_anatomy import ModelAnatomy
 from slipstream.model.toy.toy_model import toy_model, toy_tokens
 from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
@@ -29,8 +30,6 @@ class HeadNames(NamedTuple):
 
 def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> HeadNames:
     """Returns the names of head and tied embedding. Raises SlipstreamError, saying why, where they can't be spread."""
-    if anatomy.whole_head:
-        raise _refusal(f"{anatomy.whole_head}. Give vocabulary='whole'")
     model: Any = toy_model(config)
     head, tokens = model.get_output_embeddings(), toy_tokens(config)
     name = next((name for name in anatomy.after if model.get_submodule(name) is head), None)
@@ -40,6 +39,11 @@ def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> Hea
     outputs: list[Tensor] = []
     head.register_forward_hook(lambda _module, _args, output: outputs.append(output))
     embedding = _tied_embedding(model, name, anatomy) if anatomy.tied else ""
+    obstacle = anatomy.obstacle((name, embedding))
+    if not runs_class_code(head):
+        obstacle = "nn.Linear has another forward than PyTorch's"
+    if obstacle:
+        raise _refusal(f"{obstacle}, and rows of a head are multiplied by other code. Give vocabulary='whole'")
     lookups: list[tuple[Any, Tensor]] = []
     if embedding:
         model.get_submodule(embedding).register_forward_hook(lambda _, args, output: lookups.append((args, output)))

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     ALLOWED_LAYER_COUNTS,
+    HalfLayer,
     LayerPart,
     LayerRange,
     ModelAnatomy,
@@ -143,7 +144,9 @@ def assign_layers(
     if counts is None:
         counts, halves = _balanced(model, placement)
     layers = tuple(LayerRange(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
-    if any(stage.has_halves for stage in layers):
+    if cut := [edge.layer for stage in layers for edge in stage if isinstance(edge, HalfLayer)]:
+        if reason := model.anatomy.obstacle(f"{model.anatomy.layers}.{layer}" for layer in cut):
+            raise SlipstreamError(f"partition={list(counts)} cuts a layer in half: {reason}. Give whole layers there.")
         halves = halves or find_halves(model.config, model.anatomy)
     elif model.uses_randomness:
         halves = halves or model.halves_or_none()
@@ -159,7 +162,7 @@ def _balanced(model: WeighedModel, placement: Sequence[int]) -> tuple[list[float
     if sum(costs) / len(set(placement)) > WORTH_CUTTING * slowest:
         return [*whole], ()  # even the most even cut would not be
     halves = model.halves_or_none()
-    if halves:
+    if halves and not model.anatomy.kept_whole:
         costs = model.costs(halves)
         counts = partition_layers(costs, len(placement), placement=placement)
         if _slowest_rank(costs, counts, placement) <= WORTH_CUTTING * slowest:

@@ -56,17 +56,30 @@ class ChangedModel:
                 )
             if check is not None:
                 result = ranks.decided(lambda: try_changes(given, model, anatomy, check.packs_any_length))
+        if given.renumbered and (anatomy.attends_itself or (check is not None and check.carries_states)):
+            raise SlipstreamError(
+                f"{given.renumbered[0]} has another layer_idx than its place in {anatomy.layers}, by which layers of "
+                "this architecture find what earlier tokens left. Set layer_idx to the place, in every layer."
+            )
         return cls(given, result, anatomy.layers, ranks.data.size)
 
     def outlined(self, anatomy: ModelAnatomy) -> ModelAnatomy:
         """Returns the anatomy with the weights that layers share, and with what mustn't be cut in this model."""
-        inside = self.given.changes_within(anatomy.layers)
-        shared = [name for names in self.given.shared for name in names if name.startswith(f"{anatomy.layers}.")]
-        whole_layers = str(inside[0]) if inside else f"{shared[0]} is a weight of several layers" if shared else ""
-        outside = self.given.changes_within(*anatomy.before, *anatomy.after)
-        others = [name for names in self.given.shared for name in names if name not in shared]
-        whole_head = str(outside[0]) if outside else f"{others[0]} is a weight of several modules" if others else ""
-        return replace(anatomy, shared=self.given.shared, whole_layers=whole_layers, whole_head=whole_head)
+        kept: dict[str, str] = {}
+        for change in self.given.changes:
+            child = change.module.removeprefix(f"{anatomy.layers}.").split(".")
+            is_inside = len(child) > 2 or (len(child) == 2 and not change.replaces)
+            if change.module.startswith(f"{anatomy.layers}."):
+                if self.result.halves or not is_inside:
+                    kept.setdefault(f"{anatomy.layers}.{child[0]}", self.result.halves or str(change))
+            else:
+                kept.setdefault(change.module, str(change))
+        for name in (name for names in self.given.shared for name in names):
+            module = name.rpartition(".")[0]
+            if module.startswith(f"{anatomy.layers}."):
+                module = f"{anatomy.layers}.{module.removeprefix(f'{anatomy.layers}.').partition('.')[0]}"
+            kept.setdefault(module, f"{name} is a weight of several modules")
+        return replace(anatomy, shared=self.given.shared, kept_whole=tuple(kept.items()))
 
     def check_layout(self, layout: StageLayout, options: PipelineOptions) -> None:
         """Raises SlipstreamError where the stages can't be exact, or a schedule always cuts what can't be."""
@@ -78,8 +91,11 @@ class ChangedModel:
             )
         if len(layout.layers) > 1 and self.result.layers:
             raise SlipstreamError(f"{self.result.layers}, so layers can't run on several stages. {_ONE_STAGE}.")
-        if self.result.again and layout.recompute is not None:
-            raise SlipstreamError(f"{self.result.again}, so it can't be recomputed. Give memory.recompute='none'.")
+        if self.result.again:
+            raise SlipstreamError(
+                f"{self.result.again}, and forwards run more often here than in the model by itself, as a stage learns "
+                "its masks from a first token. Remove it, or let what it computes follow from its input alone."
+            )
         if options.parallel.shard_parameters and self.given.shared:
             raise SlipstreamError(
                 f"parallel.shard_parameters=True with {' and '.join(self.given.shared[0])}, which are one weight: its "
