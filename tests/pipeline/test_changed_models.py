@@ -15,8 +15,8 @@ import torch
 from model.conftest import compiler_caches, in_float64  # noqa: F401
 from slipstream import Pipeline, Precision
 from support.architectures import build, llama, no_rounding_inside
-from support.changed_models import CHANGES, EXACT, SLICES, USES, save_untied, scaled
-from support.changed_runs import Outcomes, complaint, gradient_difference, outcomes_of, step_difference, whole_run
+from support.changes import CHANGES, EXACT, SLICES, USES, save_untied, scaled
+from support.changes.runs import Outcomes, complaint, gradient_difference, outcomes_of, step_difference, whole_run
 from support.forked import launch, selected_cases
 from support.fusing import compiles
 from support.parameters import first_of

@@ -13,8 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from support.changed_models import CHANGES
-from support.changed_runs import Outcomes, outcomes_of
+from support.changes import CHANGES
+from support.changes.runs import Outcomes, outcomes_of
 from support.timeouts import SOON
 
 if __name__ == "__main__":
@@ -25,14 +25,17 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         group = dist.PrefixStore(f"group/{name}", store)
         dist.init_process_group("gloo", store=group, timeout=wait, rank=rank, world_size=size)
-        change = CHANGES[name]
-        store.set(f"{name}/{rank}", json.dumps(outcomes_of(change, **change.settings("processes"))))
+        mine = outcomes_of(CHANGES[name], **CHANGES[name].settings("processes"))
+        if "not run" not in mine.values():
+            dist.barrier()
+        # After an error at once, so that the other doesn't wait for messages.
+        dist.destroy_process_group()
+        store.set(f"{name}/{rank}", json.dumps(mine))
         each: list[Outcomes] = [json.loads(store.get(f"{name}/{other}")) for other in range(size)]
         worst = {part: max((one[part] for one in each), key=lambda said: (said != "exact", said)) for part in each[0]}
         same = {part: [one[part].partition(":")[0] for one in each] for part in each[0]}
         for part, said in same.items():
             if "refused" in said and set(said) != {"refused"}:
                 worst[part] = f"off: one rank is refused alone: {[one[part] for one in each]}"
-        dist.destroy_process_group()
         if rank == 0:
             print(json.dumps([name, worst]), flush=True)

@@ -20,7 +20,7 @@ from slipstream import Pipeline, SlipstreamError
 from slipstream.model import causal_cross_entropy
 from support.adapters import PREFIX
 from support.architectures import BOUND, labels_of, no_rounding_inside, tokens
-from support.changed_models import EITHER, EXACT, REFUSED, Change
+from support.changes import EITHER, EXACT, REFUSED, Change
 from support.options import grouped
 
 PARTS = ("step", "evaluate", "state_dict", "save_pretrained")
@@ -31,11 +31,13 @@ INSTEAD = (  # what a refusal says that works, one of them
     "one rank",
     "one stage",
     "same stage",
+    "whole numbers",
     "whole layers",
     "partition",
     'vocabulary="whole"',
     "fused=False",
     'recompute="none"',
+    "state_dict()",
     "instead",
     "remove",
     "leave",
@@ -117,12 +119,17 @@ def outcomes_of(change: Change, **settings: Any) -> Outcomes:
         if not made:
             return dict.fromkeys(PARTS, found)
         (pipe,) = made
-        return {
-            "step": _outcome(lambda: step_difference(whole, pipe)),
-            "evaluate": _outcome(lambda: _off("loss", pipe.evaluate(inputs, labels), whole.evaluated)),
-            "state_dict": _outcome(lambda: _state(whole, pipe)),
-            "save_pretrained": _outcome(lambda: _saved(whole, pipe)),
+        runs = {
+            "step": lambda: step_difference(whole, pipe),
+            "evaluate": lambda: _off("loss", pipe.evaluate(inputs, labels), whole.evaluated),
+            "state_dict": lambda: _state(whole, pipe),
+            "save_pretrained": lambda: _saved(whole, pipe),
         }
+        outcomes: Outcomes = {}
+        for part in PARTS:  # what is raised leaves the pipeline, and another process, in the middle of something
+            broken = any(said.startswith("raised") for said in outcomes.values())
+            outcomes[part] = "not run" if broken else _outcome(runs[part])
+        return outcomes
 
 
 def _outcome(run: Callable[[], str]) -> str:
