@@ -19,7 +19,6 @@ from support.changes import CHANGES, EXACT, SLICES, USES, save_untied, scaled
 from support.changes.runs import Outcomes, complaint, gradient_difference, outcomes_of, step_difference, whole_run
 from support.forked import launch, selected_cases
 from support.fusing import compiles
-from support.parameters import first_of
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/changed_models.py"
@@ -28,12 +27,17 @@ pytestmark = [  # torch's own, of its compiler
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 ONE_OR_TWO = ("whole", "sliced", "stages", "microbatches", "processes", "recompute")
+FEW, SOME = list(CHANGES)[::10], list(CHANGES)[::4]
 ALONE = [use for use in USES if use not in ("processes", "fused")]
 
 
 @pytest.mark.parametrize(
     ("use", "name"),
-    [pytest.param(use, name, marks=[pytest.mark.more] * (use != "stages")) for use in ALONE for name in CHANGES],
+    [
+        pytest.param(use, name, marks=[pytest.mark.more] * (use != "stages" or name not in SOME))
+        for use in ALONE
+        for name in CHANGES
+    ],
 )
 def test_one_process(use: str, name: str) -> None:
     change = CHANGES[name]
@@ -51,15 +55,20 @@ def test_fused(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def in_processes(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
-    """Outcomes of the changes that are to run, all in one pair of processes."""
-    ended = launch(2, WORKER, *selected_cases(request))
-    lines = (line for line in ended.stdout.splitlines() if line.startswith("["))
-    found: dict[str, Outcomes] = dict(json.loads(line) for line in lines)
-    assert ended.returncode == 0, f"after {[*found][-1:]}: {ended.stderr[-3000:]}"
+    """Outcomes of the changes that are to run, in one pair of processes and one more after each that ends it."""
+    left, found = selected_cases(request), dict[str, Outcomes]()
+    while left:
+        ended = launch(2, WORKER, *left)
+        for line in ended.stdout.splitlines():
+            if line.startswith("["):
+                name, outcomes = json.loads(line)
+                found.setdefault(name, outcomes)  # of the rank that ended first
+        assert left[0] in found, ended.stderr[-3000:]
+        left = [name for name in left if name not in found]
     return found
 
 
-@pytest.mark.parametrize("case", first_of(CHANGES, 8))
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.more] * (name not in FEW)) for name in CHANGES])
 def test_two_processes(case: str, in_processes: dict[str, Outcomes]) -> None:
     assert not complaint(CHANGES[case], "processes", in_processes[case])
 
@@ -71,6 +80,7 @@ def test_enough_must_be_exact() -> None:
     assert len(exact) >= 24
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_changes_the_gradients(name: str) -> None:
     """Or it would be exact where it is lost."""

@@ -183,9 +183,7 @@ def _(model: Any) -> None:
     )
 
 
-@change(
-    "MLP replaced", "a module of the user's own in place of an MLP", halves=EITHER, fused=EITHER, save_pretrained=EITHER
-)
+@change("MLP replaced", "a module of your own in place of an MLP", halves=EITHER, fused=EITHER, save_pretrained=EITHER)
 def _(model: Any) -> None:
     torch.manual_seed(3)
     model.model.layers[1].mlp = nn.Sequential(nn.Linear(32, 40), nn.Tanh(), nn.Linear(40, 32)).double()

@@ -107,13 +107,17 @@ def read_folder(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads(path.read_text()) if path.exists() else {}
 
 
-def outcomes_of(change: Change, **settings: Any) -> Outcomes:
-    """Makes the pipeline, and returns what became of each part; of one that can't be made, all parts are so."""
+def outcomes_of(change: Change, *, join: Callable[[], object] = bool, **settings: Any) -> Outcomes:
+    """Makes the pipeline, and returns what became of each part; of one that can't be made, all parts are so.
+
+    `join` makes the group of processes where there is one, in which transformers wouldn't write the whole model.
+    """
     inputs = tokens()
     labels = labels_of(inputs)
     whole = whole_run(change)
     with change.during(), no_rounding_inside():
         model = change.built()
+        join()
         made: list[Pipeline] = []
         found = _outcome(lambda: made.append(Pipeline(model, **grouped(**settings))) or "")
         if not made:
@@ -126,9 +130,10 @@ def outcomes_of(change: Change, **settings: Any) -> Outcomes:
             "save_pretrained": lambda: _saved(whole, pipe),
         }
         outcomes: Outcomes = {}
-        for part in PARTS:  # what is raised leaves the pipeline, and another process, in the middle of something
-            broken = any(said.startswith("raised") for said in outcomes.values())
-            outcomes[part] = "not run" if broken else _outcome(runs[part])
+        for part, run in runs.items():
+            outcomes[part] = _outcome(run)
+            if outcomes[part].startswith("raised"):  # the pipeline, and another process, are left in the middle of it
+                break
         return outcomes
 
 
