@@ -200,7 +200,7 @@ def _(model: Any) -> None:
     "forward of a router wrapped",
     "`forward` of a mixture's router wrapped",
     of="mixtral",
-    **everywhere_in([*USES], EITHER),
+    fused=EITHER,
 )
 def _(model: Any) -> None:
     gate = model.model.layers[1].mlp.gate

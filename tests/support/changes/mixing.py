@@ -189,7 +189,12 @@ def _read_another(model: Any, source: int, reader: int) -> None:
     model.model.layers[reader].register_forward_hook(lambda module, args, output: output + 0.3 * kept["hidden"])
 
 
-@change("gradient clamped", "`Parameter.register_hook` that clamps it", names="up_proj", **everywhere_in(IN_PIECES))
+@change(
+    "gradient clamped",
+    "`weight.register_hook` that clamps gradients",
+    names="up_proj",
+    **everywhere_in(IN_PIECES),
+)
 def _(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 

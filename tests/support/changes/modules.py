@@ -69,7 +69,7 @@ class Int8Linear(nn.Module):
 
 @change(
     "int8 linear layers",
-    "a linear class of the user's own, with an int8 weight and a scale as buffers",
+    "a linear class of your own, with an int8 weight and a scale as buffers",
     save_pretrained=EITHER,
 )
 def _(model: Any) -> None:
