@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 import traceback
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import causal_cross_entropy
@@ -34,7 +34,7 @@ INSTEAD = (  # what a refusal says that works, one of them
     "whole numbers",
     "whole layers",
     "partition",
-    'vocabulary="whole"',
+    "vocabulary='whole'",
     "fused=False",
     'recompute="none"',
     "state_dict()",
@@ -55,7 +55,6 @@ class Whole:
     names: tuple[frozenset[str], ...]
     state: dict[str, Tensor]
     saved: dict[str, Tensor] | None
-    config: dict[str, Any]
 
     @property
     def floor(self) -> float:
@@ -89,22 +88,26 @@ def whole_run(change: Change) -> Whole:
             names.setdefault(id(parameter), set()).add(_plain(name))
         state = {_plain(name): tensor.detach().clone() for name, tensor in model.state_dict().items()}
         with tempfile.TemporaryDirectory() as folder:
-            saved, config = None, {}
             try:
                 model.save_pretrained(folder)
             except RuntimeError:  # transformers doesn't write weights that are shared without its knowledge
-                pass
+                saved = None
             else:
-                saved, config = read_folder(folder)
+                saved = read_folder(folder)
     gradients = {_plain(name): None if p.grad is None else p.grad.clone() for name, p in named}
     shared = tuple(frozenset(each) for each in names.values())
-    return Whole(loss.detach(), evaluated, gradients, shared, state, saved, config)
+    return Whole(loss.detach(), evaluated, gradients, shared, state, saved)
 
 
-def read_folder(folder: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {name: each for file in Path(folder).glob("*.safetensors") for name, each in load_file(file).items()}
-    path = Path(folder, "config.json")
-    return tensors, json.loads(path.read_text()) if path.exists() else {}
+def read_folder(folder: str | Path) -> dict[str, Tensor]:
+    return {name: each for file in Path(folder).glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def load_folder(folder: str | Path) -> dict[str, Tensor]:
+    """Returns the state of the model that transformers loads; nothing of a folder with an adapter alone."""
+    if not Path(folder, "config.json").exists():
+        return {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).state_dict()
 
 
 def outcomes_of(change: Change, *, join: Callable[[], object] = bool, **settings: Any) -> Outcomes:
@@ -194,26 +197,27 @@ def _error(found: Tensor | None, wanted: Tensor | None, floor: float) -> float:
 def _state(whole: Whole, pipe: Pipeline) -> str:
     """The state on rank 0 is that of the unsplit model; with an adapter, that of the adapter is written alone."""
     state = {_plain(name): each for name, each in pipe.state_dict().items()}
-    wanted = whole.state if whole.config or whole.saved is None else {name: whole.state[name] for name in state}
+    adapted = any("lora_" in name for name in whole.state)
+    wanted = {name: whole.state[name] for name in state if name in whole.state} if adapted else whole.state
     return "" if pipe.rank else _compare("state_dict", wanted, state, whole.names)
 
 
 def _saved(whole: Whole, pipe: Pipeline) -> str:
-    """`save_pretrained` writes what transformers or PEFT writes of the whole model, or the state where they refuse."""
+    """`save_pretrained` writes what transformers or PEFT writes of the whole model, or the state where they refuse.
+
+    What transformers makes of it without any change is the whole model again.
+    """
     with tempfile.TemporaryDirectory() as here:
         folder = pipe.axes["pp"].gather(here)[0]
         pipe.save_pretrained(folder)
         pipe.axes["pp"].gather(None)  # rank 0 reads it before it removes it
         if pipe.rank:
             return ""
-        saved, config = read_folder(folder)
+        saved, loaded = read_folder(folder), load_folder(folder)
     wanted = whole.state if whole.saved is None else whole.saved
     if said := _compare("save_pretrained", wanted, saved, whole.names):
         return said
-    for key in ("num_hidden_layers", "tie_word_embeddings", "vocab_size"):
-        if whole.config and whole.config.get(key) != config.get(key):
-            return f"off: config.json has {key}={config.get(key)}, not {whole.config.get(key)}"
-    return ""
+    return _compare("what transformers loads", whole.state, loaded, whole.names) if loaded else ""
 
 
 def _compare(
@@ -244,7 +248,7 @@ def complaint(change: Change, use: str, found: Outcomes) -> str:
         if outcome.startswith(REFUSED):
             if not any(name in outcome for name in change.names):
                 return f"{part} is {outcome}, which names none of {change.names}"
-            if not any(word in outcome for word in INSTEAD):
+            if not any(word in outcome.lower() for word in INSTEAD):
                 return f"{part} is {outcome}, which doesn't say what works instead"
     if expected == REFUSED and found["step"] == EXACT:
         return "step is exact, and must be refused: does the model still do what it should show?"

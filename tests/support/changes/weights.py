@@ -63,7 +63,12 @@ def _(model: Any) -> None:
     model.model.layers[3].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
 
 
-@change("weight twice in a layer", "one `nn.Parameter` as `gate_proj` and `up_proj` of a layer", save_pretrained=EITHER)
+@change(
+    "weight twice in a layer",
+    "one `nn.Parameter` as `gate_proj` and `up_proj` of a layer",
+    halves=EITHER,
+    save_pretrained=EITHER,
+)
 def _(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[1].mlp.gate_proj.weight
 
