@@ -16,6 +16,7 @@ import slipstream
 from benchmarks import records, zero3_page
 from slipstream.option_problems import records_in
 from slipstream.training.config import Config
+from support.changes import page as own_models
 from support.paths import ROOT
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -108,6 +109,11 @@ def test_the_page_of_commands_is_current() -> None:
 def test_the_page_of_the_configuration_is_current() -> None:
     """Otherwise: `python -m tools.configuration_page`."""
     assert configuration_page.PAGE.read_text(encoding="utf-8") == configuration_page.page()
+
+
+def test_the_tables_of_changed_models_are_current() -> None:
+    """Otherwise: `PYTHONPATH=tests python -m support.changes.page`."""
+    assert own_models.PAGE.read_text(encoding="utf-8") == own_models.page()
 
 
 @pytest.mark.parametrize("name", [name for name, field in Config.model_fields.items() if not field.is_required()])
