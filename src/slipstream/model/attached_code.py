@@ -36,6 +36,11 @@ def runs_class_code(module: nn.Module) -> bool:
     return not isinstance(forward, FunctionType) or forward.__code__.co_filename in homes
 
 
+def has_own_code(module: nn.Module) -> bool:
+    """Returns whether calling a module runs more than its class's code: a forward that was set, or hooks."""
+    return not runs_class_code(module) or any(getattr(module, kind) for kind in HOOKS)
+
+
 def copy_with_shared_weights(model: _Model) -> _Model:
     """Returns a copy of the modules over the same parameters and buffers, which can be cut differently."""
     return copy_modules(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

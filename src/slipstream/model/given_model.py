@@ -7,9 +7,8 @@ the instance is held against the configuration's model on the meta device, name 
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -21,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.attached_code import HOOKS
+from slipstream.model.model_config import with_settings
 from slipstream.model.model_loading import meta_model
 
 _HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
@@ -123,16 +123,6 @@ def _described(model: PreTrainedModel) -> PretrainedConfig:
     if is_tied != was_tied:
         changed["tie_word_embeddings"] = is_tied
     return with_settings(config, changed) if changed else config
-
-
-def with_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> PretrainedConfig:
-    """Returns a copy of a configuration, and of what it says of text, with other settings."""
-    described = copy.deepcopy(config)
-    for part in {id(each): each for each in (described, described.get_text_config())}.values():
-        for name, value in settings.items():
-            if hasattr(part, name):
-                setattr(part, name, value)
-    return described
 
 
 def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:

@@ -5,6 +5,7 @@ That is the longest sequence, the largest token id, and the ids that stand for n
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import re
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -31,7 +34,7 @@ _CLASSES = ("AutoConfig", "AutoModelForCausalLM")
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """Returns the config of a model folder or hub name.
+    """Returns the config of a model folder or hub name, untied where the folder has a head that isn't the embedding.
 
     Raises SlipstreamError where there is none, and where the model comes with code of its own that isn't trusted.
     """
@@ -45,9 +48,47 @@ def load_config(path: str) -> PretrainedConfig:
             f"call slipstream.trust_remote_code({path!r}) in your own loop."
         )
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+        return _tied_as_saved(Path(path), config)
     except (OSError, ValueError) as error:
         raise SlipstreamError(f"{path!r} isn't a model that transformers knows. {error}") from error
+
+
+def _tied_as_saved(folder: Path, config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config, without tied embeddings where the folder's weights have both and they differ, as transformers
+    then loads them whatever the config says."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    tied = getattr(kind[0] if isinstance(kind, tuple) else kind, "_tied_weights_keys", None)
+    if not isinstance(tied, dict) or not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return config
+    files: dict[str, Path] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as weights:
+                files |= dict.fromkeys(weights.keys(), file)
+        for names in tied.items():
+            found = [next((key for key in files if f".{name}".endswith(f".{key}")), None) for name in names]
+            if None not in found and not torch.equal(*(_tensor(files[str(key)], str(key)) for key in found)):
+                return with_settings(config, {"tie_word_embeddings": False})
+    except (OSError, SafetensorError):
+        return config  # loading the weights says what is wrong with them
+    return config
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as weights:
+        tensor: Tensor = weights.get_tensor(name)
+    return tensor
+
+
+def with_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> PretrainedConfig:
+    """Returns a copy of a configuration, and of what it says of text, with other settings."""
+    described = copy.deepcopy(config)
+    for part in {id(each): each for each in (described, described.get_text_config())}.values():
+        for name, value in settings.items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    return described
 
 
 def trust_remote_code(path: str) -> None:

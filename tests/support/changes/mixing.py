@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from support.changes.change import (
     EITHER,
+    REFUSED,
     IN_PIECES,
     IN_SLICES,
     IN_STAGES,
@@ -126,7 +127,9 @@ def _(model: Any) -> None:
     model.model.layers[1].mlp = GatedConvolution(model.model.layers[1].mlp)
 
 
-@change("numbers drawn", "a hook that draws random numbers", names="mlp|hook", **everywhere_in(IN_PIECES))
+@change(
+    "numbers drawn", "a hook that draws random numbers", names="mlp|hook", whole=REFUSED, **everywhere_in(IN_PIECES)
+)
 def _(model: Any) -> None:
     generator = torch.Generator().manual_seed(5)
 
@@ -136,7 +139,7 @@ def _(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_hook(noisy)
 
 
-@change("calls counted", "a hook that counts its calls", names="mlp|hook", **everywhere_in(IN_PIECES))
+@change("calls counted", "a hook that counts its calls", names="mlp|hook", whole=REFUSED, **everywhere_in(IN_PIECES))
 def _(model: Any) -> None:
     calls = [0]
 
@@ -147,7 +150,13 @@ def _(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_hook(counted)
 
 
-@change("last output kept", "a hook that adds the output before", names="mlp|hook", **everywhere_in(IN_PIECES))
+@change(
+    "last output kept",
+    "a hook that adds the output before",
+    names="mlp|hook",
+    whole=REFUSED,
+    **everywhere_in(IN_PIECES),
+)
 def _(model: Any) -> None:
     kept: dict[str, Tensor] = {}
 
@@ -157,6 +166,17 @@ def _(model: Any) -> None:
         return found
 
     model.model.layers[1].mlp.register_forward_hook(with_last)
+
+
+@change("calls listed", "a hook that lists its calls", names="mlp|hook", **everywhere_in(IN_PIECES))
+def _(model: Any) -> None:
+    calls: list[float] = []
+
+    def listed(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        calls.append(float(output.detach().abs().max()))
+        return output * 1.1
+
+    model.model.layers[1].mlp.register_forward_hook(listed)
 
 
 @change(

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import has_own_code, runs_class_code
 from slipstream.model.fusion.compiled_region import compiled_region
 from slipstream.model.fusion.rotary_embeddings import fuse_rotary_embeddings
 from slipstream.model.saving import compiled_modules
@@ -92,6 +93,8 @@ def check_compiler(device_type: str) -> None:
 def _fuse_module(module: nn.Module, kernels: dict[object, _Kernel]) -> bool:
     """Fuses the forward of a norm or of what has an activation; returns whether anything is fused."""
     is_norm = "Norm" in type(module).__name__ and not any(module.children())
+    if not runs_class_code(module) or any(has_own_code(child) for child in module.children() if _is_activation(child)):
+        return False  # a trace would show the class's code
     if not (is_norm or any(map(_is_activation, module.children()))) or not _takes_one(module):
         return False
     graph = _trace(module)

@@ -162,9 +162,13 @@ class _Trial:
         first = run.outputs(hidden)
         states = _states(model)
         again = run.outputs(hidden)
-        if not all(map(torch.equal, first, again)) or states != _states(model):
-            reason = f"{blamed}, which draws random numbers or keeps a state from call to call"
+        if not all(map(torch.equal, first, again)):
+            reason = (
+                f"{blamed}, which draws random numbers or keeps a state, so that a second call gives another result"
+            )
             raise _MixingError(TrialResult(again=reason))
+        if states != _states(model):
+            raise _MixingError(TrialResult(*[f"{blamed}, which keeps a state from call to call"] * 2))
         # 2. Another token, at the layer's input and at the model's.
         row, place = _PLACE
         changed_tokens = self._tokens.clone()
