@@ -12,10 +12,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from support.changes.change import (
     EITHER,
-    REFUSED,
     IN_PIECES,
     IN_SLICES,
     IN_STAGES,
+    REFUSED,
     change,
     everywhere_in,
     noise,
