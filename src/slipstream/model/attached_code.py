@@ -47,7 +47,7 @@ def copy_with_shared_weights(model: _Model) -> _Model:
 
 
 def copy_modules(model: _Model, memo: dict[int, Any]) -> _Model:
-    """Returns a deep copy of the modules in which `memo`, by `id`, says what takes the place of which tensor.
+    """Returns a deep copy of the modules in which `memo`, by `id`, says what takes the place of which tensor or module.
 
     Raises SlipstreamError for what Python can't copy.
     """
@@ -63,8 +63,7 @@ def copy_modules(model: _Model, memo: dict[int, Any]) -> _Model:
             f"{type(model).__name__} can't be copied, as every stage needs a copy of it ({error}). Take what can't be "
             "copied off its modules, or keep it outside of the model."
         ) from error
-    originals = [*model.modules()]
-    bind_functions(copied, {id(old): new for old, new in zip(originals, copied.modules(), strict=True)})
+    bind_functions(copied, {id(old): memo[id(old)] for old in model.modules() if id(old) in memo})
     return copied
 
 

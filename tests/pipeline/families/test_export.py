@@ -42,7 +42,7 @@ def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
         pipe.save_pretrained(tmp_path / "model")
     assert "lacks model.layers.0.self_attn.q_proj.weight, model.layers.1.self_attn.q_proj.weight" in str(error.value)
     assert "in addition model.layers.0.self_attn.q_proj.base_layer.weight" in str(error.value)
-    assert "merge them into the model before the Pipeline takes it" in str(error.value)
+    assert "merge adapters into the model before the Pipeline takes it" in str(error.value)
     assert not (tmp_path / "model").exists()
 
 

@@ -60,10 +60,16 @@ def deferrable_layers(module: nn.Module) -> Iterator[nn.Module]:
     if is_compiled(module):
         return
     plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-    if (type(module) in (nn.Linear, Conv1D) or plain) and runs_class_code(module):
+    if (type(module) in (nn.Linear, Conv1D) or plain) and (_is_replaced(module) or runs_class_code(module)):
         yield module
     for child in module.children():
         yield from deferrable_layers(child)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Returns whether a module's forward is one of those below already."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func in (_linear, _embedding)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ branch that begins at zero counts:
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,10 +42,15 @@ from slipstream.model.self_check.carried_state import TOLERANCE
 from slipstream.model.self_check.toy_runs import TokenCuts, run_sliced, run_whole
 from slipstream.model.toy.toy_comparison import full_precision, relative_errors
 
-_SECONDS = 10.0  # for everything that is tried
+_SECONDS = 10.0  # for everything that is tried, of this thread: others may keep the machine busy
 _TOKENS = 12
 _CUTS = TokenCuts((0, 3, 8, 9, _TOKENS), (0, _TOKENS))  # one slice has a single token
-_PLACE = 0, 5  # of the token that is changed: row and token
+_ROW, _PLACES = 0, (5, 9)  # of the tokens that are changed
+_WORDS = 64  # of the vocabulary that are kept, as embedding and head may be larger than a layer
+_WIDE = (
+    1 << 25
+)  # parameters of a layer that is compared in float64; larger ones in float32, which takes half the memory
+_NARROW_TOLERANCE = 1e-2  # there: far above rounding, far below what a place in a slice makes of a token
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -98,7 +104,7 @@ class _Trial:
     """The changed layers of a model, and how each is tried."""
 
     def __init__(self, model: PreTrainedModel, anatomy: ModelAnatomy, given: GivenModel, packs: bool) -> None:
-        self._model, self._anatomy, self._packs = model, anatomy, packs
+        self._model, self._anatomy, self._packs, self._given = model, anatomy, packs, given
         self._layers = anatomy.layers_of(model)
         self._changes = {
             index: found
@@ -107,9 +113,9 @@ class _Trial:
         }
         inside = {each for changes in self._changes.values() for each in changes}
         self._elsewhere = [each for each in given.changes if each not in inside]
-        self._deadline = time.monotonic() + _SECONDS
+        self._deadline = time.thread_time() + _SECONDS
         self._device = next(model.parameters()).device
-        vocabulary = model.config.get_text_config().vocab_size
+        vocabulary = min(_WORDS, model.config.get_text_config().vocab_size)
         generator = torch.Generator().manual_seed(0)
         self._tokens = torch.randint(1, vocabulary, (2, _TOKENS), generator=generator).to(self._device)
 
@@ -134,19 +140,22 @@ class _Trial:
                 # Kernels may round a row in another way where another row is another: not in float64 to this degree.
                 self._try_tokens(index, blamed, _are_close, torch.float64)
         self._check_time(blamed)
+        wide = self._dtype_to_compare(index)
         with full_precision():
-            model = self._copy({index}, torch.float64)
+            model = self._copy({index}, wide, trains=True)
             if not self._anatomy.attends_itself:
                 use_attention(model, "eager", self._anatomy.layers_of(model))
             whole = run_whole(model, self._anatomy, self._tokens, _CUTS)
             rows = [run_whole(model, self._anatomy, row[None], _CUTS).outputs for row in self._tokens]
             stages = [self._stage(copy_with_shared_weights(model))]
             sliced = run_sliced(stages, self._anatomy, self._tokens, _CUTS)
+        bound = TOLERANCE if wide == torch.float64 else _NARROW_TOLERANCE
         apart = {place: torch.cat([row[place] for row in rows]) for place in whole.outputs}
-        _check(apart, whole.outputs, TrialResult(rows=f"{blamed}, which computes a sequence alone in another way"))
+        message = f"{blamed}, which computes a sequence alone in another way"
+        _check(apart, whole.outputs, bound, TrialResult(rows=message))
         message = f"{blamed}, which computes a slice in another way than the whole sequence"
-        _check(sliced.outputs, whole.outputs, TrialResult(tokens=message))
-        _check(sliced.gradients, whole.gradients, TrialResult(tokens=message))
+        _check(sliced.outputs, whole.outputs, bound, TrialResult(tokens=message))
+        _check(sliced.gradients, whole.gradients, bound, TrialResult(tokens=message))
 
     def _try_tokens(
         self, index: int, blamed: str, same: Callable[[Tensor, Tensor], bool], dtype: torch.dtype | None
@@ -169,18 +178,18 @@ class _Trial:
             raise _MixingError(TrialResult(again=reason))
         if states != _states(model):
             raise _MixingError(TrialResult(*[f"{blamed}, which keeps a state from call to call"] * 2))
-        # 2. Another token, at the layer's input and at the model's.
-        row, place = _PLACE
-        changed_tokens = self._tokens.clone()
-        changed_tokens[_PLACE] = 1 if changed_tokens[_PLACE] != 1 else 2
-        others = torch.ones(2, _TOKENS, dtype=torch.bool, device=self._device)
-        others[row, place] = False
-        trials = [(run.outputs(_with(hidden, factor)), first) for factor in (1.01, 100.0)]
-        # at the changed modules' own inputs, too: a norm before them would take a factor away
-        trials += [(run.outputs(hidden, scaled=number), first) for number in range(len(run.parts))]
-        trials.append((run.outputs(None, changed_tokens), run.outputs(None)))
+        # 2. Two other tokens, one by a little and one by a lot, at the layer's input and at those of its changed parts,
+        #    where no norm takes a factor away; and another word, where the changed parts are outside of the layers.
+        row, places = _ROW, list(_PLACES)
         mixes_tokens = TrialResult(f"{blamed}, which mixes tokens of a sequence")
         mixes_rows = TrialResult(*[f"{blamed}, which mixes the sequences of a batch"] * 2)
+        others = torch.ones(2, _TOKENS, dtype=torch.bool, device=self._device)
+        others[row, places] = False
+        trials = [(run.outputs(_scaled(hidden), scales_parts=True), first)]
+        if self._elsewhere:
+            changed = self._tokens.clone()
+            changed[row, places] = self._tokens[row, places] % (_WORDS - 1) + 1
+            trials.append((run.outputs(None, changed), run.outputs(None)))
         for found, expected in trials:
             for output, before in zip(found, expected, strict=True):
                 if not same(output[1 - row], before[1 - row]):
@@ -188,11 +197,10 @@ class _Trial:
                 if not same(output[others], before[others]):
                     raise _MixingError(mixes_tokens)
         # 3. Gradients: none comes back from others' outputs.
-        if not same(run.gradient(hidden, others)[row, place], torch.zeros_like(hidden[row, place])):
-            raise _MixingError(mixes_tokens)
-        others[row] = False
-        if not same(run.gradient(hidden, others)[row], torch.zeros_like(hidden[row])):
-            raise _MixingError(mixes_rows)
+        if not same(run.gradient(hidden, others)[row, places], torch.zeros_like(hidden[row, places])):
+            others[row] = False
+            from_other_row = run.gradient(hidden, others)[row]
+            raise _MixingError(mixes_tokens if same(from_other_row, torch.zeros_like(hidden[row])) else mixes_rows)
 
     def _passing(self) -> TrialResult:
         """Returns why layers, or their halves, can't run on different ranks: what passes between those that differ."""
@@ -230,36 +238,50 @@ class _Trial:
                         return TrialResult(halves=reason, layers="" if name in children else reason)
         return TrialResult()
 
-    def _copy(self, kept: set[int], dtype: torch.dtype | None, shares: bool = False) -> PreTrainedModel:
+    def _copy(
+        self, kept: set[int], dtype: torch.dtype | None, shares: bool = False, trains: bool = False
+    ) -> PreTrainedModel:
         """Returns the model with the layers `kept` alone, over copies of their weights with noise, unless it `shares`
         them; all other weights are shared, without gradients."""
         tried = [self._layers[index] for index in kept]
         tried += [self._model.get_submodule(each.module) for each in self._elsewhere if not self._holds_layers(each)]
         own = {id(each) for part in tried for each in (*part.parameters(), *part.buffers())}
         generator = torch.Generator().manual_seed(2)
+        # of a large layer, gradients of small parameters tell, as gates are; of single tokens, those of inputs
+        largest = 0 if not trains else sys.maxsize if dtype == torch.float64 else 1 << 20
         memo: dict[int, Any] = {}
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             copied = tensor.detach()
-            is_parameter = isinstance(tensor, nn.Parameter)
             if not shares and id(tensor) in own:
-                copied = copied.clone()
-                if is_parameter and copied.is_floating_point():
-                    noise = torch.randn(copied.shape, generator=generator) * 0.1
-                    copied.add_((noise * copied.float().std().cpu().nan_to_num(1.0).clamp(min=0.01)).to(copied))
-            if is_parameter:
-                copied = nn.Parameter(copied, requires_grad=id(tensor) in own and copied.is_floating_point())
+                copied = _with_noise(copied, generator)
+            if isinstance(tensor, nn.Parameter):
+                is_compared = id(tensor) in own and copied.is_floating_point() and copied.numel() <= largest
+                copied = nn.Parameter(copied, requires_grad=is_compared)
             memo[id(tensor)] = copied
-        model = copy_modules(self._model, memo)
-        layers: Any = model.get_submodule(self._anatomy.layers)
-        for index in range(len(layers)):
+        for end in () if shares else (self._model.get_input_embeddings(), self._model.get_output_embeddings()):
+            if type(end) in (nn.Embedding, nn.Linear) and own.isdisjoint(map(id, end.parameters())):
+                for tensor in end.parameters():
+                    memo[id(tensor)] = nn.Parameter(tensor.detach()[:_WORDS], requires_grad=False)
+        for index, layer in enumerate(self._layers):
             if index not in kept:
-                layers[index] = PassThrough(layers[index], self._anatomy.tuple_length)
-            else:
-                layers[index].register_forward_pre_hook(_begin_graph, with_kwargs=True, prepend=True)
+                memo[id(layer)] = PassThrough(layer, self._anatomy.tuple_length)
+        model = copy_modules(self._model, memo)
+        for embedding in (each for each in model.modules() if isinstance(each, nn.Embedding)):
+            if embedding.padding_idx is not None and embedding.padding_idx >= len(embedding.weight):
+                embedding.padding_idx = None
+        for index in kept:
+            self._anatomy.layers_of(model)[index].register_forward_pre_hook(
+                _begin_graph, with_kwargs=True, prepend=True
+            )
         _drop_nothing(model)
         if dtype is not None:
             model.to(dtype)
         return model.train()
+
+    def _dtype_to_compare(self, index: int) -> torch.dtype:
+        """Returns the dtype in which slices are compared with the whole, wide enough for the layer's size."""
+        size = sum(parameter.numel() for parameter in self._layers[index].parameters())
+        return torch.float64 if size <= _WIDE else torch.float32
 
     def _holds_layers(self, change: Change) -> bool:
         return not change.module or f"{self._anatomy.layers}.".startswith(f"{change.module}.")
@@ -268,8 +290,8 @@ class _Trial:
         return CausalLMStage(model, self._anatomy, LayerRange(0, len(self._layers)), self._device)
 
     def _check_time(self, blamed: str) -> None:
-        if time.monotonic() > self._deadline:
-            reason = f"{blamed}, and trying it took longer than {_SECONDS:.0f} s"
+        if time.thread_time() > self._deadline:
+            reason = f"{blamed or _named(self._given.changes)}, and trying it took longer than {_SECONDS:.0f} s"
             raise _MixingError(TrialResult(reason, reason, reason, reason))
 
 
@@ -277,12 +299,12 @@ class _TokenRun:
     """Runs a stage with one layer on tokens of which each is a document of its own."""
 
     def __init__(self, stage: CausalLMStage, index: int, tokens: Tensor, parts: Sequence[nn.Module]) -> None:
-        self._stage, self._tokens, self.parts = stage, tokens, parts
+        self._stage, self._tokens = stage, tokens
         layer = stage.layers[index]
         self._hidden: Tensor | None = None  # what the layer is given; None: what the model gives it
-        self._scaled: int | None = None  # the number of the part whose input is scaled at one token
-        for number, part in enumerate(parts):
-            part.register_forward_pre_hook(partial(self._scale, number), with_kwargs=True, prepend=True)
+        self._scales_parts = False
+        for part in parts:
+            part.register_forward_pre_hook(self._scale, with_kwargs=True, prepend=True)
         self._output = torch.empty(0)
         layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         layer.register_forward_hook(self._leave)
@@ -291,21 +313,20 @@ class _TokenRun:
 
     @torch.no_grad()
     def outputs(
-        self, hidden: Tensor | None, tokens: Tensor | None = None, scaled: int | None = None
+        self, hidden: Tensor | None, tokens: Tensor | None = None, scales_parts: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Returns the layer's output (2, T, hidden) and the logits (2, T, vocabulary), with the input of the part of
-        number `scaled` a hundred times as large at one token."""
-        self._scaled = scaled
+        """Returns the layer's output (2, T, hidden) and the logits (2, T, vocabulary); it may scale what is given to
+        the parts, too."""
+        self._scales_parts = scales_parts
         logits = self._run(hidden, tokens)
-        self._scaled = None
+        self._scales_parts = False
         return self._output.detach(), logits.detach()
 
     def gradient(self, hidden: Tensor, counted: Tensor) -> Tensor:
         """Returns the gradient of the layer's input, of a sum over the outputs of the tokens that count."""
         hidden = hidden.clone().requires_grad_()
         logits = self._run(hidden, None)
-        total = sum(each[counted].double().sin().sum() for each in (self._output, logits))
-        assert isinstance(total, Tensor)
+        total = self._output[counted].float().sin().sum() + logits[counted].float().sin().sum()
         (gradient,) = torch.autograd.grad(total, hidden)
         return gradient
 
@@ -318,16 +339,14 @@ class _TokenRun:
         starts = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         return TokenSlice(tokens, torch.zeros_like(tokens), starts, start=0, length=tokens.shape[1], max_position=0)
 
-    def _scale(self, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point()]
-        if number != self._scaled or not given or given[0] is not (args or [*kwargs.values()])[0]:
+    def _scale(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = (args or (*kwargs.values(), None))[0]
+        if not self._scales_parts or not isinstance(given, Tensor) or not given.is_floating_point():
             return None
-        changed = given[0].clone()
-        rows = changed.flatten(0, 1) if changed.shape[:2] == self._tokens.shape else changed
-        if len(rows) != self._tokens.numel():
-            return None
-        rows[_PLACE[0] * _TOKENS + _PLACE[1]] *= 100.0
-        return with_hidden_states(args, kwargs, changed)
+        rows = given.numel() // given.shape[-1] if given.dim() > 1 else 0
+        is_by_token = rows == self._tokens.numel()  # (2, T, n) or, as of experts, (2 T, n)
+        shape = *self._tokens.shape, given.shape[-1] if given.dim() else 0
+        return with_hidden_states(args, kwargs, _scaled(given.view(shape)).view_as(given)) if is_by_token else None
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if self._hidden is None else with_hidden_states(args, kwargs, self._hidden)
@@ -336,11 +355,20 @@ class _TokenRun:
         self._output = first_output(output)
 
 
-def _check(found: dict[str, Tensor], expected: dict[str, Tensor], result: TrialResult) -> None:
+def _check(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float, result: TrialResult) -> None:
     """Raises _MixingError with the result where tensors differ, or one has none."""
     errors = relative_errors(found, expected, floor=1e-6) if found.keys() >= expected.keys() else {"": 1.0}
-    if not all(error < TOLERANCE for error in errors.values()):
+    if not all(error < bound for error in errors.values()):
         raise _MixingError(result)
+
+
+def _with_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns a copy; what is small or constant, as what begins at zero or one is, with noise."""
+    copied = tensor.clone()
+    if copied.is_floating_point() and (copied.numel() <= 1 << 16 or bool(copied.min() == copied.max())):
+        noise = torch.randn(copied.shape, generator=generator) * 0.1
+        copied.add_(noise.to(copied))
+    return copied
 
 
 def _begin_graph(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -349,9 +377,11 @@ def _begin_graph(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None if hidden.requires_grad else with_hidden_states(args, kwargs, hidden.detach().requires_grad_())
 
 
-def _with(hidden: Tensor, factor: float) -> Tensor:
+def _scaled(hidden: Tensor) -> Tensor:
+    """Returns (2, T, n) with one of the tokens a little and the other much larger."""
     changed = hidden.clone()
-    changed[_PLACE] *= factor
+    for place, factor in zip(_PLACES, (1.01, 100.0), strict=True):
+        changed[_ROW, place] *= factor
     return changed
 
 
