@@ -1,0 +1,106 @@
+"""A model in memory is held against its configuration's: nothing differs in one that was only made, or has run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from slipstream import Pipeline, SlipstreamError
+from slipstream.model import find_anatomy
+from slipstream.model.attached_code import copy_with_shared_weights
+from slipstream.model.given_model import compare_with_config
+from slipstream.model.self_check.instance_trial import try_changes
+from support.architectures import ARCHITECTURES, llama
+
+
+def made(name: str = "llama") -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(ARCHITECTURES[name])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_that_was_only_made_has_no_changes(name: str) -> None:
+    model = made(name)
+    found = compare_with_config(model)
+    assert (found.changes, found.shared, found.renumbered, found.gradient_hooks) == ((), (), (), ())
+    with torch.no_grad():
+        model(input_ids=torch.arange(1, 41)[None])
+    assert compare_with_config(model).changes == ()
+
+
+def test_changes_are_named() -> None:
+    model = made()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    model.model.layers[1].self_attn.scaling = 0.5
+    model.lm_head.forward = lambda x: x
+    model.model.norm.weight.register_hook(lambda gradient: gradient)
+    found = compare_with_config(model)
+    assert set(map(str, found.changes)) == {
+        "model.layers.0 has a forward hook",
+        "model.layers.1.mlp.act_fn is a ReLU, not a SiLUActivation",
+        f"model.layers.1.self_attn has scaling=0.5, not {made().model.layers[1].self_attn.scaling}",
+        "lm_head has a forward of its own",
+    }
+    assert found.gradient_hooks == ("model.norm.weight",)
+
+
+def test_the_configuration_follows_the_model() -> None:
+    model = made()
+    del model.model.layers[0]
+    model.lm_head.weight = model.model.embed_tokens.weight
+    found = compare_with_config(model)
+    assert found.config.num_hidden_layers == len(model.model.layers)
+    assert found.config.tie_word_embeddings
+    assert not model.config.tie_word_embeddings
+    assert found.renumbered[0] == "model.layers.0.self_attn"
+
+
+def test_more_layers_than_run_are_refused() -> None:
+    model = made()
+    model.model.layers.append(nn.Identity())
+    with pytest.raises(
+        SlipstreamError, match=r"its configuration says num_hidden_layers=\d.*Remove the others, or set"
+    ):
+        Pipeline(model)
+
+
+def test_what_a_wrapped_forward_calls_is_the_copys() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = model[0].forward
+    model[0].forward = lambda x: 2 * first(model[1](x))
+    copied = copy_with_shared_weights(model)
+    copied[1] = nn.Identity()
+    x = torch.ones(1, 2)
+    assert torch.equal(copied[0](x), 2 * nn.Linear.forward(model[0], x))
+    functions = [copied[0].forward.__closure__[0].cell_contents, copied[0].forward.__closure__[1].cell_contents]
+    assert functions[0].__self__ is copied[0]
+    assert functions[1] is copied
+
+
+@pytest.mark.parametrize(
+    ("function", "mixes"),
+    [
+        (lambda output: output * 1.1, ""),
+        (lambda output: output + 0.1 * output.cumsum(1), "mixes tokens"),
+        (lambda output: output + 1e-9 * output.mean(1, keepdim=True), "mixes tokens"),
+        (lambda output: output / output.detach().abs().max(), "mixes the sequences"),
+        (lambda output: output + output.flip(0), "mixes the sequences"),
+        (lambda output: output + torch.arange(output.shape[1], dtype=output.dtype)[:, None], "another way"),
+        (lambda output: output * output.shape[0], "another way"),
+        (lambda output: output + torch.rand_like(output), "draws random numbers"),
+        (lambda output: output[:, :0], "trying it failed"),
+    ],
+)
+@pytest.mark.parametrize("place", ["model.layers.1.mlp", "model.norm"])
+def test_what_a_hook_mixes_is_found(place: str, function: Any, mixes: str) -> None:
+    model = AutoModelForCausalLM.from_config(llama())
+    model.get_submodule(place).register_forward_hook(lambda module, args, output: function(output))
+    found = compare_with_config(model)
+    result = try_changes(found, model, find_anatomy(found.config), packs=True)
+    reasons = " ".join((result.tokens, result.rows, result.again))
+    assert mixes in reasons if mixes else not reasons.strip()
