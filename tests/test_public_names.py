@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
 import pytest
 
 import slipstream
-from slipstream.moved_modules import NEW_NAMES
 
 NAMES = [
     "Action",
@@ -89,16 +87,6 @@ def test_public_names() -> None:
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'pipelines'"):
         _ = slipstream.pipelines
-
-
-@pytest.mark.parametrize("module", NEW_NAMES)
-def test_modules_that_moved_say_where_their_names_are(module: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=f"{module} has moved: use slipstream.") as error:
-        importlib.import_module(module)
-    first, *others = str(error.value).split(": use slipstream.")[1].replace(" and ", ", ").split(", ")
-    *packages, name = first.split(".")
-    home = importlib.import_module(".".join(["slipstream", *packages]))
-    assert all(hasattr(home, name) for name in (name, *others))
 
 
 def test_planning_needs_no_torch() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.moved_modules import MovedModules as _MovedModules
 from slipstream.version import __version__ as __version__
 
 # Type checkers read these imports, and so does `_find_homes`: every name is loaded on its first use, so that schedules
@@ -63,9 +61,6 @@ __all__ += ["add_communication", "add_offload", "add_recompute", "in_flushes", "
 __all__ += ["CostModel", "MeasuredCost", "MicrobatchCost", "TableCost", "UnitCost", "simulate"]
 __all__ += ["Cause", "Span", "Timeline", "Wait", "draw_timelines", "find_waits", "idle_by_cause"]
 __all__ += ["load_trace", "save_trace"]
-
-# First, as a folder that an older version left behind would be found as a package.
-sys.meta_path.insert(0, _MovedModules())
 
 
 def _find_homes() -> dict[str, str]:

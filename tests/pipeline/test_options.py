@@ -83,11 +83,3 @@ def test_an_unknown_argument_is_a_type_error() -> None:
 def test_an_old_key_says_the_new_one(section: str, name: str) -> None:
     with pytest.raises(SlipstreamError, match=rf"{section}\.{name} is now {MOVED[name]}"):
         parse_config(CONFIG | {section: {name: 1}})
-
-
-@pytest.mark.parametrize(("old", "new"), [("ran", "last_step"), ("pieces", "parameter_shards")])
-def test_an_old_attribute_says_the_new_one(old: str, new: str) -> None:
-    pipe = slipstream.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    assert hasattr(pipe, new)
-    with pytest.raises(AttributeError, match=f"no attribute '{old}': it is now {new}"):
-        getattr(pipe, old)

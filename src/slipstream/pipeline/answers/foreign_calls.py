@@ -27,7 +27,5 @@ ANSWERS = {
     "generate": "save_pretrained(folder), and let AutoModelForCausalLM.from_pretrained(folder) generate",
     "load_state_dict": "start with Pipeline.from_pretrained(folder), or from a model with these weights; "
     "pipe.load(folder) loads what pipe.save saved",
-    "ran": "it is now last_step",
-    "pieces": "it is now parameter_shards",
 }
 """What to type instead, by the attribute's name."""
