@@ -20,7 +20,7 @@ from slipstream.model.hooks.crossing_tensors import CrossingTensor, CrossingTens
 from slipstream.model.hooks.document_resets import recorded_carriers, reset_at_documents
 from slipstream.model.hooks.layer_arguments import first_output, with_first_output, with_hidden_states
 from slipstream.model.hooks.layer_seeds import LayerSeeds
-from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
+from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope, kept_frequencies
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.own_attention import masks_and_biases
@@ -273,6 +273,6 @@ class CausalLMStage:
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), kept_frequencies(self.model):
             self._run(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

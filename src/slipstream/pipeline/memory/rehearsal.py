@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.messages import HEADER_BYTES, MadeUpTransport, SkipSend, Transport, message_bytes, part_size
 from slipstream.model import CausalLMStage, Tensors, storage_bytes, storage_id, storage_ids
+from slipstream.model.hooks import kept_frequencies
 from slipstream.model.saving import RecomputePolicy, factors_of
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import (
@@ -212,11 +213,12 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
     """
     actions = [action for action in step.schedule.positions if action.stage == number]
     ops = {action.op for action in actions}
-    for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
-        for split in (False, True):
-            if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
-                _run(step, like, split, transport, [])  # fills what is cached from one step to the next
-                yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport, tensors_alive()))
+    with kept_frequencies(step.stages[number].model):
+        for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
+            for split in (False, True):
+                if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
+                    _run(step, like, split, transport, [])  # fills what is cached from one step to the next
+                    yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport, tensors_alive()))
 
 
 def _run(
