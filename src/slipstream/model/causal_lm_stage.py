@@ -159,8 +159,9 @@ class CausalLMStage:
         context.received = inputs[1:]
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
-            self._shared.begin(token_slice.input_ids.shape[1])
         past, as_trained = self._past(context)
+        if self._shared is not None:  # now, as the first packed slice runs a token of its own
+            self._shared.begin(token_slice.input_ids.shape[1])
         own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
         positions = token_slice.position_ids
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
