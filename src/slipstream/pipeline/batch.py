@@ -133,8 +133,7 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
     if position_ids is None:
         position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         position_ids = position_ids if starts is None else position_ids - starts
-    parts = torch.split(position_ids[0], [*batch.lone_lengths]) if batch.lone_lengths else ()
-    largest, *ends = torch.stack([each.max() for each in (position_ids, *parts)]).tolist()
+    largest, *ends = torch.cat([position_ids.max()[None], _largest_of_each(position_ids, batch.lone_lengths)]).tolist()
     lone = list(zip(batch.lone_lengths, ends, strict=True))
     if batch.max_position is not None:
         largest = batch.max_position
@@ -160,6 +159,13 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
     ]
     labels = [[targets[row, a:b] for a, b in cuts] for row, cuts in zip(rows, bounds, strict=True)]
     return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
+
+
+def _largest_of_each(position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Returns the largest position of each sequence of a row, in a few kernels however many there are."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    zeros = position_ids.new_zeros(len(lengths))
+    return zeros.scatter_reduce(0, numbers.to(zeros.device), position_ids[0, : len(numbers)], "amax")
 
 
 def _within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
