@@ -98,11 +98,11 @@ def test_frozen_layers_carry_states_without_gradients() -> None:
     assert error_of("qwen3_next", model) < BOUND
 
 
-@pytest.mark.parametrize("slices", first_of([[20, 1, 19], [40]]), ids=["slices", "whole"])
-def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int]) -> None:
-    """There it halves hidden states every six layers, before norms whose epsilon stays."""
+@pytest.mark.parametrize(("slices", "every"), first_of([([20, 1, 19], 6), ([40], 6), ([17, 23], 2), ([9, 31], 1)], 2))
+def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int], every: int) -> None:
+    """There it halves hidden states every few layers, before norms whose epsilon stays."""
     config = copy.deepcopy(HYBRIDS["rwkv"])
-    config.num_hidden_layers = 13
+    config.num_hidden_layers, config.rescale_every = 13 if every == 6 else 5, every
     model, inputs = build(config).train(), tokens(length=40)
     evaluated = copy.deepcopy(model).eval()
     with no_rounding_inside(), torch.no_grad():
