@@ -98,6 +98,24 @@ def test_frozen_layers_carry_states_without_gradients() -> None:
     assert error_of("qwen3_next", model) < BOUND
 
 
+@pytest.mark.parametrize(("slices", "every"), first_of([([20, 1, 19], 6), ([40], 6), ([17, 23], 2), ([9, 31], 1)], 2))
+def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int], every: int) -> None:
+    """There it halves hidden states every few layers, before norms whose epsilon stays."""
+    config = copy.deepcopy(HYBRIDS["rwkv"])
+    config.num_hidden_layers, config.rescale_every = 13 if every == 6 else 5, every
+    model, inputs = build(config).train(), tokens(length=40)
+    evaluated = copy.deepcopy(model).eval()
+    with no_rounding_inside(), torch.no_grad():
+        expected = causal_cross_entropy(evaluated(input_ids=inputs).logits[:, :-1], inputs[:, 1:])
+    pipe = Pipeline(copy.deepcopy(model), slices=slices, num_ranks=2)
+    for _ in range(2):  # a step changes nothing
+        with no_rounding_inside():
+            assert float(pipe.evaluate(inputs, inputs)) == pytest.approx(float(expected[0] / expected[1]), rel=1e-12)
+            pipe.step(inputs, inputs)
+            unsplit_step(model, inputs, inputs)
+    assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+
+
 def documents(*rows: tuple[int, ...]) -> Tensor:
     """The number of each token's document, given the documents' lengths in each row."""
     return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 
 import pytest
 import torch
 from transformers import AutoConfig, DbrxConfig, PretrainedConfig
 
+from slipstream import Pipeline
 from slipstream.model.toy.toy_comparison import full_precision
 from slipstream.model.toy.toy_model import reference_model, toy_config, toy_tokens
+from support.architectures import (
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
 from support.versions import provided
 
 MOST_PARAMETERS = 30_000_000  # 240 MB
@@ -32,6 +43,25 @@ def test_a_toy_of_the_default_configuration_is_small_and_runs(name: str) -> None
         model = reference_model(toy_config(config))
         assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS
         assert model(input_ids=toy_tokens(config), use_cache=False).logits.shape[:2] == (2, 48)
+
+
+@pytest.mark.parametrize("size", [32, 16, 64])
+@pytest.mark.parametrize("name", ["electra", "opt"])
+def test_embeddings_of_another_width_stay_so(name: str, size: int) -> None:
+    """They are projected, and only they; a toy has the same parts."""
+    field = {"electra": "embedding_size", "opt": "word_embed_proj_dim"}[name]
+    more = {"is_decoder": True} if name == "electra" else {"do_layer_norm_before": False}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0}
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, field: size}
+    config = AutoConfig.for_model(name, **sizes, **more, **dropout)
+    toy = toy_config(config)
+    assert (getattr(toy, field) > toy.hidden_size) == (size > 32)
+    assert (getattr(toy, field) < toy.hidden_size) == (size < 32)
+    model, inputs = build(config), tokens(length=30)
+    pipe = Pipeline(copy.deepcopy(model), num_ranks=2, slices=[13, 17], partition=[2, 2])
+    with no_rounding_inside():
+        assert float(pipe.step(inputs, inputs)) == pytest.approx(float(unsplit_step(model, inputs, inputs)), rel=BOUND)
+    assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
 
 
 @pytest.mark.parametrize(

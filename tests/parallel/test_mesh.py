@@ -10,7 +10,7 @@ from support.forked import launch, selected_cases
 from support.paths import WORKERS
 from workers.parallel.mesh import CASES
 
-IN_MAKE_TEST = {"dropout", "refusals"}
+IN_MAKE_TEST = {"dropout", "packed_rows", "refusals"}
 LONG = {"auto", "planned_halves"}
 
 

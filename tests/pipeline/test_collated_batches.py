@@ -80,7 +80,14 @@ def test_padded_batches_are_those_of_the_unsplit_model(data: st.DataObject) -> N
     )
 
 
-@pytest.mark.parametrize("case", ["a_replica_without_padding", "a_batch_that_a_replica_refuses"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a_replica_without_padding",
+        "positions_beside_another_replicas_padding",
+        "a_batch_that_a_replica_refuses",
+    ],
+)
 def test_replicas_agree_on_padding(case: str) -> None:
     ended = launch(2, WORKERS / "pipeline/collated_batches.py", case)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -6,10 +6,13 @@ import pytest
 import torch
 from benchmarks.papers.formulas import GPT
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, PretrainedConfig
+from transformers import AutoConfig, GPT2Config, PretrainedConfig
 
+import slipstream
+from slipstream import SlipstreamError
 from slipstream.model import CausalLMStage, LayerRange, find_anatomy, random_model
-from slipstream.planner.costs import AttentionWindow, ModelCount
+from slipstream.model.toy.toy_model import toy_config
+from slipstream.planner.costs import AttentionWindow, ModelCount, load_cluster
 from slipstream.profiler import count_model
 from slipstream.profiler.stage_bench import StageBench
 from slipstream.schedule import Op
@@ -117,3 +120,17 @@ def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> 
     real = per_token(range(1, 3)) - per_token(range(1, 2))
     count = count_model(config, LENGTH, torch.float32)
     assert count.layers[count.kinds[2]].activation_bytes == real
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mpt", "AttentionInterface"), ("bloom", "AttentionInterface"), ("mamba", "")]
+)
+def test_what_can_not_be_counted_is_refused_by_name(name: str, reason: str) -> None:
+    config = toy_config(AutoConfig.for_model(name))
+    words = (
+        f"model_type {name!r} computes can't be counted, as .*{reason}.*: profile it instead with `slipstream profile`"
+    )
+    with pytest.raises(SlipstreamError, match=words):
+        count_model(config, LENGTH)
+    with pytest.raises(SlipstreamError, match=words):
+        slipstream.plan(config, load_cluster("h100-dgx"), seq_len=LENGTH, global_batch=2)

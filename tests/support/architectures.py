@@ -89,11 +89,11 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
     "olmo2": Olmo2Config(**_COMMON),
     "phi3, longrope": Phi3Config(
         **_COMMON,
+        original_max_position_embeddings=24,  # which outdoes that of the rope's own parameters
         **_rope(
             rope_type="longrope",
             long_factor=[2.0] * 4,
             short_factor=[1.0] * 4,
-            original_max_position_embeddings=24,
             partial_rotary_factor=1.0,
         ),
     ),

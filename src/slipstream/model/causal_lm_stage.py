@@ -25,7 +25,7 @@ from slipstream.model.hooks.layer_arguments import (
     with_hidden_states,
 )
 from slipstream.model.hooks.layer_seeds import LayerSeeds
-from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope
+from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope, kept_frequencies
 from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
 from slipstream.model.hooks.mask_tables import MaskTables
 from slipstream.model.hooks.own_attention import masks_and_biases
@@ -167,8 +167,9 @@ class CausalLMStage:
         context.received = inputs[1:]
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
-            self._shared.begin(token_slice.input_ids.shape[1])
         past, as_trained = self._past(context)
+        if self._shared is not None:  # now, as the first packed slice runs a token of its own
+            self._shared.begin(token_slice.input_ids.shape[1])
         own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
         positions = token_slice.position_ids
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
@@ -291,6 +292,6 @@ class CausalLMStage:
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), kept_frequencies(self.model):
             self._run(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

@@ -33,17 +33,28 @@ class WholeBatch:
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
     sequence_values: Tensor | None = None  # (B, ...), for a loss of whole sequences
+    max_position: int | None = None  # that the unsplit model would see, where padding that was left out had more
+    lone_lengths: Sequence[int] = ()  # of sequences that follow each other in one row, and are as if each were alone
 
     @classmethod
-    def of(cls, device: torch.device, inputs: Tensor | Tensors, targets: Tensor, *ids: Tensor | None) -> WholeBatch:
-        """Moves the tensors to the device; `ids` are those of positions and of documents,
-        and what is given of every sequence."""
+    def of(
+        cls,
+        device: torch.device,
+        inputs: Tensor | Tensors,
+        targets: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        sequence_values: Tensor | None = None,
+    ) -> WholeBatch:
+        """Moves the tensors to the device."""
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         for name, each in (*(("inputs", tensor) for tensor in given), ("targets", targets)):
             if not isinstance(each, Tensor):
                 raise SlipstreamError(f"{name} are of type {type(each).__name__}: give a tensor, or a list of tensors.")
-        moved = (None if each is None else each.to(device) for each in ids)
-        return cls(tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device), *moved)
+        moved = (None if each is None else each.to(device) for each in (position_ids, document_ids, sequence_values))
+        positions, documents, values = moved
+        batch = tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device)
+        return cls(*batch, position_ids=positions, document_ids=documents, sequence_values=values)
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,19 @@ class SplitBatch:
         """The step's seed."""
         seed: int = self.slices[0][0].seed
         return seed
+
+    @property
+    def max_position(self) -> int:
+        """The largest position in sequences that one device would run together, -1 where each is as if alone."""
+        together = (pieces[0] for pieces in self.slices if isinstance(pieces[0], TokenSlice))
+        return max((each.max_position for each in together if not each.lone_sequences), default=-1)
+
+    def with_max_position(self, largest: int) -> SplitBatch:
+        """Returns the batch with the largest position that is found in all of it, other replicas' rows included."""
+        if largest < 0:
+            return self
+        slices = [[replace(piece, max_position=largest) for piece in pieces] for pieces in self.slices]
+        return replace(self, slices=slices)
 
     @property
     def loss_weight(self) -> float:
@@ -109,7 +133,10 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
     if position_ids is None:
         position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         position_ids = position_ids if starts is None else position_ids - starts
-    largest = int(position_ids.max())
+    largest, *ends = torch.cat([position_ids.max()[None], _largest_of_each(position_ids, batch.lone_lengths)]).tolist()
+    lone = list(zip(batch.lone_lengths, ends, strict=True))
+    if batch.max_position is not None:
+        largest = batch.max_position
     rows = rows_of(microbatches)
     bounds = [list(pairwise(accumulate(each.slices, initial=0))) for each in microbatches]
     pieces = [
@@ -121,6 +148,7 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
                 start=a,
                 length=inputs.shape[1],
                 max_position=largest,
+                lone_sequences=_within(lone, a, b),
                 microbatch=microbatch,
                 index=index,
                 seed=seed,
@@ -133,15 +161,26 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
     return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
 
 
+def _largest_of_each(position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Returns the largest position of each sequence of a row, in a few kernels however many there are."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    zeros = position_ids.new_zeros(len(lengths))
+    return zeros.scatter_reduce(0, numbers.to(zeros.device), position_ids[0, : len(numbers)], "amax")
+
+
+def _within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """Returns the tokens between two places of each sequence that has some there, and its largest position."""
+    bounds = pairwise(accumulate((length for length, _ in sequences), initial=0))
+    found = ((min(b, end) - max(a, begin), each[1]) for (a, b), each in zip(bounds, sequences, strict=True))
+    return tuple(each for each in found if each[0] > 0)
+
+
 def cut_rows(parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
     """Cuts the batch of each microbatch, whose rows have a length of their own, into its slices."""
     cut = [cut_batch(part, [each], seed) for part, each in zip(parts, microbatches, strict=True)]
-    largest = max(batch.slices[0][0].max_position for batch in cut)
-    slices = [
-        [replace(piece, microbatch=number, max_position=largest) for piece in batch.slices[0]]
-        for number, batch in enumerate(cut)
-    ]
-    return SplitBatch(slices, [batch.targets[0] for batch in cut], sum(batch.num_valid for batch in cut))
+    slices = [[replace(piece, microbatch=number) for piece in batch.slices[0]] for number, batch in enumerate(cut)]
+    found = SplitBatch(slices, [batch.targets[0] for batch in cut], sum(batch.num_valid for batch in cut))
+    return found.with_max_position(found.max_position)
 
 
 def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:
@@ -202,14 +241,21 @@ def _document_starts(batch: WholeBatch) -> Tensor | None:
     """Returns where the document of each token starts, (B, L); None where every sequence is one document."""
     (inputs,), position_ids, document_ids = batch.inputs, batch.position_ids, batch.document_ids
     begins = torch.zeros_like(inputs, dtype=torch.bool)
+    if document_ids is None and position_ids is not None:
+        document_ids = document_numbers(position_ids)
     if document_ids is not None:
         begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    elif position_ids is not None:
-        begins[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if not begins.any():
         return None
     index = torch.arange(inputs.shape[1], device=inputs.device)
     return (index * begins).cummax(dim=1).values
+
+
+def document_numbers(position_ids: Tensor) -> Tensor:
+    """Returns the number of each token's document, (..., T): a new one begins where positions don't count on."""
+    numbers = torch.zeros_like(position_ids)
+    numbers[..., 1:] = (position_ids[..., 1:] != position_ids[..., :-1] + 1).cumsum(-1)
+    return numbers
 
 
 def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,18 @@ _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at e
 _REFUSED = -1
 
 
-class BatchAgreement:
-    """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, and how many targets
-    count in all.
+class _Totals(NamedTuple):
+    """What the batches of all replicas have together."""
 
-    One all-gather of three numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
+    num_valid: int
+    max_position: int
+
+
+class BatchAgreement:
+    """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, how many targets count
+    in all, and which position is the largest.
+
+    One all-gather of four numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
     it travels while the first stage computes its first slice: call `finish` before anything else is sent. Every method
     is collective, and called in the same order.
     """
@@ -50,52 +57,55 @@ class BatchAgreement:
         except SlipstreamError:
             self._refuse()
             raise
-        num_valid = self._start(whole, batch.num_valid)
-        if num_valid == 0:
+        totals = self._start(whole, _Totals(batch.num_valid, batch.max_position))
+        if totals.num_valid == 0:
             self.finish()  # other ranks may have other batches
             raise SlipstreamError(
                 "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
             )
-        return replace(batch, num_valid=num_valid)
+        if totals.max_position > batch.max_position:
+            batch = batch.with_max_position(totals.max_position)
+        return replace(batch, num_valid=totals.num_valid)
 
     def compare(self, whole: WholeBatch | Sequences) -> None:
         """Raises SlipstreamError on every rank where a pipeline's ranks have different batches."""
-        self._start(whole, 0)
+        self._start(whole, _Totals(0, -1))
         self.finish()
 
-    def finish(self) -> int:
-        """Waits for the comparison, where that hasn't been done; returns the valid targets of all replicas, 0 where
-        there was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, and
+    def finish(self) -> _Totals:
+        """Waits for the comparison, where that hasn't been done; returns what all replicas have, 0 targets where there
+        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, and
         TransportError where a rank doesn't take part in time."""
         replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        num_valid: dict[int, int] = {}
-        for rank, (replica, checksum, number) in self._answers():
+        totals: dict[int, _Totals] = {}
+        for rank, (replica, checksum, *numbers) in self._answers():
             replicas[replica].append((checksum, rank))
-            num_valid[replica] = number
+            totals[replica] = _Totals(*numbers)
         refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
         if refused:
             raise SlipstreamError(f"the step can't run, as {_named(refused)} refused its batch: see the message there.")
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
-        return sum(num_valid.values())
+        largest = max((each.max_position for each in totals.values()), default=-1)
+        return _Totals(sum(each.num_valid for each in totals.values()), largest)
 
-    def _start(self, whole: WholeBatch | Sequences, num_valid: int) -> int:
-        """Begins to compare a batch with those of the other ranks; returns the valid targets of all replicas."""
+    def _start(self, whole: WholeBatch | Sequences, own: _Totals) -> _Totals:
+        """Begins to compare a batch with those of the other ranks; returns what all replicas have."""
         if self._ranks.world.size == 1:
-            return num_valid
+            return own
         self._whole = whole
-        self._ask(_checksum(whole), num_valid)
-        return self.finish() if self._waits else num_valid
+        self._ask(_checksum(whole), own)
+        return self.finish() if self._waits else own
 
     def _refuse(self) -> None:
         """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
         if self._ranks.world.size > 1:
-            self._ask(_REFUSED, 0)
+            self._ask(_REFUSED, _Totals(0, -1))
             self._answers()
 
-    def _ask(self, checksum: int, num_valid: int) -> None:
+    def _ask(self, checksum: int, own: _Totals) -> None:
         self.finish()
-        mine = torch.tensor([self._ranks.data.rank, checksum, num_valid], device=self._ranks.device)
+        mine = torch.tensor([self._ranks.data.rank, checksum, *own], device=self._ranks.device)
         self._asked = self._ranks.world.start_all_gather(mine)
 
     def _answers(self) -> list[tuple[int, list[int]]]:

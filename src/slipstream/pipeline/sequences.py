@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import Tensors
-from slipstream.pipeline.batch import WholeBatch, check_rows
+from slipstream.pipeline.batch import WholeBatch, check_rows, document_numbers
 
 Lengths = Sequence[int] | None  # the tokens of each row of padded tensors
 Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
@@ -30,6 +30,9 @@ class Sequences:
     targets: Sequence[Tensor]
     document_ids: Sequence[Tensor] | None = None
     sequence_values: Tensor | None = None  # (sequences, ...), for a loss of whole ones
+    are_rows: bool = False  # of one batch, which the unsplit model runs together; else each is as if it were alone
+    position_ids: Sequence[Tensor] | None = None  # of rows, where they don't count from 0
+    max_position: int | None = None  # of rows with their padding; None: that of their tokens
 
     @classmethod
     def of(
@@ -56,6 +59,17 @@ class Sequences:
         values = None if sequence_values is None else sequence_values.to(device)
         return cls(**moved, sequence_values=values)
 
+    def as_rows(self, width: int, lengths: Sequence[int], position_ids: Tensor | None) -> Sequences:
+        """Returns these rows of a batch that was `width` tokens wide: each token keeps its position, and the unsplit
+        model, which is given the padding, finds the largest in it."""
+        if position_ids is None:  # they restart in documents, which padding has none of
+            return replace(self, are_rows=True, max_position=width - 1 if self.document_ids is None else None)
+        device = self.targets[0].device
+        rows = [row[:length].to(device) for row, length in zip(position_ids, lengths, strict=True)]
+        counts = all(torch.equal(row, torch.arange(len(row), device=device)) for row in rows)
+        largest = int(position_ids.max())
+        return replace(self, are_rows=True, position_ids=None if counts else rows, max_position=largest)
+
     @property
     def token_ids(self) -> list[Tensor]:
         """The inputs of a causal LM, (T,) int64 each. Raises SlipstreamError where they aren't."""
@@ -69,12 +83,25 @@ class Sequences:
         return [self._row(group) for group in groups]
 
     def _row(self, group: Sequence[int]) -> WholeBatch:
-        inputs, targets = (torch.cat([each[number] for number in group])[None] for each in (self.inputs, self.targets))
-        if len(group) == 1 and self.document_ids is None:
-            return WholeBatch((inputs,), False, targets)
-        own = self.document_ids or [torch.zeros_like(each) for each in self.targets]
+        def joined(rows: Sequence[Tensor]) -> Tensor:
+            return torch.cat([rows[number] for number in group])[None]
+
+        row = WholeBatch(
+            (joined(self.inputs),),
+            False,
+            joined(self.targets),
+            position_ids=None if self.position_ids is None else joined(self.position_ids),
+            max_position=self.max_position,
+            lone_lengths=() if self.are_rows else [len(self.targets[number]) for number in group],
+        )
+        own = self.document_ids
+        if own is None and self.position_ids is not None:
+            own = [document_numbers(each) for each in self.position_ids]
+        if len(group) == 1 and own is None:
+            return row
+        own = own or [torch.zeros_like(each) for each in self.targets]
         documents = [2 * own[number] + place % 2 for place, number in enumerate(group)]  # differ where a sequence ends
-        return WholeBatch((inputs,), False, targets, document_ids=torch.cat(documents)[None])
+        return replace(row, document_ids=torch.cat(documents)[None])
 
 
 def _listed(name: str, given: Any, lengths: Lengths) -> list[Any]:

@@ -21,9 +21,10 @@ from slipstream.model import storage_id
 class LiveMemory(TorchDispatchMode):
     """The storages of the CPU's tensors: those of `present` tensors, and all that operations within the block make.
 
-    Exact for what tensors hold, each storage once, until its last owner, Python or an autograd graph, releases it.
-    Buffers inside a kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling
-    thread.
+    An operation's result is in a storage of its own or in that of an argument, so the arguments say what was there
+    before. That doesn't count unless it is `present`, but where an operation has read it, its end does. Exact for what
+    tensors hold, each storage once, until its last owner, Python or an autograd graph, releases it. Buffers inside a
+    kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling thread.
     """
 
     def __init__(self, present: Iterable[Tensor] = ()) -> None:
@@ -38,20 +39,24 @@ class LiveMemory(TorchDispatchMode):
         self.peak = self.num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.lift_fresh.default:  # whose argument has just been made, without an operation
+            for each in tree_iter((args, kwargs)):
+                if isinstance(each, Tensor):
+                    self._add(each, counted=False)
         result = func(*args, **kwargs or {})
         for each in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(each, Tensor):
                 self._add(each)
         return result
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add(self, tensor: Tensor, counted: bool = True) -> None:
         if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):  # a trace's: without memory
             return
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         size = storage.nbytes()
         if size and key not in self._references:
             self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
-            self.num_bytes += size
+            self.num_bytes += size * counted
             self.peak = max(self.peak, self.num_bytes)
 
     def _remove(self, key: int, size: int, _: object) -> None:
@@ -82,7 +87,7 @@ MemoryMeter = LiveMemory | AllocatedMemory  # `num_bytes` now, and their `peak` 
 
 
 def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> AbstractContextManager[MemoryMeter]:
-    """Measures a device's tensors within a block. On the CPU, whose allocator has no count, give those `present`."""
+    """Measures how a device's tensors change within a block. On the CPU those `present` count from the beginning."""
     return nullcontext(AllocatedMemory(device)) if device.type == "cuda" else LiveMemory(present)
 
 

@@ -32,7 +32,7 @@ from slipstream.model.hooks.layer_arguments import first_output, hidden_states, 
 from slipstream.planner.costs import Amount, ModelCount, OpCount, PartCount
 from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds, trained_parts
 from slipstream.profiler.operation_tally import OperationTally, counted_operations
-from slipstream.profiler.recorded_calls import META, ModelCalls, counting_model, record_calls, recording
+from slipstream.profiler.recorded_calls import META, ModelCalls, counting_model, record_calls, recording, uncountable
 from slipstream.schedule import Op
 
 _LENGTHS = (256, 512)  # tokens of the two counts
@@ -54,16 +54,17 @@ def count_model(
             input gradient alone; what an adapter computes is counted too.
 
     Raises:
-        SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its adapter
-            can't be run without weights.
+        SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its code or its
+            adapter's can't be run without weights.
     """
     try:
         return _counted(config, seq_len, dtype, trained)
     except SlipstreamError:
         raise
-    except Exception as error:  # of PEFT's code on the meta device
+    except Exception as error:  # of the model's code on the meta device, or of PEFT's
         if trained.adapter is None:
-            raise
+            problem = f"its code doesn't run without values ({type(error).__name__}: {error})"
+            raise SlipstreamError(uncountable(config, problem)) from error
         raise SlipstreamError(f"an adapter by {trained.adapter.method} can't be counted: {error}") from error
 
 

@@ -28,6 +28,7 @@ from slipstream.planner.costs import AttentionCall, AttentionWindow, find_window
 from slipstream.profiler.operation_tally import counted_operations
 
 NAME = "slipstream-count"
+_ATTENDS_ITSELF = "it doesn't attend through transformers' AttentionInterface"
 META = torch.device("meta")
 
 
@@ -79,21 +80,31 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
     zeros = torch.zeros(1, length, dtype=torch.long, device=META)
     # without a mask transformers would look for packed documents in positions, which have no values
     ones = torch.ones(1, length, dtype=torch.long, device="cpu")
-    with recording(ModelCalls(length, seq_len)), counted_operations(0):
-        states = _states_left(model, zeros, ones)
-    with ExitStack() as hooks, recording(calls), torch.no_grad(), counted_operations(0), META:
-        for part in parts:
-            module = model.get_submodule(part)
-            hooks.enter_context(module.register_forward_pre_hook(partial(record, part), with_kwargs=True))
-        model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
+    try:
+        with recording(ModelCalls(length, seq_len)), counted_operations(0):
+            states = _states_left(model, zeros, ones)
+        with ExitStack() as hooks, recording(calls), torch.no_grad(), counted_operations(0), META:
+            for part in parts:
+                module = model.get_submodule(part)
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, part), with_kwargs=True))
+            model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
+    except Exception as error:  # of attention that takes a mask apart, which here has no values
+        if anatomy.attends_itself:
+            raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF)) from error
+        raise
     if not calls.attentions and not states:
-        raise SlipstreamError(
-            f"model_type {model.config.model_type!r} doesn't attend through transformers' AttentionInterface, so its "
-            "attention can't be counted; profile it instead with `slipstream profile`."
-        )
+        raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF))
     for call, state in states.items():
         calls.state_bytes[f"{anatomy.layers}.{names[call.layer]}"] += state.nbytes
     return calls
+
+
+def uncountable(config: PretrainedConfig, problem: str) -> str:
+    """Returns what an error says of a model whose operations can't be counted."""
+    return (
+        f"what a model of model_type {config.model_type!r} computes can't be counted, as {problem}: profile it instead "
+        "with `slipstream profile`."
+    )
 
 
 def _states_left(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> dict[CarriedState, Tensor]:

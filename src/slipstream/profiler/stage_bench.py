@@ -17,7 +17,7 @@ from slipstream.model.hooks import TokenSlice
 from slipstream.model.saving import defer_weight_gradients
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 from slipstream.planner.costs import ActionBytes, AttentionWindow, find_windows
-from slipstream.profiler.live_memory import MemoryMeter, memory_meter, tensors_alive
+from slipstream.profiler.live_memory import MemoryMeter, memory_meter
 from slipstream.schedule import Op
 
 _PIECE = 1024  # tokens of each step while the context is filled, so that the head's logits stay small
@@ -128,7 +128,7 @@ class StageBench:
         length of it."""
         for length in {*lengths} - self._warm:  # makes weight gradients, and what is cached
             self.warm_up(length, self.seq_len - length)
-        with memory_meter(self._device, tensors_alive()) as memory:
+        with memory_meter(self._device) as memory:
             return [self._action_bytes(length, memory) for length in lengths]
 
     def _action_bytes(self, length: int, memory: MemoryMeter) -> ActionBytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -62,6 +63,33 @@ def test_the_meter_sees_in_place_views_and_several_results() -> None:
         assert memory.num_bytes == 2 * 4 + 2 * 8
         del values, indices
         assert memory.num_bytes == 0
+
+
+def test_what_was_there_before_is_known_by_what_operations_read() -> None:
+    weight, read, unread = torch.ones(500), torch.ones(100), torch.ones(7)
+    made = torch.tensor([1.0, 2.0])  # as it is within the block
+    with LiveMemory() as memory:
+        views = weight[2:], read.add_(1).view(10, 10)
+        assert (memory.num_bytes, memory.peak) == (0, 0)
+        constant, other = torch.tensor([1.0, 2.0]), views[0] * 2
+        assert memory.num_bytes == made.nbytes + 4 * 498
+        del read, views, unread
+        assert memory.num_bytes == made.nbytes + 4 * 498 - 400
+        del constant, other
+        assert memory.num_bytes == -400
+
+
+def test_a_limit_on_sequences_looks_through_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are hundreds of thousands, and a rehearsal of each stage and of several rows."""
+    inputs = [tokens(batch=1, length=length)[0] for length in (40, 9, 25)]
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"], num_ranks=2, slices=3, num_microbatches=2, **grouped(self_check=False, memory_limit=1e9)
+    )
+    walks: list[int] = []
+    get_objects = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda *given: walks.append(1) or get_objects(*given))
+    pipe.step(inputs, inputs)
+    assert not walks
 
 
 def peaks(pipe: Pipeline, rows: int = 2) -> tuple[float, float]:

@@ -25,6 +25,7 @@ from slipstream.planner.costs import (
     part_kinds,
 )
 from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
+from slipstream.planner.steps import fit_rates
 from slipstream.schedule import BACKWARDS, Op
 from slipstream.simulator import memory_of
 from support.hand_made_plan import MODEL
@@ -139,3 +140,18 @@ def test_a_plan_has_another_cut_and_no_needless_backwards() -> None:
         assert all(each.leaves == 0 for (unit, op), each in table.footprints.items() if unit.stage == g and op is Op.F)
     peaks = ([rank.peak for rank in memory_of(plan.schedule, each)] for each in (table, whole))
     assert all(less < more for less, more in zip(*peaks, strict=True))
+
+
+def test_rates_know_stages_without_backwards_and_forwards_that_run_again() -> None:
+    units = trains_a_part(ProfileUnits(PROFILE, STATE), WHOLE, partly_trained())
+    once, again = (fit_rates(units, [3, 3], 32, LENGTH, 16, recompute=recompute).seconds for recompute in (False, True))
+    for op in (Op.B, Op.I, Op.W):
+        assert once[op][1].any()
+        assert not once[op][0].any()
+        assert not again[op][0].any()
+    assert np.allclose(again[Op.F], once[Op.F])
+    assert np.allclose(again[Op.W], once[Op.W])
+    features = np.stack([np.ones(2), [32, 16], [528, 136]])  # of slices: their tokens and scores
+    forward = once[Op.F][1] @ features
+    for op in (Op.B, Op.I):
+        assert np.allclose(again[op][1] @ features, once[op][1] @ features + forward, rtol=0.02)

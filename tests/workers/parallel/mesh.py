@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import slipstream
 from slipstream import Parallelism, Pipeline, Precision, Runtime, Schedule, SlipstreamError, make_mesh
+from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.tuning import start_plan
 from slipstream.planner.costs import Device, load_cluster
 from slipstream.profiler import link_measurement
@@ -271,6 +272,44 @@ def carried_states() -> None:
             assert error < BOUND, (name, sequence, piece.name, error)
 
 
+def packed_rows() -> None:
+    """Ranks that share tokens between the parts of a layer take rows of several sequences, as the first thing that a
+    pipeline runs: of documents, of a list, and of a batch with padding."""
+    inputs, labels = tokens(), labels_of(tokens())
+    cuts, lengths = [[30, 34], [64]], [64, 41]
+    documents = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in cuts])
+    rows = [[row[:length] for row, length in zip(each, lengths, strict=True)] for each in (inputs, labels)]
+    counted = torch.arange(64) < torch.tensor(lengths)[:, None]
+    padded = {"input_ids": inputs, "attention_mask": counted.long(), "labels": labels.masked_fill(~counted, -100)}
+    apart = [list(row.split(each)) for row, each in zip(inputs, cuts, strict=True)]
+    of_apart = [list(row.split(each)) for row, each in zip(labels, cuts, strict=True)]
+    for config in (CONFIGS["llama"], CONFIGS["phi3"], HYBRIDS["qwen3_5_text"]):
+        for arguments, more, parts in (
+            ((inputs, labels), {"document_ids": documents}, ([*apart[0], *apart[1]], [*of_apart[0], *of_apart[1]])),
+            (rows, {}, rows),
+            ((padded,), {}, rows),
+        ):
+            whole, count = build(config, seed=3), sum(int((label[1:] != -100).sum()) for label in parts[1])
+            with no_rounding_inside():
+                losses = []
+                for ids, label in zip(*parts, strict=True):
+                    loss = causal_cross_entropy(whole(input_ids=ids[None]).logits[:, :-1], label[None, 1:])[0] / count
+                    loss.backward()
+                    losses.append(float(loss.detach()))
+                pipe = Pipeline(
+                    build(config, seed=3),
+                    mesh=make_mesh(2, 1, 2),
+                    slices=3,
+                    parallel=Parallelism(sequence_parallel=True),
+                    runtime=Runtime(self_check=False),
+                )
+                assert abs(pipe.step(*arguments, **more) - sum(losses)) < BOUND * sum(losses)
+            wanted = gradients(whole.named_parameters())
+            for piece in pipe.parameter_shards():
+                error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": piece.parameter.grad})
+                assert error < BOUND, (config.model_type, more, piece.name, error)
+
+
 def _planned(config: PretrainedConfig, seq_len: int) -> tuple[Schedule, list[int], list[float]]:
     """Returns what `slipstream plan` finds for four devices on which kernels cost nothing, so that slices are short."""
     numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0.0}
@@ -339,6 +378,7 @@ CASES = by_name(
     planned_from_measured_costs,
     auto,
     carried_states,
+    packed_rows,
     limit,
     refusals,
     low_precision,

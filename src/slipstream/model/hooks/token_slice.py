@@ -30,7 +30,8 @@ class TokenSlice:
     document_start: Tensor | None  # (b, T) where each token's document begins; None: one document a sequence
     start: int
     length: int
-    max_position: int  # of the whole batch, which rope of type dynamic and longrope reads
+    max_position: int  # that the unsplit model would see in the batch, which rope of type dynamic and longrope reads
+    lone_sequences: tuple[tuple[int, int], ...] = ()  # tokens here, and largest position, of each that is as if alone
     microbatch: int = 0
     index: int = 0
     seed: int = 0  # the step's seed

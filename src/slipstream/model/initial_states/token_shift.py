@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.layer_arguments import first_output, with_first_output
 from slipstream.model.hooks.slice_cache import CarriedState
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
@@ -32,18 +33,35 @@ def continue_from_state(module: nn.Module) -> None:
     """Makes an RWKV block begin with the state that the slice before left."""
     if hasattr(getattr(module, "attention", None), "time_decay") and hasattr(module, "feed_forward"):
         module.forward = update_wrapper(partial(_run, module, module.forward), module.forward)
+        _halve_in_evaluations(module)
     if hasattr(module, "layers_are_rescaled"):
         _keep_scale(module)
 
 
 def _keep_scale(model: Any) -> None:
-    """Keeps the model from halving weights where it evaluates, as some of its layers are elsewhere."""
+    """Keeps the model from halving its weights where it evaluates: gradients and exports would be those of others."""
     if model.layers_are_rescaled and len(model.blocks) > model.config.rescale_every > 0:
         raise SlipstreamError(
             f"the model has run in evaluation mode, for which it halves weights every {model.config.rescale_every} "
             "layers: load it again, or set rescale_every=0 in its configuration."
         )
     model.layers_are_rescaled = None  # neither True nor False, which it compares with model.training
+
+
+def _halve_in_evaluations(block: Any) -> None:
+    """Halves what the model halves in evaluations, the hidden states after every few layers and all that is added to
+    them afterwards: norms have an epsilon, so the loss is another one. A power of two rounds nothing."""
+    every = block.config.rescale_every
+    if every > 0:
+        power = 2 ** (block.layer_id // every)
+        for each in (block.attention.output, block.feed_forward.value) if power > 1 else ():
+            each.register_forward_hook(partial(_divided, power))
+        if (block.layer_id + 1) % every == 0:
+            block.register_forward_hook(partial(_divided, 2))
+
+
+def _divided(power: int, module: nn.Module, _args: Any, output: Any) -> Any:
+    return None if module.training else with_first_output(output, first_output(output) / power)
 
 
 class _OwnState:

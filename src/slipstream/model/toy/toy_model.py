@@ -46,6 +46,8 @@ def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> Pretra
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
         if getattr(toy, name, None) is not None:
             setattr(toy, name, 0)
+    if getattr(toy, "rescale_every", 0):  # RWKV's: it would halve the toy's own weights, before stages take them
+        toy.rescale_every = 0
     if overrides:
         toy.per_layer_config = overrides
     toy.use_cache = whole.use_cache = False

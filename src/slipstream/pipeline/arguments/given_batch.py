@@ -37,9 +37,10 @@ def given_batch(
     """
     if isinstance(inputs, Mapping):
         _refuse_twice(targets=targets, position_ids=position_ids)
-        collated = _agreed(ranks, inputs, lengths, needs_labels)
-        inputs, targets, position_ids, found = collated
-        lengths = lengths if found is None else found.tolist()
+        inputs, targets, position_ids, found = _agreed(ranks, inputs, lengths, needs_labels)
+        if found is not None:
+            without_padding = Sequences.of(device, inputs, targets, document_ids, found.tolist(), sequence_values)
+            return without_padding.as_rows(inputs.shape[1], found.tolist(), position_ids)
     elif targets is None:
         if needs_labels:
             raise SlipstreamError("targets are missing: give step(inputs, targets), or a mapping that has 'labels'.")
@@ -101,5 +102,4 @@ def _agreed(ranks: Ranks, batch: Mapping[str, Any], lengths: Lengths, needs_labe
     if not pads:
         return found._replace(lengths=None)
     rows, longest = found.input_ids.shape
-    lengths_of_all = torch.full((rows,), longest) if found.lengths is None else found.lengths
-    return found._replace(position_ids=None, lengths=lengths_of_all)
+    return found._replace(lengths=torch.full((rows,), longest) if found.lengths is None else found.lengths)

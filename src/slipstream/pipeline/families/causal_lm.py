@@ -262,7 +262,9 @@ class CausalLMFamily:
 
     def rates(self, layout: StageLayout) -> StageRates:
         """Returns what the stages cost, by their multiplications."""
-        return weighed_rates(WeighedModel(self.config, self._anatomy, None), self._anatomy.halves, layout.layers)
+        has_head = not layout.spreads_vocabulary
+        model = WeighedModel(self.config, self._anatomy, None, has_head, self._outline)
+        return weighed_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""

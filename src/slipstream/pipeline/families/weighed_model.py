@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from torch import nn
@@ -59,26 +59,48 @@ class WeighedModel:
         The last one's include those of the head, unless that is spread over all ranks.
         """
         costs = []
+        for index, half, parts in self._units(halves):
+            attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
+            costs.append(self._step_share(parts, attended))
+        if self._has_head:
+            costs[-1] += self._step_share(self._after, 0.0)
+        return costs
+
+    def products(self, halves: Sequence[LayerPart] = ()) -> list[tuple[float, float, float]]:
+        """Returns the multiplications of a token with the weights of each layer, or of both halves of each, and of the
+        head: those of the forward, and those that lead to the gradients of inputs and of weights."""
+        head = self._products(self._after) if self._has_head else (0.0, 0.0, 0.0)
+        return [*(self._products(parts) for _, _, parts in self._units(halves)), head]
+
+    def _units(self, halves: Sequence[LayerPart]) -> Iterator[tuple[int, LayerHalf | None, list[nn.Module]]]:
+        """Yields the modules of each layer, or of both halves of each where `halves` are given."""
         for index, layer in enumerate(self.layers):
             for half in LayerHalf if halves else (None,):
-                parts = [layer]
+                own = [layer]
                 if half is not None:
-                    parts = [child for child, part in parts_of(layer, halves) if part.half is half]
-                attended = 0.0 if half is LayerHalf.FEED_FORWARD else self._attended(index)
-                costs.append(self._step_share(parts, attended))
-        if self._has_head:
-            costs[-1] += self._step_share([self._module.get_submodule(name) for name in self.anatomy.after], 0.0)
-        return costs
+                    own = [child for child, part in parts_of(layer, halves) if part.half is half]
+                yield index, half, own
+
+    @property
+    def _after(self) -> list[nn.Module]:
+        """What follows the layers."""
+        return [self._module.get_submodule(name) for name in self.anatomy.after]
+
+    def _products(self, parts: Sequence[nn.Module]) -> tuple[float, float, float]:
+        forward = sum(map(self._multiplications, parts))
+        if self.trains_all:
+            return forward, forward, forward
+        trained = sum(self._multiplications(part, trained=True) for part in parts)
+        return forward, forward if self.has_gradient(parts) else 0.0, trained
 
     def _step_share(self, parts: Sequence[nn.Module], attended: float) -> float:
         """Returns a third of a step's multiplications of a token with these modules and with what it attends to."""
-        forward = sum(map(self._multiplications, parts))
-        if self.trains_all:
-            return forward + attended
-        trained = sum(self._multiplications(part, trained=True) for part in parts)
-        has_backward = bool(trained) or self.has_gradient(parts)
-        inputs = forward if self.has_gradient(parts) else 0.0
-        return (forward + inputs + trained + attended * (3 if has_backward else 1)) / 3
+        forward, inputs, weights = self._products(parts)
+        return (forward + inputs + weights + attended * (3 if inputs or weights else 1)) / 3
+
+    def has_backward(self, layer: int) -> bool:
+        """Returns whether gradients go through what a layer attends with."""
+        return self.trains_all or any(self._products([self.layers[layer]])[1:])
 
     def has_gradient(self, parts: Sequence[nn.Module]) -> bool:
         """Returns whether anything before a layer, or these parts of it, is trained."""
@@ -89,11 +111,6 @@ class WeighedModel:
         inside = (parameter for layer in self.layers for parameter in layer.parameters())
         before = takewhile(lambda parameter: id(parameter) not in own, inside)
         return any(parameter.requires_grad for parameter in before)
-
-    @property
-    def head_products(self) -> float:
-        """The multiplications of a token with what follows the layers."""
-        return sum(self._multiplications(self._module.get_submodule(name)) for name in self.anatomy.after)
 
     def score_products(self, layer: int) -> float:
         """The multiplications of a token with a key and a value that it sees, in a layer; 0 where it has none."""

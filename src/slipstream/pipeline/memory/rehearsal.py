@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.messages import HEADER_BYTES, MadeUpTransport, SkipSend, Transport, message_bytes, part_size
 from slipstream.model import CausalLMStage, Tensors, storage_bytes, storage_id, storage_ids
+from slipstream.model.hooks import kept_frequencies
 from slipstream.model.saving import RecomputePolicy, factors_of
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution import (
@@ -28,7 +29,7 @@ from slipstream.pipeline.execution import (
 from slipstream.pipeline.memory.lone_stage import alone
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
-from slipstream.profiler import MemoryMeter, memory_meter, tensors_alive
+from slipstream.profiler import MemoryMeter, memory_meter
 from slipstream.schedule import BACKWARDS, RECEIVES, SENDS, Action, Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
@@ -212,21 +213,20 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
     """
     actions = [action for action in step.schedule.positions if action.stage == number]
     ops = {action.op for action in actions}
-    for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
-        for split in (False, True):
-            if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
-                _run(step, like, split, transport, [])  # fills what is cached from one step to the next
-                yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport, tensors_alive()))
+    with kept_frequencies(step.stages[number].model):
+        for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
+            for split in (False, True):
+                if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
+                    _run(step, like, split, transport)  # fills what is cached from one step to the next
+                    yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport))
 
 
-def _run(
-    step: RehearsedStep, like: StageSlice, split: bool, transport: Transport, present: list[Tensor]
-) -> dict[Action, _Change]:
-    """Returns what each action changed: of the `present` tensors, and of those that the run makes."""
+def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transport) -> dict[Action, _Change]:
+    """Returns what each action changed."""
     stage, schedule = step.stages[like.stage], alone(like, split, step.schedule, len(step.batch.slices[0]))
     options = step.losses, step.device, step.recompute, step.parameters.reduce
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
-    with _without_gradients(stage), memory_meter(step.device, present) as memory:
+    with _without_gradients(stage), memory_meter(step.device) as memory:
         watch = _MemoryWatch(stage, memory)
         executor.observe(watch)
         run_together([executor], schedule, step.batch, [RankStep(watch.run)])

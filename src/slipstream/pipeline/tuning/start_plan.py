@@ -130,7 +130,8 @@ def plan_start(
     def found() -> tuple[JointPlan, StageRates]:
         plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=units)
         costs: UnitCosts = UnitsWithoutHead(units) if plan.head == "spread" else units
-        return plan, fit_rates(costs, plan.partition, units.longest_slice, request.profile.seq_len, request.granularity)
+        lengths = units.longest_slice, request.profile.seq_len, request.granularity
+        return plan, fit_rates(costs, plan.partition, *lengths, recompute=plan.recompute)
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen

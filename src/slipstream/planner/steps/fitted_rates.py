@@ -11,6 +11,7 @@ from slipstream.array_types import Floats
 from slipstream.planner.costs import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages
 from slipstream.planner.joint import UnitCosts
 from slipstream.planner.steps.stage_rates import StageRates
+from slipstream.schedule import Op
 
 _POINTS = 5  # of slice lengths, and of contexts
 
@@ -22,8 +23,10 @@ def fit_rates(
     longest_sequence: int,
     shortest_slice: int = 64,
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
+    recompute: bool = False,
 ) -> StageRates:
-    """Returns the rates with the least squared relative error to the units' times; none is below 0.
+    """Returns the rates with the least squared relative error to the units' times; none is below 0. Stages of which
+    nothing is trained have no backward.
 
     Args:
         units: what each unit of the model costs, for microbatches of one row.
@@ -32,6 +35,7 @@ def fit_rates(
         longest_sequence: where contexts end.
         shortest_slice: the shortest slice whose time is known.
         windows: of attention.
+        recompute: whether forwards run again before their backwards.
     """
     shortest = min(shortest_slice, longest_slice)
     lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
@@ -41,7 +45,13 @@ def fit_rates(
     scores = [np.asarray(window.scores(i + j) - window.scores(j), float) for window in windows]
     features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
     handled = np.outer(messages_of_stages(len(partition)), units.handling_seconds(i))
-    times = {op: _of_stages(*units.seconds(op, i, j), bounds) + (op in WITH_MESSAGES) * handled for op in OPS}
+    computed = {op: _of_stages(*units.seconds(op, i, j), bounds) for op in OPS}
+    if recompute:
+        computed |= {op: computed[op] + computed[Op.F] for op in (Op.B, Op.I)}
+    times = {op: each + (op in WITH_MESSAGES) * handled for op, each in computed.items()}
+    num_frozen = sum(bound <= units.num_frozen_units for bound in bounds[1:])
+    for op in (Op.B, Op.I, Op.W):
+        times[op][:num_frozen] = 0.0
     seconds = {op: np.array([_least_squares(features, each) for each in stages]) for op, stages in times.items()}
     held = _of_stages(*units.activation_bytes(lengths), bounds)
     per_token = np.stack([np.ones(len(lengths)), lengths.astype(float)], axis=1)

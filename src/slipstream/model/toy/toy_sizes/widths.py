@@ -51,6 +51,7 @@ _RECURRENT_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_nu
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "decoder_layers")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 _LINKED = ("attention_hidden_size", "embedding_dim", "lru_width")  # that are the model's width or a multiple of it
+_EMBEDDING_WIDTHS = ("embedding_size", "word_embed_proj_dim")  # of tokens, projected where it isn't the model's width
 _WIDTH_PARTS = "axial_pos_embds_dim"  # sizes that add up to the width
 _STATE_SPACE_HEADS = {  # their number -> their size
     "mamba_n_heads": "mamba_d_head",
@@ -121,8 +122,6 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         setattr(toy, name, max(1, getattr(toy, name) * min(_NUM_HEADS, fewest) // fewest))
     if getattr(toy, "n_inner", 0) is None:  # it would be four times the width
         toy.n_inner = _INNER
-    if hasattr(toy, "word_embed_proj_dim"):
-        toy.word_embed_proj_dim = getattr(toy, width)
 
 
 def _head_width(toy: PretrainedConfig, size: int) -> int:
@@ -145,6 +144,8 @@ def _set_width(toy: PretrainedConfig, width: str, after: int) -> None:
     for fields in (toy, *layer_parts(toy)):
         for name in {fields.attribute_map.get(name, name) for name in (*WIDTHS, *_LINKED)}:
             _change(fields, name, lambda size: size if size % before else size // before * after)
+    for name in _EMBEDDING_WIDTHS:
+        _change(toy, name, lambda size: after if size == before else after // 2 if size < before else 2 * after)
     parts = getattr(toy, _WIDTH_PARTS, None)
     if parts and sum(parts) == before:
         smaller = [size * after // before for size in parts[:-1]]

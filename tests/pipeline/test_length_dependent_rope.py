@@ -1,0 +1,151 @@
+"""Rope of type dynamic and longrope has the frequencies of the length that the unsplit model sees: a list's of each
+sequence alone, a batch's of all its rows and their padding."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from slipstream import Pipeline
+from slipstream.model import causal_cross_entropy
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+)
+from support.forked import launch
+from support.options import grouped
+from support.paths import WORKERS
+from support.ragged_batches import batch_of
+
+NAMES = ["llama, dynamic rope", "phi3, longrope"]  # which change beyond 24 tokens
+MODELS = {name: build(ARCHITECTURES[name]) for name in NAMES}
+LENGTHS = [30, 12, 40, 24, 25]
+
+
+def pipeline(name: str, **options: Any) -> Pipeline:
+    given = {"num_ranks": 2, "slices": 3, "self_check": False, "schedule": "1f1b", **options}
+    return Pipeline(copy.deepcopy(MODELS[name]), **grouped(**given))
+
+
+def alone(
+    name: str, inputs: list[Tensor], labels: list[Tensor], documents: list[list[int]] | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of an unsplit model for each sequence, as the mean over all labels. Of documents, each is run
+    by a model that has seen the longest of its sequence."""
+    count = total = 0.0
+    found: dict[str, Tensor] = {}
+    for row, (ids, label) in enumerate(zip(inputs, labels, strict=True)):
+        whole, cuts = copy.deepcopy(MODELS[name]), [len(ids)] if documents is None else documents[row]
+        with no_rounding_inside():
+            for part, targets in zip(ids.split(cuts), label.split(cuts), strict=True):
+                positions = torch.arange(len(part))
+                if len(part) < max(cuts):  # another token, which no other sees, says how long the sequence is
+                    part, positions = (torch.cat([each, torch.tensor([max(cuts) - 1])]) for each in (part, positions))
+                logits = whole(input_ids=part[None], position_ids=positions[None], use_cache=False).logits
+                loss, number = causal_cross_entropy(logits[:, : len(targets) - 1], targets[None, 1:])
+                loss.backward()
+                total, count = total + float(loss.detach()), count + int(number)
+        for key, gradient in gradients(whole.named_parameters()).items():
+            found[key] = found.get(key, 0) + gradient
+    return total / count, {key: each / count for key, each in found.items()}
+
+
+def together(whole: Any, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    whole.zero_grad()
+    with no_rounding_inside():
+        loss = whole(**batch, use_cache=False).loss
+        loss.backward()
+    return float(loss.detach()), gradients(whole.named_parameters())
+
+
+def check(pipe: Pipeline, expected: tuple[float, dict[str, Tensor]], *batch: Any, **more: Any) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    with no_rounding_inside():
+        assert float(pipe.evaluate(*batch, **more)) == pytest.approx(expected[0], rel=BOUND)
+        assert float(pipe.step(*batch, **more)) == pytest.approx(expected[0], rel=BOUND)
+    assert gradient_error(expected[1], gradients(pipe.named_parameters())) < BOUND
+
+
+def padded(lengths: list[int], width: int) -> dict[str, Tensor]:
+    inputs, labels = batch_of([*lengths, width])
+    rows = (pad_sequence(each, batch_first=True)[:-1] for each in (inputs, [torch.ones_like(each) for each in inputs]))
+    targets = pad_sequence(labels, batch_first=True, padding_value=-100)[:-1]
+    return dict(zip(("input_ids", "attention_mask", "labels"), (*rows, targets), strict=True))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_each_sequence_of_a_list_is_alone(name: str, num_microbatches: int) -> None:
+    inputs, labels = batch_of(LENGTHS)
+    check(pipeline(name, num_microbatches=num_microbatches), alone(name, inputs, labels), inputs, labels)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_padded_by_lengths_are_alone(name: str) -> None:
+    inputs, labels = batch_of(LENGTHS)
+    rows = pad_sequence(inputs, batch_first=True), pad_sequence(labels, batch_first=True)
+    check(pipeline(name), alone(name, inputs, labels), *rows, lengths=LENGTHS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sequence_of_documents_has_the_frequencies_of_its_longest(name: str) -> None:
+    inputs, labels = batch_of([40, 36])
+    cuts = [[10, 30], [12, 24]]
+    ids = [torch.arange(2).repeat_interleave(torch.tensor(each)) for each in cuts]
+    check(pipeline(name), alone(name, inputs, labels, cuts), inputs, labels, document_ids=ids)
+
+
+@pytest.mark.parametrize("positions", ["none", "counted", "beyond the padding"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
+    """All its rows would have other frequencies without it."""
+    batch = padded([20, 13], width=22 if positions == "beyond the padding" else 32)
+    if positions != "none":
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).repeat(2, 1)
+    if positions == "beyond the padding":
+        batch["position_ids"][1, 13:] = 45
+    check(pipeline(name, num_microbatches=2), together(copy.deepcopy(MODELS[name]), batch), batch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frequencies_follow_the_batches_of_a_training(name: str) -> None:
+    """Type dynamic keeps those of the longest batch: sequences that are alone, rehearsals and the search for what
+    carries states change nothing."""
+    pipe, whole = pipeline(name, memory_limit=1e9, schedule="gpipe"), copy.deepcopy(MODELS[name])
+    for length, lone in ((36, [40, 7]), (30, [28]), (44, [25, 12]), (26, [48])):
+        ids = tokens(batch=2, length=length)
+        check(pipe, together(whole, {"input_ids": ids, "labels": labels_of(ids)}), ids, labels_of(ids))
+        inputs, labels = batch_of(lone)
+        check(pipe, alone(name, inputs, labels), inputs, labels)
+
+
+def test_a_rotary_forward_of_the_users_own_runs() -> None:
+    def of_half(module: Any) -> Any:
+        forward = module.forward
+        return lambda x, position_ids: tuple(each / 2 for each in forward(x, position_ids))
+
+    models = [copy.deepcopy(MODELS["llama, dynamic rope"]) for _ in range(2)]
+    for model in models:
+        model.model.rotary_emb.forward = of_half(model.model.rotary_emb)
+    ids = tokens(batch=2, length=30)
+    pipe = Pipeline(models[0], num_ranks=1, slices=[20, 10], **grouped(self_check=False))
+    check(pipe, together(models[1], {"input_ids": ids, "labels": ids}), ids, ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["rows", "padded", "lists"])
+def test_replicas_have_what_one_device_would(name: str, case: str) -> None:
+    ended = launch(2, WORKERS / "pipeline/length_dependent_rope.py", name, case)
+    assert ended.returncode == 0, ended.stderr[-3000:]
