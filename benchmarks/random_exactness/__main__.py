@@ -44,6 +44,7 @@ from benchmarks.zoo.trial import described, ended_by
 from benchmarks.zoo.workers import Limits, Result, Send, run_forked
 from slipstream import SlipstreamError
 from slipstream.errors import LostRankError
+from slipstream.messages import TransportError
 from slipstream.model.toy.toy_comparison import full_precision
 from slipstream.model.toy.toy_model import quiet_transformers
 
@@ -53,6 +54,7 @@ LIMITS = Limits(seconds=90, memory=4 << 30, patience=2)
 FUSED_BOUND = 1e-7  # some models' norms round to float32 when they are fused, which nothing here keeps from it
 MESSAGE_SECONDS = 100
 ORDER = [Verdict.WRONG, Verdict.CRASH, Verdict.OUT_OF_LIMITS, Verdict.REFUSED, Verdict.NOT_BUILT, Verdict.EXACT]
+_HAS_RUN = "execution/executor.py"  # in the traceback of an error after something has run, which no refusal waits for
 Row = dict[str, Any]
 
 
@@ -132,11 +134,16 @@ def summary(result: Result) -> Row:
         return row | worst[0] if worst else row
     assert found, result
     verdicts = [each.value for each in ORDER]
-    own = [each for each in found if not each["reason"].startswith(LostRankError.__name__)]  # not another's end
+    own = [each for each in found if not _is_of_another(each["reason"])]  # not another's end
     row |= min(own or found, key=lambda each: verdicts.index(each["verdict"]))
     if place.num_processes > 1 and len({each["verdict"] for each in found}) > 1:
         row["ranks"] = [f"{each['verdict']}: {each['reason']}"[:300] for each in found]
     return row
+
+
+def _is_of_another(reason: str) -> bool:
+    """Returns whether a rank only says that another one has ended."""
+    return reason.startswith((LostRankError.__name__, TransportError.__name__)) and "onnection" in reason
 
 
 def try_case(seed: str, send: Send, rank: int, folder: str) -> None:
@@ -149,7 +156,8 @@ def try_case(seed: str, send: Send, rank: int, folder: str) -> None:
             found = _outcome(seed, place, rank, f"{folder}/{seed}", send)
         except Exception as error:
             found = ended_by(error) | {"traceback": traceback.format_exc()[-6000:]}
-            found["verdict"] = found["verdict"].value
+            is_late = found["verdict"] is Verdict.REFUSED and _HAS_RUN in found["traceback"]
+            found["verdict"] = (Verdict.CRASH if is_late else found["verdict"]).value
     send({"reason": "", "error": 0.0, **found, "seconds": round(time.process_time() - began, 1)})
     os._exit(0)  # no rank waits for another's end
 

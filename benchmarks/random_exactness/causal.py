@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import fnmatch
 import importlib
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -32,10 +31,29 @@ from slipstream.model import causal_cross_entropy, find_anatomy
 from slipstream.model.adapters import quiet_peft
 
 _TESTS = str(Path(__file__).parents[2] / "tests")
-POPULAR = (
-    "cohere2 gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite llama mistral mixtral olmo2 phi3 qwen2 qwen2_moe "
-    "qwen3 qwen3_moe qwen3_next smollm3 starcoder2"
-).split()
+POPULAR = [  # what most users train
+    "cohere2",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "smollm3",
+    "starcoder2",
+]
+PATTERNS = ("*embed*", "*.0.*", "*.1.*", "*norm*", "*proj*", "*attn*", "*mlp*", "lm_head*")  # of frozen parameters
 LONGEST = 56  # tokens
 _LENGTH_DEPENDENT = {"rope dynamic", "rope longrope"}
 COEFFICIENT = 0.5  # of a load-balancing loss, so that it counts
@@ -44,9 +62,9 @@ COEFFICIENT = 0.5  # of a load-balancing loss, so that it counts
 def changes() -> Mapping[str, Any]:
     """Returns the changes of tests/support to a model that was built, by name."""
     if _TESTS not in sys.path:
-        sys.path.insert(0, _TESTS)
+        sys.path.append(_TESTS)
     try:
-        return importlib.import_module("support.changed_models").CHANGES
+        return importlib.import_module("support.changes").CHANGES
     except ModuleNotFoundError:
         return {}
 
@@ -84,11 +102,11 @@ class CausalCase:
 
     def _draw_model(self) -> None:
         known = changes()
-        kind = self.dice.choices(["popular", "any", "changed"], [40, 35, 25 if known else 0])[0]
-        if kind == "changed":
+        kind = self.dice.choices(["popular", "any", "changed"], [40, 35, 25])[0]
+        if kind == "changed" and known:
             self._draw_changed(known)
             return
-        name = self.dice.choice(POPULAR if kind == "popular" else architectures())
+        name = self.dice.choice(architectures() if kind == "any" else POPULAR)
         variants, config = combined(default_config(name), self.dice)
         self.axes |= {"architecture": name, "variants": variants}
         if self.place.dp == self.place.tp == 1 and happens(self.dice, 0.08) and _set_dropout(config):
@@ -122,7 +140,7 @@ class CausalCase:
         kind = self.dice.choices(["all", "frozen", "adapter"], [70, 14, 16])[0]
         self.axes["trained"] = kind
         self.trained = kind
-        self.pattern = self.dice.choice(["*embed*", "*.0.*", "*.1.*", "*norm*", "*proj*", "*attn*", "*mlp*", "lm_head*"])
+        self.pattern = self.dice.choice(PATTERNS)
         self.adapter_seed = self.dice.randrange(99)
 
     def models(self) -> tuple[nn.Module, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,9 +97,10 @@ class Unsplit:
 
 
 def _descend(parameters: Iterable[nn.Parameter]) -> None:
-    optimizer = torch.optim.SGD(parameters, lr=RATE)
-    optimizer.step()
-    optimizer.zero_grad()
+    if given := list(parameters):  # a stage of activations alone has none
+        optimizer = torch.optim.SGD(given, lr=RATE)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @dataclass
@@ -231,4 +232,3 @@ def _of_all_ranks(error: float) -> float:
 def recorded(trace: Iterator[tuple[str, Numbers]]) -> list[tuple[str, Numbers]]:
     """Returns what the unsplit model gives."""
     return [(group, {name: each.detach().clone() for name, each in numbers.items()}) for group, numbers in trace]
-
