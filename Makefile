@@ -61,6 +61,7 @@ bench: $(INSTALLED)
 
 exactness: $(INSTALLED)
 	$(BIN)/python -m benchmarks.exactness
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.random_exactness --cases 300
 	$(PYTEST) -m "grid or hypothesis" -n 2
 
 docs: $(INSTALLED)

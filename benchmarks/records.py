@@ -194,6 +194,11 @@ SUBJECTS = {
         "exactness",
         sources=("src/slipstream", "tests/workers/parallel/exactness.py"),
     ),
+    "random_exactness": Subject(
+        "random combinations against the unsplit model in one process",
+        "random_exactness",
+        sources=("src/slipstream", "benchmarks/zoo", "tests/support"),
+    ),
     "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
     "zoo": Subject(
         "which architectures of transformers are exact in slices", "zoo", sources=_room("attention", "model")

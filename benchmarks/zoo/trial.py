@@ -55,7 +55,7 @@ def explained(outcome: Outcome, config: PretrainedConfig) -> Outcome:
     try:
         check_sliceable(config)
     except Exception as error:
-        return replace(outcome, **_ended_by(error))
+        return replace(outcome, **ended_by(error))
     return replace(outcome, verdict=Verdict.CRASH)
 
 
@@ -64,14 +64,14 @@ def at_own_size(outcome: Outcome, config: PretrainedConfig) -> Outcome:
     try:
         find_anatomy(config)
     except SlipstreamError as error:
-        return replace(outcome, **_ended_by(error), error=0.0, paths=())
+        return replace(outcome, **ended_by(error), error=0.0, paths=())
     return outcome
 
 
 def _verdict(config: PretrainedConfig, stages: str) -> dict[str, Any]:
     with full_precision(), quiet_transformers():
         try:
-            model = _unsplit_model(config)
+            model = unsplit_model(config)
             whole = copy.deepcopy(model)
             tokens = _tokens(config)
             expected = _unsplit_step(whole, tokens)
@@ -85,7 +85,7 @@ def _verdict(config: PretrainedConfig, stages: str) -> dict[str, Any]:
                 pipe = Pipeline(model, slices=list(SLICES), num_ranks=len(partition), partition=list(partition))
                 loss = pipe.step(tokens, tokens)
         except Exception as error:
-            return {**_ended_by(error), "stages": partition}
+            return {**ended_by(error), "stages": partition}
         named = whole.named_parameters(remove_duplicate=False)
         wanted = {name: p.grad for name, p in named if p.grad is not None and name not in anatomy.second_names}
         error = _error(wanted, pipe, float(loss), float(expected))
@@ -93,7 +93,8 @@ def _verdict(config: PretrainedConfig, stages: str) -> dict[str, Any]:
     return {"verdict": verdict, "error": error, "paths": tuple(sorted(paths)), "stages": partition}
 
 
-def _unsplit_model(config: PretrainedConfig) -> PreTrainedModel:
+def unsplit_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Returns a tiny model in float64 with random weights, none of which is zero or one."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
@@ -129,7 +130,8 @@ def _error(wanted: Mapping[str, Tensor], pipe: Pipeline, loss: float, expected: 
     return max(abs(loss - expected) / abs(expected), *relative_errors(found, wanted, floor=1e-6).values())
 
 
-def _ended_by(error: Exception) -> dict[str, Any]:
+def ended_by(error: Exception) -> dict[str, Any]:
+    """Returns the verdict about an exception, and what it says."""
     if not isinstance(error, SlipstreamError):
         return {"verdict": Verdict.CRASH, "reason": described(error)}
     message = str(error)

@@ -5,6 +5,7 @@ Windows and whatever else counts tokens are smaller than the first slices, and e
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -32,6 +33,20 @@ def alone(config: PretrainedConfig) -> Iterator[tuple[str, PretrainedConfig]]:
     """Yields tiny configurations with one of the changes that the variant ALL_ELSE makes at once."""
     switches = _own_switches(tiny_config(config).get_text_config())
     yield from _changed(config, _ELSE | {name: partial(_flip, switches=[name]) for name in switches})
+
+
+def combined(config: PretrainedConfig, dice: random.Random) -> tuple[list[str], PretrainedConfig]:
+    """Returns a tiny configuration with some of the changes, drawn at random, and their names."""
+    changed, names = tiny_config(config), list[str]()
+    changes = {name: change for name, change in (_VARIANTS | _ELSE).items() if name != ALL_ELSE}
+    switches = _own_switches(changed.get_text_config())
+    changes |= {name: partial(_flip, switches=[name]) for name in dice.sample(switches, min(1, len(switches)))}
+    for name, change in changes.items():
+        if dice.random() < 0.15:
+            with suppress(AttributeError, RuntimeError):  # as above
+                if change(changed.get_text_config()):
+                    names.append(name)
+    return names, changed
 
 
 def _changed(config: PretrainedConfig, changes: Mapping[str, _Changes]) -> Iterator[tuple[str, PretrainedConfig]]:
