@@ -23,10 +23,10 @@ _REFUSED = -1
 
 
 class BatchAgreement:
-    """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, and how many targets
-    count in all.
+    """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, how many targets count
+    in all, and whether anything is trained.
 
-    One all-gather of three numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
+    One all-gather of four numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
     it travels while the first stage computes its first slice: call `finish` before anything else is sent. Every method
     is collective, and called in the same order.
     """
@@ -38,20 +38,26 @@ class BatchAgreement:
         self._whole: WholeBatch | Sequences | None = None
         self._asked: tuple[Tensor, PendingWork | None] | None = None  # what is being gathered
 
-    def on(self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch]) -> SplitBatch:
+    def on(
+        self,
+        whole: WholeBatch | Sequences,
+        split: Callable[[], SplitBatch],
+        needs_targets: bool = True,
+        trains: bool = True,
+    ) -> SplitBatch:
         """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
         batch with those of the other ranks.
 
-        Raises SlipstreamError on every rank where it can't be split on one, or no target counts; where a pipeline's
-        ranks differ, this does or `finish`.
+        Raises SlipstreamError on every rank where it can't be split on one, or no target counts that is needed; where a
+        pipeline's ranks differ, or no rank `trains`, this does or `finish`.
         """
         try:
             batch = split()
         except SlipstreamError:
             self._refuse()
             raise
-        num_valid = self._start(whole, batch.num_valid)
-        if num_valid == 0:
+        num_valid = self._start(whole, batch.num_valid, trains)
+        if num_valid == 0 and needs_targets:
             self.finish()  # other ranks may have other batches
             raise SlipstreamError(
                 "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
@@ -60,42 +66,46 @@ class BatchAgreement:
 
     def compare(self, whole: WholeBatch | Sequences) -> None:
         """Raises SlipstreamError on every rank where a pipeline's ranks have different batches."""
-        self._start(whole, 0)
+        self._start(whole, 0, True)
         self.finish()
 
     def finish(self) -> int:
         """Waits for the comparison, where that hasn't been done; returns the valid targets of all replicas, 0 where
-        there was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, and
-        TransportError where a rank doesn't take part in time."""
+        there was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ or nothing
+        is trained, and TransportError where a rank doesn't take part in time."""
         replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         num_valid: dict[int, int] = {}
-        for rank, (replica, checksum, number) in self._answers():
+        is_trained = True
+        for place, (rank, (replica, checksum, number, trains)) in enumerate(self._answers()):
             replicas[replica].append((checksum, rank))
             num_valid[replica] = number
+            is_trained = bool(trains) or (is_trained and place > 0)
         refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
         if refused:
             raise SlipstreamError(f"the step can't run, as {_named(refused)} refused its batch: see the message there.")
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
+        _check_trained(is_trained)
         return sum(num_valid.values())
 
-    def _start(self, whole: WholeBatch | Sequences, num_valid: int) -> int:
+    def _start(self, whole: WholeBatch | Sequences, num_valid: int, trains: bool) -> int:
         """Begins to compare a batch with those of the other ranks; returns the valid targets of all replicas."""
         if self._ranks.world.size == 1:
+            _check_trained(trains)
             return num_valid
         self._whole = whole
-        self._ask(_checksum(whole), num_valid)
+        self._ask(_checksum(whole), num_valid, trains)
         return self.finish() if self._waits else num_valid
 
     def _refuse(self) -> None:
         """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
         if self._ranks.world.size > 1:
-            self._ask(_REFUSED, 0)
+            self._ask(_REFUSED, 0, True)
             self._answers()
 
-    def _ask(self, checksum: int, num_valid: int) -> None:
+    def _ask(self, checksum: int, num_valid: int, trains: bool) -> None:
         self.finish()
-        mine = torch.tensor([self._ranks.data.rank, checksum, num_valid], device=self._ranks.device)
+        mine = torch.tensor([self._ranks.data.rank, checksum, num_valid, trains], device=self._ranks.device)
         self._asked = self._ranks.world.start_all_gather(mine)
 
     def _answers(self) -> list[tuple[int, list[int]]]:
@@ -127,6 +137,16 @@ class BatchAgreement:
             + "\n  ".join(lines)
             + "\nGive them one batch: a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica, and the "
             "same seed on every rank."
+        )
+
+
+def _check_trained(is_trained: bool) -> None:
+    if not is_trained:
+        raise SlipstreamError(
+            "nothing would be trained: requires_grad is False of every parameter. Of an adapter that PEFT has loaded "
+            "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); of any other model call "
+            "requires_grad_() of what is to be trained before the Pipeline is made. pipe.evaluate(...) takes batches "
+            "as step does, and gives the loss alone."
         )
 
 
