@@ -58,6 +58,7 @@ class Engine:
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
+        self.has_own_loss = options.loss_fn is not None
         self._adds_router_loss = options.router_loss != "none"
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
             with counted_off("measuring what layers cost"):
