@@ -124,9 +124,9 @@ class Switch:
         setattr(owner, name, method)
 
 
-def sum_over_replicas(agreement: BatchAgreement, _batch: object, num_valid: int) -> int:
-    """Returns the valid targets of all replicas, which the agreement sums on its way."""
-    return int(agreement._ranks.data.sum(torch.tensor([num_valid])))
+def sum_over_replicas(agreement: BatchAgreement, _batch: object, own: Any) -> Any:
+    """Returns the totals with the valid targets of all replicas, which the agreement sums on its way."""
+    return own._replace(num_valid=int(agreement._ranks.data.sum(torch.tensor([own.num_valid]))))
 
 
 def run_rank() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainingArguments
 
@@ -56,6 +58,41 @@ def test_arguments_that_would_be_ignored(pipe: Pipeline, given: dict[str, Any], 
     with pytest.raises(SlipstreamError, match=answer):
         trainer(pipe, arguments(tmp_path / "new", **given))
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "answer"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", r"Runtime\(fused=True\)"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", r"Precision\(dtype='bfloat16'"),
+        ("ACCELERATE_USE_FSDP", "true", r"Parallelism\(shard_optimizer=True\)"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", r"Parallelism\(shard_optimizer=True\)"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", r"layers are split by the Pipeline"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", r"mesh=slipstream.make_mesh"),
+    ],
+)
+def test_what_a_launcher_switches_on(
+    pipe: Pipeline, variable: str, value: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path)  # some of the variables end its own checks already
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SlipstreamError, match=rf"{variable}={value} in a SlipstreamTrainer, set by .*{answer}"):
+        trainer(pipe, args)
+    for off in ("false", "0", "") if "USE" in variable else ("no", "NO"):
+        monkeypatch.setenv(variable, off)
+        trainer(pipe, args)
+
+
+def test_an_accelerator_that_the_script_has_made(pipe: Pipeline, tmp_path: Path) -> None:
+    """All Accelerators of a process share one state."""
+    args = arguments(tmp_path)
+    AcceleratorState._reset_state(True)
+    try:
+        Accelerator(cpu=True, dynamo_backend="eager")
+        with pytest.raises(SlipstreamError, match="the Accelerator of this process has TorchDynamo's backend EAGER"):
+            trainer(pipe, args)
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 def test_all_that_is_wrong_is_said_at_once(pipe: Pipeline, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from slipstream import Pipeline
+from slipstream import Pipeline, SlipstreamError
+from slipstream.model import causal_cross_entropy
 from support.adapters import PREFIX, adapted, lora
 from support.architectures import BOUND, no_rounding_inside
 from support.options import grouped
@@ -22,6 +24,9 @@ from support.trainers import (
     accuracy,
     arguments,
     check_logs,
+    collate,
+    data,
+    float64_loss,
     history,
     pipeline,
     rows,
@@ -84,6 +89,79 @@ def test_logs_callbacks_and_weights_are_those_of_a_trainer(
     assert mine.num_parameters == recorder.num_parameters
     for name, weight in pipe.named_parameters():
         torch.testing.assert_close(weight, weights[name], rtol=0, atol=BOUND)
+
+
+def counted_rows(number: int = 22, unlabelled: tuple[int, ...] = ()) -> list[dict[str, list[int]]]:
+    """Rows whose first labels count, but for those that have none."""
+    return [
+        {**row, "labels": [-100] * len(row["labels"]) if place in unlabelled else row["input_ids"]}
+        for place, row in enumerate(rows(number))
+    ]
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("gpt2", False), ("llama", True)])
+def test_losses_are_divided_as_by_a_trainer(
+    name: str, is_known: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GPT-2 has no loss_type, and a Trainer divides its losses by each row's first label too."""
+    given = {"train_dataset": counted_rows(), "eval_dataset": counted_rows(7)}
+    args = arguments(tmp_path, num_train_epochs=1)
+    with no_rounding_inside():
+        model = unsplit_model(name)
+        logs, _ = trained(unsplit_trainer(model, args, **given))
+        made = trainer(pipeline(name, num_ranks=2), args, **given)
+        found, _ = trained(made)
+    check_logs(found, logs)
+    assert ("the number of all labels that aren't -100, each row's first included" in caplog.text) != is_known
+
+
+def test_batches_without_labels_end_no_training(tmp_path: Path) -> None:
+    """One of the two of an update, in the order of the rows; one of an evaluation has no loss."""
+    given = {"train_dataset": counted_rows(16, (4, 5, 6, 7)), "eval_dataset": counted_rows(12, (4, 5, 6, 7))}
+    args = arguments(tmp_path, num_train_epochs=1, train_sampling_strategy="sequential", eval_strategy="no")
+    with no_rounding_inside():
+        alone = unsplit_trainer(unsplit_model("llama"), args, **given)
+        logs, _ = trained(alone)
+        made = trainer(pipeline("llama", num_ranks=2), args, **given)
+        found, _ = trained(made)
+        check_logs(found, logs)
+        # whether the mean has the loss that is no number, a version of transformers decides
+        wanted = alone.evaluate()["eval_loss"]
+        assert made.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-6, nan_ok=True)
+        loss, _, _ = made.prediction_step(made.model, collate(given["eval_dataset"][4:8]), True)
+        assert loss is not None
+        assert math.isnan(loss)
+
+
+def test_means_of_the_means_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Trainer takes them where a model's forward doesn't take the number of labels."""
+    monkeypatch.setattr(GPT2LMHeadModel, "accepts_loss_kwargs", False, raising=False)
+    args = arguments(tmp_path, num_train_epochs=1)
+    with no_rounding_inside():
+        logs, _ = trained(Trainer(unsplit_model(), args, **data()))
+        found, _ = trained(trainer(pipeline(num_ranks=2), args))
+    for mine, other in zip(found, logs, strict=True):  # the model's own loss is of float32
+        assert mine == pytest.approx(other, rel=1e-5)
+
+
+def test_a_divisor_of_the_loss_function(tmp_path: Path) -> None:
+    """An update of one batch is divided by it; of several, a Trainer doesn't know it."""
+
+    def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = causal_cross_entropy(outputs, targets)
+        return 2 * total, 2.5 * count
+
+    def wanted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return float64_loss(outputs, labels, 2.5 / 2 * (labels[:, 1:] != -100).sum())
+
+    args = arguments(tmp_path, num_train_epochs=1, gradient_accumulation_steps=1)
+    with no_rounding_inside():
+        logs, _ = trained(Trainer(unsplit_model(), args, compute_loss_func=wanted, **data()))
+        found, _ = trained(trainer(pipeline(num_ranks=2, loss_fn=weighted), args))
+    check_logs(found, logs)
+    made = trainer(pipeline(num_ranks=2, loss_fn=weighted), arguments(tmp_path))
+    with pytest.raises(SlipstreamError, match="A SlipstreamTrainer can't: give gradient_accumulation_steps=1"):
+        made.train()
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):

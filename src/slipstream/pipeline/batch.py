@@ -72,13 +72,14 @@ class SplitBatch:
     """A batch as `slices[microbatch][slice]`, and the targets of each: for a causal LM (b, T), shifted.
 
     `num_valid` targets count in the whole batch, other replicas' rows included. Gradients are those of `loss_scale`
-    times the loss.
+    times the loss, which is divided by `divisor`.
     """
 
     slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
     targets: list[list[Tensor]]
     num_valid: int
     loss_scale: float = 1.0
+    num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
     sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
 
     @property
@@ -101,9 +102,14 @@ class SplitBatch:
         return replace(self, slices=slices)
 
     @property
+    def divisor(self) -> float:
+        """What the sum of losses is divided by (rule 9); 1 where nothing counts, so that the sum is zero."""
+        return self.num_targets or self.num_valid or 1
+
+    @property
     def loss_weight(self) -> float:
-        """The weight of each valid target's loss in what gradients are of: its part of the global mean (rule 9)."""
-        return 1.0 / (self.num_valid / self.loss_scale)
+        """The weight of each valid target's loss in what gradients are of: its part of the global mean."""
+        return 1.0 / (self.divisor / self.loss_scale)
 
     def twice(self, number: int) -> SplitBatch:
         """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
@@ -115,7 +121,7 @@ class SplitBatch:
         slices = []
         for pieces, targets in zip(self.slices, self.targets, strict=True):
             num_valid = sum(int((each != IGNORED).sum()) for each in targets)
-            share = self.loss_scale * num_valid / self.num_valid
+            share = self.loss_scale * num_valid / self.divisor
             slices.append([replace(piece, loss_share=share) for piece in pieces])
         return replace(self, slices=slices)
 

@@ -23,17 +23,21 @@ _REFUSED = -1
 
 
 class _Totals(NamedTuple):
-    """What the batches of all replicas have together."""
+    """What the batches of all replicas have together, and whether any rank trains something."""
 
     num_valid: int
     max_position: int
+    trains: bool
+
+
+_NOTHING = _Totals(num_valid=0, max_position=-1, trains=True)
 
 
 class BatchAgreement:
     """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, how many targets count
-    in all, and which position is the largest.
+    in all, which position is the largest, and whether anything is trained.
 
-    One all-gather of four numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
+    One all-gather of five numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
     it travels while the first stage computes its first slice: call `finish` before anything else is sent. Every method
     is collective, and called in the same order.
     """
@@ -45,20 +49,26 @@ class BatchAgreement:
         self._whole: WholeBatch | Sequences | None = None
         self._asked: tuple[Tensor, PendingWork | None] | None = None  # what is being gathered
 
-    def on(self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch]) -> SplitBatch:
+    def on(
+        self,
+        whole: WholeBatch | Sequences,
+        split: Callable[[], SplitBatch],
+        needs_targets: bool = True,
+        trains: bool = True,
+    ) -> SplitBatch:
         """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
         batch with those of the other ranks.
 
-        Raises SlipstreamError on every rank where it can't be split on one, or no target counts; where a pipeline's
-        ranks differ, this does or `finish`.
+        Raises SlipstreamError on every rank where it can't be split on one, or no target counts that is needed; where a
+        pipeline's ranks differ, or no rank `trains`, this does or `finish`.
         """
         try:
             batch = split()
         except SlipstreamError:
             self._refuse()
             raise
-        totals = self._start(whole, _Totals(batch.num_valid, batch.max_position))
-        if totals.num_valid == 0:
+        totals = self._start(whole, _Totals(batch.num_valid, batch.max_position, trains))
+        if totals.num_valid == 0 and needs_targets:
             self.finish()  # other ranks may have other batches
             raise SlipstreamError(
                 "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
@@ -69,29 +79,33 @@ class BatchAgreement:
 
     def compare(self, whole: WholeBatch | Sequences) -> None:
         """Raises SlipstreamError on every rank where a pipeline's ranks have different batches."""
-        self._start(whole, _Totals(0, -1))
+        self._start(whole, _NOTHING)
         self.finish()
 
     def finish(self) -> _Totals:
         """Waits for the comparison, where that hasn't been done; returns what all replicas have, 0 targets where there
-        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, and
-        TransportError where a rank doesn't take part in time."""
+        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ or nothing is
+        trained, and TransportError where a rank doesn't take part in time."""
         replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         totals: dict[int, _Totals] = {}
-        for rank, (replica, checksum, *numbers) in self._answers():
+        for rank, (replica, checksum, num_valid, largest, trains) in self._answers():
             replicas[replica].append((checksum, rank))
-            totals[replica] = _Totals(*numbers)
+            others = totals.get(replica)
+            totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
         refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
         if refused:
             raise SlipstreamError(f"the step can't run, as {_named(refused)} refused its batch: see the message there.")
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
-        largest = max((each.max_position for each in totals.values()), default=-1)
-        return _Totals(sum(each.num_valid for each in totals.values()), largest)
+        found = [*totals.values()] or [_NOTHING]
+        _check_trained(any(each.trains for each in found))
+        largest = max(each.max_position for each in found)
+        return _Totals(sum(each.num_valid for each in found), largest, trains=True)
 
     def _start(self, whole: WholeBatch | Sequences, own: _Totals) -> _Totals:
         """Begins to compare a batch with those of the other ranks; returns what all replicas have."""
         if self._ranks.world.size == 1:
+            _check_trained(own.trains)
             return own
         self._whole = whole
         self._ask(_checksum(whole), own)
@@ -100,7 +114,7 @@ class BatchAgreement:
     def _refuse(self) -> None:
         """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
         if self._ranks.world.size > 1:
-            self._ask(_REFUSED, _Totals(0, -1))
+            self._ask(_REFUSED, _NOTHING)
             self._answers()
 
     def _ask(self, checksum: int, own: _Totals) -> None:
@@ -137,6 +151,16 @@ class BatchAgreement:
             + "\n  ".join(lines)
             + "\nGive them one batch: a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica, and the "
             "same seed on every rank."
+        )
+
+
+def _check_trained(is_trained: bool) -> None:
+    if not is_trained:
+        raise SlipstreamError(
+            "nothing would be trained: requires_grad is False of every parameter. Of an adapter that PEFT has loaded "
+            "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); of any other model call "
+            "requires_grad_() of what is to be trained before the Pipeline is made. pipe.evaluate(...) takes batches "
+            "as step does, and gives the loss alone."
         )
 
 

@@ -24,7 +24,7 @@ from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.stage import Stage
-from slipstream.pipeline.step_loss import StepLoss, share_of_targets
+from slipstream.pipeline.step_loss import StepLoss, checked_num_targets
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
 from slipstream.pipeline.tuning import TrialResult, Tuner, is_free, plan_start, with_plan
@@ -58,6 +58,7 @@ class Engine:
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
+        self.has_own_loss = options.loss_fn is not None
         self._adds_router_loss = options.router_loss != "none"
         if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
             with counted_off("measuring what layers cost"):
@@ -105,17 +106,18 @@ class Engine:
         )
 
     def split_to_evaluate(
-        self, whole: WholeBatch | Sequences, plan: StepPlan | None = None, counts_targets: bool = True
+        self, whole: WholeBatch | Sequences, plan: StepPlan | None = None, needs_targets: bool = True
     ) -> tuple[SplitBatch, StepPlan | None]:
-        """Returns the batch as an evaluation splits it, and the plan of sequences; where it needn't count targets, also
-        of a batch without any. Collective. `plan` is for sequences alone."""
+        """Returns the batch as an evaluation splits it, and the plan of sequences; where it needs no targets, also of a
+        batch in which none counts. Collective. `plan` is for sequences alone."""
         if isinstance(whole, Sequences):
-            return self._split_sequences(whole, plan, counts_targets)
+            return self._split_sequences(whole, plan, needs_targets)
         self._adopt(self.tuner.schedule)
-        return self._split(whole, self.family.length(whole), counts_targets), None
+        return self._split(whole, self.family.length(whole), needs_targets), None
 
-    def run_forward(self, batch: SplitBatch) -> Tensor:
-        """Runs forwards alone, and returns the global mean loss. Collective."""
+    def run_forward(self, batch: SplitBatch, num_targets: float | None = None) -> Tensor:
+        """Runs forwards alone, and returns the global mean loss, or the sum over `num_targets`. Collective."""
+        batch = replace(batch, num_targets=checked_num_targets(batch, num_targets))
         return self.runner.run(self.layout.evaluation, batch, self._agreement.finish)
 
     def keep_outputs(self, function: TokenOutputs, batch: SplitBatch) -> Mapping[tuple[int, int], Tensor]:
@@ -128,7 +130,7 @@ class Engine:
         whole: WholeBatch | Sequences,
         loss_scale: float,
         plan: StepPlan | None = None,
-        num_targets: int | None = None,
+        num_targets: float | None = None,
     ) -> Tensor:
         """Adds the batch's gradients, and returns the global mean loss, or the sum over `num_targets`. Collective.
         `plan` is for sequences alone."""
@@ -139,31 +141,31 @@ class Engine:
         microbatches: Sequence[SlicedMicrobatch]
         if isinstance(whole, Sequences):
             self.limited_steps.prepare_rows(self.tuner.splits)
-            batch, plan = self._split_sequences(whole, plan)
+            batch, plan = self._split_sequences(whole, plan, num_targets is None, self._frozen.trains_here)
             microbatches = plan.microbatches
             self.limited_steps.check_sequences(self.layout, batch, microbatches, whole)
         else:
             length = self.family.length(whole)
             self._adopt(self.tuner.begin(length))
-            batch, microbatches = self._within_limit(whole, length), self._microbatches(whole, length)
-        weight = share_of_targets(batch, num_targets)
-        batch = replace(batch, loss_scale=loss_scale * weight)
+            batch = self._within_limit(whole, length, num_targets is None)
+            microbatches = self._microbatches(whole, length)
+        batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
         self.last_step = ExecutedStep(self.layout, microbatches)
-        self.parameters.begin(loss_scale)
+        self.parameters.begin(loss_scale, self.runner.may_say_divisor)
         self.family.begin()
         is_compiling = self.family.compiled and self.random_state[1] == 0
         with counted_off("compiling") if is_compiling else nullcontext():
             loss = self.runner.run(self.layout.training, batch, self._agreement.finish)
-        self.parameters.end()
+        self.parameters.end(self.runner.found_divisor)
         self.family.end()
         seed, num_steps = self.random_state
         self.random_state = seed, num_steps + 1
         if self.tuner.listens_to(length):
             with counted_off("choosing a schedule"):
                 self._tune(self.runner.timeline())
-        return StepLoss.of(loss * weight)
+        return StepLoss.of(loss)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,). Collective."""
@@ -190,39 +192,39 @@ class Engine:
         length = self.family.length(whole)
         return self._to_rehearse(whole, length, self._split(whole, length))
 
-    def _within_limit(self, whole: WholeBatch, length: int) -> SplitBatch:
+    def _within_limit(self, whole: WholeBatch, length: int, needs_targets: bool) -> SplitBatch:
         """Returns the batch as the next step splits it, after the tuner has skipped orders that hold too much.
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """
-        batch = self._split(whole, length)
+        batch = self._split(whole, length, needs_targets, self._frozen.trains_here)
         while self.tuner.asks_what_it_holds and self.tuner.listens_to(length):
             self._tune(self.limited_steps.limit.held_by(self._to_rehearse(whole, length, batch)))
-            batch = self._split(whole, length)
+            batch = self._split(whole, length, needs_targets)
         self.limited_steps.limit.check(self._to_rehearse(whole, length, batch))
         return batch
 
-    def _split(self, whole: WholeBatch, length: int, counts_targets: bool = True) -> SplitBatch:
+    def _split(self, whole: WholeBatch, length: int, needs_targets: bool = True, trains: bool = True) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
 
         def split() -> SplitBatch:
             return self.family.split(whole, self._microbatches(whole, length), self._seed())
 
-        return self._agreed(whole, split, counts_targets)
+        return self._agreed(whole, split, needs_targets, trains)
 
     def _agreed(
-        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], counts_targets: bool
+        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], needs_targets: bool, trains: bool
     ) -> SplitBatch:
         """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective."""
 
         def checked() -> SplitBatch:
             self._frozen.check(self.layout)
-            return split() if counts_targets else replace(split(), num_valid=1)
+            return split()
 
-        return self._agreement.on(whole, checked)
+        return self._agreement.on(whole, checked, needs_targets, trains)
 
     def _split_sequences(
-        self, whole: Sequences, given: StepPlan | None, counts_targets: bool = True
+        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, trains: bool = True
     ) -> tuple[SplitBatch, StepPlan]:
         """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
         try:
@@ -231,7 +233,8 @@ class Engine:
             self._agreement.compare(whole)  # raises, and names the ranks
             raise
         self.tuner.rest()
-        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, self._seed()), counts_targets)
+        seed = self._seed()
+        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, seed), needs_targets, trains)
         self._adopt(plan.schedule)
         return batch, plan
 

@@ -59,10 +59,10 @@ class Parameters:
         """Has every step begin with copies of those gradients of earlier steps that lie where it writes."""
         self._fixed = fixed
 
-    def begin(self, loss_scale: float = 1.0) -> None:
-        """Begins a step; call it after `publish`."""
+    def begin(self, loss_scale: float = 1.0, is_divided: bool = False) -> None:
+        """Begins a step; call it after `publish`. `is_divided` where `end` may be given a divisor."""
         self._is_stale = False
-        self._gradients.begin(loss_scale)
+        self._gradients.begin(loss_scale, is_divided)
         if self._fixed is not None:
             self._copy_from(self._fixed)
 
@@ -79,8 +79,9 @@ class Parameters:
         """Sums a stage's gradients over replicas after its last backward, while other stages still run."""
         self._gradients.reduce(stage)
 
-    def end(self) -> None:
-        self._gradients.finish()
+    def end(self, divisor: float = 1.0) -> None:
+        """Completes the gradients of a step, divided by `divisor`."""
+        self._gradients.finish(divisor)
         if isinstance(self._gradients, GradientReduction):
             for name, total in self._tied.totals():
                 self._gradients.deliver(name, total)

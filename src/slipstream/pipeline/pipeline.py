@@ -61,7 +61,9 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
             slices and partition "auto", all three are planned from measured costs (see `plan`).
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
-            targets that are not -100; or a SequenceLoss, a function of the probability of whole sequences.
+            targets that are not -100, or a floating-point number of the function's own, such as the sum of the weights
+            of classes: the sum over all ranks and microbatches is divided by that of all counts. Or a SequenceLoss, a
+            function of the probability of whole sequences.
         mesh: a DeviceMesh with an axis "pp", and "dp" and "tp" where they are used, by `slipstream.make_mesh`; default:
             all ranks on pp. With dp each replica passes its own share of a batch; tp ranks share every layer and pass
             equal batches.
@@ -159,7 +161,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
         loss_scale: float = 1.0,
-        num_targets: int | None = None,
+        num_targets: float | None = None,
     ) -> Tensor:
         """Runs forward and backward of one batch: adds to `.grad` and returns the global mean loss. Collective.
 
@@ -182,14 +184,17 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
                 the end. A power of two changes none of their digits.
             num_targets: what the sum of the losses is divided by, where several steps add up one update's gradients:
-                the targets that count in all of their batches, on all replicas. Default: those of this batch.
+                the targets that count in all of their batches, on all replicas; of a `loss_fn` with a divisor of its
+                own the sum of that over them, as a float. Default: those of this batch. A batch in which no target
+                counts then adds nothing.
 
         Returns:
             A float64 scalar, equal on every rank.
 
         Raises:
-            SlipstreamError: the tensors don't fit the pipeline, no target counts, or a rank would hold more than the
-                memory limit; before anything runs.
+            SlipstreamError: the tensors don't fit the pipeline, no target counts, nothing is trained, or a rank would
+                hold more than the memory limit; before anything runs. What `loss_fn` returns can't be added up or
+                divided by; after it has run.
         """
         of_rows = position_ids, document_ids, lengths, sequence_values
         whole = self._batch(inputs, targets, *of_rows, plan is not None)

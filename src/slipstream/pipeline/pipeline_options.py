@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -19,6 +20,10 @@ from slipstream.schedule import AUTOMATIC, Schedule, SlicedMicrobatch
 ROUTER_LOSSES = ("none", "per_layer")
 VOCABULARIES = ("auto", "whole", "spread")  # where the rows of the head are
 LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # (outputs, targets) -> (sum, count)
+PAIR = (
+    "Give a function of (outputs, targets) that returns (sum, count), such as cross_entropy(..., reduction='sum') and "
+    "(targets != -100).sum(), or with weights of classes the sum of the targets' weights."
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class PipelineOptions:
         check_records(vars(self))
         _check_order(self.schedule, self.num_microbatches, self.slices)
         _check_place(self.device, self.mesh)
+        _check_loss(self.loss_fn)
         if self.vocabulary not in VOCABULARIES:
             raise SlipstreamError(f"vocabulary={self.vocabulary!r}: give one of {', '.join(VOCABULARIES)}.")
         if self.router_loss not in ROUTER_LOSSES:
@@ -111,6 +117,18 @@ def _check_order(schedule: Any, num_microbatches: Any, slices: Any) -> None:
         raise SlipstreamError(
             f"slices={slices!r}: give a count from 1, such as 8, or the token lengths, such as [512, 512], or 'auto'."
         )
+
+
+def _check_loss(loss_fn: Any) -> None:
+    """Raises SlipstreamError for what isn't called like a loss function, and for losses that are one number."""
+    if loss_fn is None or isinstance(loss_fn, SequenceLoss):
+        return
+    called = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    name = getattr(called, "__name__", type(called).__name__)
+    is_torchs = getattr(called, "__module__", None) in ("torch.nn.functional", "torch.nn.modules.loss")
+    if is_torchs or not callable(loss_fn):
+        what = f"torch's {name} returns one number" if is_torchs else f"{name} can't be called"
+        raise SlipstreamError(f"loss_fn={loss_fn!r}: {what}. {PAIR}")
 
 
 def _check_place(device: Any, mesh: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from copy import deepcopy
 from typing import Any, Never
@@ -56,21 +57,28 @@ class StepLoss(Tensor):
         return repr(self.as_subclass(Tensor))
 
 
-def share_of_targets(batch: SplitBatch, num_targets: int | None) -> float:
-    """Returns the share of the batch's targets that count in those by whose number its loss is divided; by default 1.
+def checked_num_targets(batch: SplitBatch, num_targets: Any) -> float | None:
+    """Returns the number of targets in all batches whose gradients add up, where it is given. A float is the sum of
+    divisors of a loss function's own, which a step knows only in the end.
 
-    Raises SlipstreamError where those are fewer, and for a loss of whole sequences.
+    Raises SlipstreamError where it can't be that number, and for a loss of whole sequences.
     """
     if num_targets is None:
-        return 1.0
+        return None
     if batch.sequences:
         raise SlipstreamError("num_targets with a SequenceLoss, which is a mean over sequences: leave it out.")
-    if num_targets < batch.num_valid:
+    found: float = num_targets.item() if hasattr(num_targets, "item") else num_targets  # of a tensor
+    if not 0 < found < math.inf:
         raise SlipstreamError(
-            f"num_targets={num_targets}, but {batch.num_valid} targets of this batch alone count: give the number of "
+            f"num_targets={found}: give the number of all batches' labels that count. Where none does in any, leave "
+            "these batches out."
+        )
+    if isinstance(found, int) and found < batch.num_valid:
+        raise SlipstreamError(
+            f"num_targets={found}, but {batch.num_valid} targets of this batch alone count: give the number of "
             "all batches' labels that aren't -100, of a causal LM without each row's first, on all replicas."
         )
-    return batch.num_valid / num_targets
+    return found
 
 
 def _refuse_scaler() -> Never:

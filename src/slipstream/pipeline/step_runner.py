@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -18,10 +19,18 @@ from slipstream.messages import (
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
-from slipstream.pipeline.execution import Executor, KeptOutputs, Losses, StepGraphs, TokenOutputs, run_together
+from slipstream.pipeline.execution import (
+    Executor,
+    GivenLosses,
+    KeptOutputs,
+    Losses,
+    StepGraphs,
+    TokenOutputs,
+    run_together,
+)
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.pipeline_options import PAIR, PipelineOptions
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
@@ -60,6 +69,10 @@ class StepRunner:
         )  # of a message: a rank sends one
         self.transport = self.scattered(self._connect(layout.training, routes))
         self.schedule_name = ""  # of the last step or evaluation
+        self.found_divisor = 1.0  # by which gradients of the last step are still to be divided
+        self._given = losses if isinstance(losses, GivenLosses) else None
+        self._says_divisor: bool | None = None  # whether counts of losses are divisors of the function's own
+        self._adds_router_loss = options.router_loss != "none"
         self._sequences: Sequence[MicrobatchSequences] = ()  # of that
         self._here = ranks.here(layout.num_ranks)
 
@@ -85,27 +98,82 @@ class StepRunner:
         """Whether steps may be recorded as graphs, on all ranks alike."""
         return self.graphs is not None and self.graphs.may_record
 
+    @property
+    def may_say_divisor(self) -> bool:
+        """Whether a step may find what its gradients are to be divided by, on all ranks alike."""
+        return self._given is not None and self._says_divisor is not False
+
     def run(self, schedule: Schedule, batch: SplitBatch, agree: Callable[[], object]) -> Tensor:
         """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
         sends anything.
 
-        Raises SlipstreamError where the loss function counts other tokens than the batch does.
+        Raises SlipstreamError where the loss function counts other tokens than the batch does, or says a divisor that
+        none can be.
         """
         self.schedule_name, self._sequences = schedule.name, batch.sequences
         self.transport.begin(agree)
         self._run(schedule, batch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         for executor in self.executors:
-            sums += torch.stack(executor.finish())
-        total, count = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
-        if int(count) != batch.num_valid:
+            sums[:2] += torch.stack(executor.finish())
+        if self._given is not None:
+            sums[2:] = torch.tensor([self._given.says_divisor, bool(self._given.problem)])
+        sums = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
+        _, count, says_divisor, has_problem = sums.tolist()
+        divisor = self._divisor(count, bool(says_divisor), bool(has_problem), batch)
+        mean: Tensor = sums[0] / divisor
+        return mean
+
+    def _divisor(self, count: float, says_divisor: bool, has_problem: bool, batch: SplitBatch) -> float:
+        """Returns what the sum of losses is divided by, and keeps what gradients are still to be divided by."""
+        if not says_divisor and int(count) != batch.num_valid:
             raise SlipstreamError(
                 f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
                 "must be that number (of float targets, that of the rows): gradients are divided by it before the loss "
-                "is known."
+                "is known. A divisor of the function's own, such as a sum of weights, is a floating-point number."
             )
-        mean: Tensor = total / count
-        return mean
+        if has_problem:
+            assert self._given is not None
+            raise SlipstreamError(self._given.problem or f"loss_fn returns what can't be added up by parts. {PAIR}")
+        if says_divisor:
+            self._check_divisor(count, batch)
+        self._says_divisor = says_divisor if self._given is not None else None
+        if batch.num_targets is not None or not says_divisor:
+            self.found_divisor = 1.0
+            return batch.divisor
+        self.found_divisor = count / batch.divisor
+        return count
+
+    def _check_divisor(self, count: float, batch: SplitBatch) -> None:
+        """Raises SlipstreamError for a divisor of the loss function's own that none can be."""
+        if self._says_divisor is False:
+            raise SlipstreamError(
+                "the second value of loss_fn was an integer in earlier steps, and is a floating-point number now: a "
+                "divisor of the function's own must be one from the first step on."
+            )
+        if self._adds_router_loss and count != batch.num_valid:
+            raise SlipstreamError(
+                "router_loss with a loss_fn that says its own divisor: routers' losses are weighed by numbers of "
+                "tokens. Leave router_loss out, or count targets."
+            )
+        given = batch.num_targets
+        if given is None:
+            if not 0 < count < math.inf:
+                raise SlipstreamError(
+                    f"loss_fn's second values add up to {count}, by which the loss of the whole batch is divided: they "
+                    "must add up to a positive number, as where the weight of some target isn't zero."
+                )
+        elif isinstance(given, int) and count != batch.num_valid:
+            raise SlipstreamError(
+                f"num_targets={given} with a loss_fn that says its own divisor, {count:.6g} for the "
+                f"{batch.num_valid} targets of this batch: give the sum of its second values over all batches, as a "
+                "float. A SlipstreamTrainer can't: give gradient_accumulation_steps=1."
+            )
+        elif not -math.inf < count <= given * (1 + 1e-5):
+            raise SlipstreamError(
+                f"num_targets={given}, but loss_fn's second values add up to {count:.6g} in this batch alone: give "
+                "their sum over all batches whose gradients add up."
+            )
 
     def _run(self, schedule: Schedule, batch: SplitBatch) -> None:
         """Runs a step or an evaluation, the step as graphs where it is recorded."""

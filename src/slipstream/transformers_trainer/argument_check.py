@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import DynamoBackend
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline import Pipeline
-from slipstream.transformers_trainer.known_arguments import NOT_REFUSED, OPTIMIZERS, REFUSED
+from slipstream.transformers_trainer.known_arguments import ENVIRONMENT, NOT_REFUSED, OPTIMIZERS, REFUSED
 
 _SAMPLING = ("random", "sequential", "group_by_length")
 _INSTEAD = {
@@ -51,7 +54,7 @@ def check_script(model: object, given: Mapping[str, Any]) -> None:
 
 def check_arguments(args: TrainingArguments, pipe: Pipeline, optimizer: Optimizer | None) -> None:
     """Raises SlipstreamError, with all that is wrong, for arguments that would be ignored."""
-    problems = [*_refused(args), *_unknown(args), *_in_part(args, pipe), *_of_processes(args, pipe)]
+    problems = [*_of_launcher(), *_refused(args), *_unknown(args), *_in_part(args, pipe), *_of_processes(args, pipe)]
     if optimizer is None:
         problems += _of_optimizer(args, pipe)
     else:
@@ -79,6 +82,37 @@ def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None
             f"the last batch of a mixture of experts may have fewer rows than num_microbatches={num_microbatches}: "
             "give dataloader_drop_last=True."
         )
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises SlipstreamError for what an Accelerator would do to the model or to gradients, by whatever way it came to
+    that: all of a process have one state, also one that the script has made before."""
+    state = accelerator.state
+    plain = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    dynamo = state.dynamo_plugin.backend
+    problems = {
+        f"mixed precision {accelerator.mixed_precision}": accelerator.mixed_precision != "no",
+        f"TorchDynamo's backend {dynamo.value}": dynamo != DynamoBackend.NO,
+        f"distributed training by {accelerator.distributed_type.value}": accelerator.distributed_type not in plain,
+        "a parallelism_config": getattr(accelerator, "parallelism_config", None) is not None,
+    }
+    if found := [name for name, is_wrong in problems.items() if is_wrong]:
+        raise SlipstreamError(
+            f"the Accelerator of this process has {', '.join(found)}: give none to accelerate.Accelerator(...), where "
+            "the script makes one, nor to accelerate launch. A Pipeline has precision=..., parallel=... and "
+            "runtime=slipstream.Runtime(fused=True)."
+        )
+
+
+def _of_launcher() -> Iterator[str]:
+    """Yields what is said of what a launcher has switched on in the environment."""
+    for name, instead in ENVIRONMENT.items():
+        value = os.environ.get(name, "")
+        if value.lower() not in ("", "no", "false", "0", "off", "n", "f"):
+            yield (
+                f"{name}={value} in a SlipstreamTrainer, set by accelerate launch or its configuration: switch it off "
+                f"there. {instead}."
+            )
 
 
 def _refused(args: TrainingArguments) -> Iterator[str]:

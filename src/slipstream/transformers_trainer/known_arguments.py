@@ -42,6 +42,16 @@ REFUSED = {
 }
 """What to do instead, by the argument's name; any value but false, none or zero is refused."""
 
+ENVIRONMENT = {
+    "ACCELERATE_DYNAMO_BACKEND": _FUSED,
+    "ACCELERATE_MIXED_PRECISION": _DTYPE,
+    "ACCELERATE_USE_FSDP": _SHARDED,
+    "ACCELERATE_USE_DEEPSPEED": _SHARDED,
+    "ACCELERATE_USE_MEGATRON_LM": "Leave it out: the layers are split by the Pipeline",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": REFUSED["parallelism_config"],
+}
+"""The same of what `accelerate launch` sets, by its flags and by its configuration; no and false are taken."""
+
 _WITH_CONDITIONS = """
 accelerator_config average_tokens_across_devices ddp_backend ddp_timeout label_names load_best_model_at_end optim
 optim_args optim_target_modules save_only_model train_sampling_strategy use_cpu

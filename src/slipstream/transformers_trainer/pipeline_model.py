@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +20,6 @@ from slipstream.pipeline.answers import ANSWERS
 class PipelineModel(nn.Module):
     """A module without parameters of its own, that yields those of a Pipeline's rank and can't be called."""
 
-    accepts_loss_kwargs = True  # a Trainer then counts the targets of all batches that it accumulates,
-    loss_type = "ForCausalLM"  # without each row's first label
     main_input_name = "input_ids"
 
     def __init__(self, pipe: Pipeline) -> None:
@@ -32,6 +31,19 @@ class PipelineModel(nn.Module):
         """The unsplit model on the meta device, without memory: for names, which are the Pipeline's, and counts."""
         model = meta_model(self.config)
         return model if self.pipe.adapter is None else adapted_model(model, self.pipe.adapter).get_base_model()
+
+    @property
+    def loss_type(self) -> str | None:
+        """The unsplit model's, by which a Trainer knows whether each row's first label is one that it divides by."""
+        found: str | None = getattr(self.unsplit, "loss_type", None)
+        return found
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether a Trainer divides by the labels of all batches that it accumulates, as it asks the unsplit model."""
+        parameters = inspect.signature(self.unsplit.forward).parameters.values()
+        by_signature = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        return bool(getattr(self.unsplit, "accepts_loss_kwargs", by_signature))
 
     def forward(self, labels: object = None, **columns: object) -> Never:
         """Raises SlipstreamError: a Pipeline's forward and backward are one call."""

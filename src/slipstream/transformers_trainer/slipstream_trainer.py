@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,20 @@ from transformers import Trainer, TrainingArguments
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import SlipstreamError
+from slipstream.model import IGNORED
 from slipstream.parallel import end_group_at_exit
 from slipstream.pipeline import Pipeline
-from slipstream.transformers_trainer.argument_check import check_arguments, check_batches, check_script
+from slipstream.transformers_trainer.argument_check import (
+    check_accelerator,
+    check_arguments,
+    check_batches,
+    check_script,
+)
 from slipstream.transformers_trainer.batches import replicated_logits, with_rows
 from slipstream.transformers_trainer.pipeline_accelerator import PipelineAccelerator
 from slipstream.transformers_trainer.pipeline_model import PipelineModel
 
+_log = logging.getLogger(__name__)
 FOLDER = "slipstream"
 """Where a checkpoint of the Trainer has that of the Pipeline."""
 
@@ -54,11 +63,26 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         check_arguments(args, model, given.get("optimizers", (None, None))[0])
         self.pipe = model
         super().__init__(PipelineModel(model), args, *others, **options)
+        if self.model_accepts_loss_kwargs and not self._counts_as_a_pipeline:
+            name = type(self.model.unsplit).__name__
+            _log.warning(
+                f"losses are divided by the number of all labels that aren't -100, each row's first included, as a "
+                f"Trainer does for {name}, whose loss_type it doesn't know"
+            )
         end_group_at_exit()
 
+    @property
+    def _counts_as_a_pipeline(self) -> bool:
+        """Whether a Trainer counts the labels that the tokens of a model predict."""
+        labels = torch.zeros((1, 2), dtype=torch.int64, device=self.args.device)
+        number = self._get_num_items_in_batch([{"labels": labels}], self.args.device)
+        return int(number) == self.pipe.num_replicas
+
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator, one that knows which ranks share the data."""
+        """Makes the accelerator, one that knows which ranks share the data. Raises SlipstreamError where it would do
+        what isn't done here."""
         super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
         PipelineAccelerator.take_over(self.accelerator, self.pipe)
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -66,9 +90,24 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a learning-rate schedule
             self.optimizer.train()
-        num_targets = None if num_items_in_batch is None else int(num_items_in_batch)
+        num_targets = self._num_targets(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         batch = with_rows(inputs, self.pipe.order.num_microbatches)
         return self.pipe.step(batch, num_targets=num_targets).as_subclass(Tensor)
+
+    def _num_targets(self, inputs: Mapping[str, Any], num_items: Any, num_batches: int) -> int | None:
+        """Returns what a Trainer divides the sum of a batch's losses by, where `num_batches` add up; None where that is
+        the count of the pipeline's own loss function. Collective where the Trainer hasn't counted.
+
+        A Trainer counts each row's first label too where a model's loss isn't known to shift labels, as of GPT-2, and
+        takes the mean of the batches' means where a model doesn't take the number.
+        """
+        if self.pipe.has_own_loss and num_batches == 1:
+            return None
+        if num_items is not None and not self.pipe.has_own_loss:
+            return int(num_items)
+        counted = (inputs["labels"][..., 1:] != IGNORED).sum().to(self.args.device)
+        number = int(self.accelerator.gather(counted).sum())
+        return number if self.pipe.has_own_loss else number * num_batches
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         """Raises SlipstreamError: a loss of one's own is the Pipeline's."""
@@ -85,11 +124,18 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         self._num_predictions += 1
         labels = inputs.get("labels")
         batch = with_rows(inputs, self.pipe.order.num_microbatches)
-        loss = None if labels is None else self.pipe.evaluate(batch)
+        loss = None if labels is None else self._evaluated(inputs, batch)
         if prediction_loss_only:
             return loss, None, None
         logits = replicated_logits(self.pipe, batch)
         return loss, logits[: len(inputs["input_ids"])], labels
+
+    def _evaluated(self, inputs: Mapping[str, Any], batch: Mapping[str, Any]) -> Tensor:
+        """Returns a batch's loss: no number where none of its labels counts, as a Trainer's."""
+        num_targets = self._num_targets(inputs, self._get_num_items_in_batch([inputs], self.args.device), 1)
+        if num_targets == 0:
+            return torch.full((), math.nan, dtype=torch.float64, device=self.pipe.device)
+        return self.pipe.evaluate(batch, num_targets=num_targets)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Returns what the model makes of a loader's batches."""

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from slipstream import Pipeline, SlipstreamError
+from support.adapters import lora
 from support.architectures import ARCHITECTURES, build, tokens
 from support.hybrids import HYBRIDS
 from support.options import grouped
@@ -29,6 +30,28 @@ class Adapted(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+HOW = {"eos_token_id": [5, 9], "temperature": 0.7, "top_p": 0.8, "do_sample": False, "max_new_tokens": 7}
+
+
+@pytest.mark.parametrize("kind", ["in memory", "of a folder", "adapter merged"])
+def test_how_a_model_generates_is_kept(kind: str, tmp_path: Path) -> None:
+    """Also where transformers would refuse to write it, as temperatures of a model that doesn't sample."""
+    how, given = GenerationConfig(**HOW), tmp_path / "given"
+    model = build(ARCHITECTURES["llama"])
+    model.save_pretrained(given)
+    (given / "generation_config.json").write_text(how.to_json_string())
+    settings = grouped(slices=2, num_ranks=2, self_check=False)
+    if kind == "in memory":
+        model.generation_config = how
+        pipe = Pipeline(model, **settings)
+    else:
+        pipe = Pipeline.from_pretrained(given, lora=lora() if kind == "adapter merged" else None, **settings)
+    pipe.save_pretrained(tmp_path / "written", merged=kind == "adapter merged")
+    found = GenerationConfig.from_pretrained(tmp_path / "written").to_dict()
+    assert {name: found[name] for name in HOW} == HOW
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "written").generation_config.eos_token_id == [5, 9]
 
 
 def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:

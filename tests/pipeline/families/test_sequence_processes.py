@@ -64,6 +64,17 @@ def test_replicas_share_a_batch_and_its_statistics(over: str) -> None:
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+def test_weights_of_classes_are_added_up_over_replicas() -> None:
+    """A loss function's own divisor is that of all rows, whatever the classes of each replica's weigh."""
+    ended = launch(4, WORKER, "weighted")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def test_every_rank_hears_that_nothing_is_trained() -> None:
+    ended = launch(2, WORKER, "frozen")
+    assert ended.stdout.count("nothing would be trained") == 2, ended.stderr[-3000:]
+
+
 def test_ranks_with_other_inputs_find_out() -> None:
     ended = launch(2, WORKER, "mismatch")
     for rank, shape in enumerate(["(4, 4, 4, 2)", "(4, 2, 4, 4)"]):

@@ -98,6 +98,26 @@ def test_the_turns_of_a_conversation_that_count(
     assert counted(text, tokenizer) == expected
 
 
+@pytest.mark.parametrize("is_text", [False, True], ids=["lists", "JSON text"])
+def test_calls_have_the_arguments_that_they_were_given(is_text: bool, tmp_path: Path, tokenizer: Any) -> None:
+    """A .parquet file has the arguments of all tools in every row, null where they are another's."""
+    rows = []
+    for name, given in (("f", {"x": 1}), ("g", {"y": "s"})):
+        tools: Any = [{"function": {"name": name, "parameters": given}}]
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": given}}]}
+        messages = [{"role": "user", "content": "a"}, call]
+        rows.append({"messages": messages, "tools": json.dumps(tools) if is_text else tools})
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    tokenizer.chat_template = "{% generation %}{{ tools }} {{ messages }}{{ eos_token }}{% endgeneration %}"
+    source = OpenSource.of(SourceSection(dataset=str(file), loss="all"), pytest.fail)
+    text = source.tokenise(tokenizer, ChatTemplate(tokenizer), 500, Progress(None))
+    for index in (0, 1):
+        written = tokenizer.decode(text.document(index))
+        assert "None" not in written
+        assert ("'x'" in written, "'y'" in written) == (index == 0, index == 1)
+
+
 def test_turns_that_the_template_writes_otherwise_at_the_end_are_refused(tokenise: Tokenise, tokenizer: Any) -> None:
     with pytest.raises(SlipstreamError, match=r"row 2: .* first 2 messages are written differently than by.*--da"):
         tokenise([{"messages": TURNS[:2]}, {"messages": TURNS}], LAST_ONLY)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
@@ -142,11 +142,17 @@ def test_whichever_mesh_wrote_it(num_ranks: int, changes: list[str], tmp_path: P
 
 @pytest.mark.more
 def test_of_a_run_that_began_with_a_model(run: RunFolder, tmp_path: Path) -> None:
-    """Its configuration has been loaded and saved once more often."""
-    further = make_run(tmp_path, 1, "--pp=1", model={"path": str(run.model)})
+    """Its configuration has been loaded and saved once more often, and how it generates is kept."""
+    given = tmp_path / "given"
+    shutil.copytree(run.model, given)
+    how = GenerationConfig(eos_token_id=[5, 9])
+    (given / "generation_config.json").write_text(how.to_json_string())
+    further = make_run(tmp_path, 1, "--pp=1", model={"path": str(given)})
     ended = slipstream_command("export", further.path, "--output", tmp_path / "model")
     assert ended.returncode == 0, ended.stderr
     check_same_model(tmp_path / "model", further.model)
+    for folder in (tmp_path / "model", further.model):
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [5, 9]
 
 
 @pytest.mark.more

@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 from slipstream import Layers, Memory, Parallelism, Pipeline, Skip, make_mesh
 from slipstream.errors import SlipstreamError
@@ -190,6 +191,51 @@ def sliced_replicas() -> None:
     found = gradients(pipe.named_parameters())
     assert found
     assert gradient_error({key: expected[key] for key in found}, found) < BOUND
+
+
+def weighted() -> None:
+    """Two replicas of two ranks, whose classes weigh differently, under a divisor of the loss function's own."""
+    dist.init_process_group("gloo")
+    mesh = make_mesh(pp=2, dp=2)
+    (inputs, targets), weights = batch(12), torch.tensor([0.1, 3.0, 0.5, 7.0, 1.0], dtype=torch.float64)
+    targets[:6], targets[6:] = targets[:6] % 2, 2 + targets[6:] % 3
+    targets[3] = -100
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = functional.cross_entropy(outputs, targets, weights, reduction="sum")
+        return total, weights[targets[targets != -100]].sum()
+
+    for sharded in (False, True):
+        whole, model = build(["conv"]), build(["conv"])
+        loss = functional.cross_entropy(whole(inputs), targets, weights)
+        loss.backward()
+        wanted = gradients(whole.named_parameters())
+        parallel = Parallelism(shard_optimizer=sharded)
+        cut = {"mesh": mesh, "parallel": parallel, "layers": Layers(costs=costs(model))}
+        pipe = Pipeline(model, "zb-h1", 3, loss_fn=loss_fn, **cut)
+        own = slice(6 * pipe.replica, 6 * pipe.replica + 6)
+        assert abs(pipe.evaluate(inputs[own], targets[own]) - loss) < BOUND
+        for number in (1, 2):  # gradients add up
+            assert abs(pipe.step(inputs[own], targets[own]) - loss) < BOUND
+            for piece in pipe.parameter_shards():
+                rows = wanted[piece.name][piece.first_row : piece.first_row + len(piece.parameter)]
+                assert piece.parameter.grad is not None
+                assert gradient_error({"": number * rows}, {"": piece.parameter.grad}) < BOUND
+
+
+def frozen() -> None:
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)).requires_grad_(False)
+    pipe = Pipeline(model, partition=[1, 2])
+    inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
+    pipe.evaluate(inputs, targets)
+    try:
+        pipe.step(inputs, targets)
+    except SlipstreamError as error:
+        print(error, flush=True)
+    if pipe.rank == 1:
+        model[2].requires_grad_(True)  # one rank's layer is enough
+    pipe.step(inputs, targets)
 
 
 def mismatch() -> None:

@@ -67,16 +67,18 @@ class GradientReduction:
         self._missing: set[int] = set()
         self._earlier: dict[int, Tensor | None] = {}
         self._started: list[PendingReduction] = []
-        self._scale = 1.0
+        self._scale, self._is_divided = 1.0, False
 
-    def begin(self, scale: float = 1.0) -> None:
-        """Begins a step whose losses are multiplied by `scale` (see LossScale), by which its gradients are divided.
+    def begin(self, scale: float = 1.0, is_divided: bool = False) -> None:
+        """Begins a step whose losses are multiplied by `scale` (see LossScale), by which its gradients are divided;
+        `is_divided` where `finish` may be given a divisor.
 
         Gradients of earlier steps are set aside, so that only this step's are reduced. Raises SlipstreamError where a
         parameter was frozen too late.
         """
         self._masters.check_trained()
         self._scale, self._started, self._earlier = scale, [], {}
+        self._is_divided = is_divided or scale != 1
         self._plans = {stage: self._plan(parameters) for stage, parameters in self._stages.items()}
         self._missing = {stage for stage, plan in self._plans.items() if any(plan)}
         for name, parameter in self._handled():
@@ -102,13 +104,15 @@ class GradientReduction:
         self._started += [PendingReduction.scatter(bucket, self._data) for bucket in plan.scattered]
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Waits for all reductions and adds this step's gradients to the earlier ones, in the masters' `.grad`.
+    def finish(self, divisor: float = 1.0) -> None:
+        """Waits for all reductions and adds this step's gradients, divided by `divisor`, to the earlier ones, in the
+        masters' `.grad`.
 
         The parameters' own `.grad` are then None, unless they are their own masters or in `whole`.
         """
         if self._missing:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        self._scale *= divisor
         for name, parameter, gradient in self._reduced():
             if name in self._whole:
                 parameter.grad = gradient
@@ -155,7 +159,7 @@ class GradientReduction:
 
     def _handled(self) -> Iterator[NamedParameter]:
         """Yields the parameters whose gradients don't simply stay where backward leaves them."""
-        everything = self._data.size > 1 or self._scale != 1
+        everything = self._data.size > 1 or self._is_divided
         for name, parameter in self._named:
             special = name in self._whole or name in self._added_over or not self._masters.updates(name, parameter)
             if parameter.requires_grad and (everything or special):

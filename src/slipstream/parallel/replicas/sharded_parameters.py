@@ -91,9 +91,9 @@ class ShardedParameters:
         for modules in self._modules.values():
             _reshard(modules)
 
-    def begin(self, scale: float = 1.0) -> None:
+    def begin(self, scale: float = 1.0, is_divided: bool = False) -> None:
         """Begins a step whose losses are multiplied by `scale`, by which its gradients are divided; gathers all
-        parameters.
+        parameters. Gradients of earlier steps are apart anyway, whether or not `finish` is given a divisor.
 
         Collective over the replicas. Raises SlipstreamError where one was frozen too late.
         """
@@ -120,10 +120,12 @@ class ShardedParameters:
         _reshard(self._modules[stage])
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Waits for all reductions; adds this step's gradients to the earlier ones, in the rows' `.grad`."""
+    def finish(self, divisor: float = 1.0) -> None:
+        """Waits for all reductions; adds this step's gradients, divided by `divisor`, to the earlier ones, in the rows'
+        `.grad`."""
         if self._missing:
             raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        self._scale *= divisor
         for started in self._started:
             for name, _, part in started.finish():
                 if name in self._masters:

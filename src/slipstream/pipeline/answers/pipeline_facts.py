@@ -61,6 +61,11 @@ class PipelineFacts:
         return self._engine.ranks.leads
 
     @property
+    def has_own_loss(self) -> bool:
+        """Whether a `loss_fn` was given, so that a step's loss isn't cross-entropy."""
+        return self._engine.has_own_loss
+
+    @property
     def plan(self) -> JointPlan | None:
         """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
         return self._engine.plan

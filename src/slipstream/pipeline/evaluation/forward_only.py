@@ -19,11 +19,14 @@ from slipstream.pipeline.sequences import Sequences
 from slipstream.planner.steps import StepPlan
 
 
-def mean_loss(engine: Engine, whole: WholeBatch | Sequences, plan: StepPlan | None = None) -> Tensor:
-    """Returns the global mean loss of a batch. Collective. `plan` is for sequences alone."""
+def mean_loss(
+    engine: Engine, whole: WholeBatch | Sequences, plan: StepPlan | None = None, num_targets: float | None = None
+) -> Tensor:
+    """Returns the global mean loss of a batch, or the sum over `num_targets`. Collective. `plan` is for sequences
+    alone."""
     with _evaluating(engine):
-        batch, _ = engine.split_to_evaluate(whole, plan)
-        return engine.run_forward(batch)
+        batch, _ = engine.split_to_evaluate(whole, plan, num_targets is None)
+        return engine.run_forward(batch, num_targets)
 
 
 def token_logits(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows | None:
@@ -49,7 +52,7 @@ def _kept(
             "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
         )
     with _evaluating(engine):
-        batch, plan = engine.split_to_evaluate(whole, counts_targets=False)
+        batch, plan = engine.split_to_evaluate(whole, needs_targets=False)
         outputs = engine.keep_outputs(function, batch)
     if plan is None:
         return outputs, batch, RowPlaces()

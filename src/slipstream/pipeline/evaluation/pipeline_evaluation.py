@@ -29,12 +29,13 @@ class PipelineEvaluation(PipelineFacts):
         lengths: Lengths = None,
         sequence_values: Tensor | None = None,
         plan: StepPlan | None = None,
+        num_targets: float | None = None,
     ) -> Tensor:
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
-        result and errors are those of `step`."""
+        result and errors are those of `step`, though nothing needs to be trained."""
         of_rows = None, document_ids, lengths, sequence_values
         whole = self._batch(inputs, targets, *of_rows, plan is not None)
-        return mean_loss(self._engine, whole, plan)
+        return mean_loss(self._engine, whole, plan, num_targets)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)

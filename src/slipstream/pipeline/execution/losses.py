@@ -20,7 +20,7 @@ TokenOutputs = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), zero where none counts
 
 
-@dataclass(frozen=True)
+@dataclass
 class SliceLosses:
     """A loss that is a sum over tokens or rows, so that every slice has its part."""
 

@@ -120,7 +120,7 @@ class SpreadHeadActions:
     @property
     def _scale(self) -> float:
         """The factor of a token's loss in the global mean (rule 9)."""
-        return self._state.batch.loss_scale / self._state.batch.num_valid
+        return self._state.batch.loss_scale / self._state.batch.divisor
 
     def _rows(self, stage: int) -> HeadRows:
         rows = self._stages[stage].vocabulary

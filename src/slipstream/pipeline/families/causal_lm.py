@@ -39,6 +39,7 @@ from slipstream.parallel.tensor import (
     vocabulary_token_losses,
 )
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
+from slipstream.pipeline.execution.given_losses import GivenLosses
 from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.causal_lm_weights import load_layers, plan_shares, spread_heads
@@ -214,7 +215,9 @@ class CausalLMFamily:
             return SequenceLosses(given, token_cross_entropy if part is None else vocabulary_token_losses(*part))
         if part is not None:
             return SliceLosses(vocabulary_cross_entropy(*part))
-        return SliceLosses(given or causal_cross_entropy)
+        if given is not None:
+            return GivenLosses(given, self._ranks.data.size)
+        return SliceLosses(causal_cross_entropy)
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
         """Returns the pipeline's ranks that hold each weight of several, in the order of its stages."""

@@ -34,6 +34,11 @@ class FrozenStages:
         is_searched = isinstance(schedule, str) and schedule in AUTOMATIC
         return not (is_searched or layout.order.is_lowered or layout.spreads_embedding)
 
+    @property
+    def trains_here(self) -> bool:
+        """Whether a parameter of this process's stages is trained now."""
+        return any(map(_is_trained, self._stages.values()))
+
     def check(self, layout: StageLayout) -> None:
         """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""
         for number in range(layout.num_frozen_stages):

@@ -26,6 +26,7 @@ from slipstream.model.sequential import (
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, rows_of
+from slipstream.pipeline.execution.given_losses import GivenLosses
 from slipstream.pipeline.execution.losses import Losses, SliceLosses
 from slipstream.pipeline.families.sequence_checks import (
     check_batch,
@@ -107,8 +108,9 @@ class SequenceFamily:
 
     def losses(self, tensor: object) -> Losses:
         """Returns how the last stage computes its loss."""
-        assert not isinstance(self._options.loss_fn, SequenceLoss)
-        return SliceLosses(self._options.loss_fn or cross_entropy)
+        given = self._options.loss_fn
+        assert not isinstance(given, SequenceLoss)
+        return SliceLosses(cross_entropy) if given is None else GivenLosses(given, self._ranks.data.size)
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
         """Returns none: a weight that two stages use is refused."""
@@ -130,6 +132,8 @@ class SequenceFamily:
     def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
         """Splits rows into microbatches and their tokens into slices, and traces each part."""
         inputs, targets = batch.inputs, batch.targets
+        if self._options.loss_fn is None and not (targets.is_floating_point() or targets.is_complex()):
+            targets = targets.long()  # class numbers, which cross_entropy takes as int64
         refuse_values(batch)
         if batch.position_ids is not None or batch.document_ids is not None:
             raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")

@@ -82,7 +82,6 @@ class LimitedSteps:
                 batch = self._family.split(WholeBatch.of(device, token_ids, token_ids), microbatches, 0)
             except SlipstreamError:
                 return
-            batch = replace(batch, num_valid=1)  # a row of one token has no target, and its loss is of no account
             for each in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
                 every = each.with_all_backwards  # rows of a step may run in any order
                 steps.append((slices, self.rehearsed(every, batch, microbatches, token_ids)))

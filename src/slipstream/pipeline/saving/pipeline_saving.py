@@ -81,11 +81,14 @@ class PipelineSaving(PipelineFacts):
         """
         family = causal_lm(self._engine.family, "save_pretrained")
         state, config, adapter = self._engine.state_dict(), family.config, family.adapter
+        stage = next(iter(self._engine.stages.values()))
+        generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
         if adapter is None:
-            save_on_leader(lambda: write_model(folder, config, state), self._engine.ranks)
+            save_on_leader(lambda: write_model(folder, config, state, generation), self._engine.ranks)
+        elif merged:
+            save_on_leader(lambda: write_merged(folder, config, adapter, state, generation), self._engine.ranks)
         else:
-            write = write_merged if merged else write_adapter
-            save_on_leader(lambda: write(folder, config, adapter, state), self._engine.ranks)
+            save_on_leader(lambda: write_adapter(folder, config, adapter, state), self._engine.ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the

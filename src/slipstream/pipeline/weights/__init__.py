@@ -1,4 +1,12 @@
 """The weights of a pipeline: where they come from, and how they are gathered and written."""
 
-from slipstream.pipeline.weights.export import gather_state, save_on_leader, state_misfits, tied_names, write_model
+from slipstream.pipeline.weights.export import (
+    gather_state,
+    read_generation,
+    save_on_leader,
+    state_misfits,
+    tied_names,
+    write_generation,
+    write_model,
+)
 from slipstream.pipeline.weights.weight_source import WeightSource, in_memory, with_adapter, with_frozen

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
@@ -66,9 +66,15 @@ def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[
     return {name: tensor.detach() for name, tensor in adapted.merge_and_unload().state_dict().items()}
 
 
-def write_merged(folder: str | Path, config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> None:
-    """Writes the merged model as `AutoModelForCausalLM.from_pretrained` reads it."""
-    write_model(folder, config, merged_state(config, adapter, state))
+def write_merged(
+    folder: str | Path,
+    config: PretrainedConfig,
+    adapter: Adapter,
+    state: Mapping[str, Tensor],
+    generation: GenerationConfig | None,
+) -> None:
+    """Writes the merged model as `write_model` does."""
+    write_model(folder, config, merged_state(config, adapter, state), generation)
 
 
 def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> Any:

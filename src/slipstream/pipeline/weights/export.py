@@ -11,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model, storage_id
@@ -40,8 +41,14 @@ def _prevented(write: Callable[[], None]) -> OSError | None:
     return None
 
 
-def write_model(folder: str | Path, config: PretrainedConfig, state: Mapping[str, Tensor]) -> None:
-    """Writes config and safetensors of a whole model's state, as `AutoModelForCausalLM.from_pretrained` reads them.
+def write_model(
+    folder: str | Path,
+    config: PretrainedConfig,
+    state: Mapping[str, Tensor],
+    generation: GenerationConfig | None = None,
+) -> None:
+    """Writes config and safetensors of a whole model's state, as `AutoModelForCausalLM.from_pretrained` reads them, and
+    how it generates; by default what follows from the config.
 
     Raises SlipstreamError where the state isn't that of the architecture, whose other weights would be random when the
     folder is loaded; then nothing is written. Also where a file can't be read back. Raises OSError where it can't be
@@ -61,7 +68,23 @@ def write_model(folder: str | Path, config: PretrainedConfig, state: Mapping[str
             model.save_pretrained(folder, state_dict=written)
     except SafetensorError as error:  # what it makes of the disk's errors
         raise OSError(str(error)) from error
+    if generation is not None:
+        write_generation(folder, generation)
     _check_files(Path(folder))
+
+
+def read_generation(path: str | Path) -> GenerationConfig | None:
+    """Returns how the model in a folder, or of a name on the hub, generates; None where nothing says it."""
+    try:
+        found: GenerationConfig = GenerationConfig.from_pretrained(str(path))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def write_generation(folder: str | Path, generation: GenerationConfig) -> None:
+    """Writes generation_config.json as it is: transformers' own method refuses to write some that it reads."""
+    Path(folder, GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,22 @@ def open_rows(config: SourceSection) -> Any:
         SlipstreamError: if it can't be read.
     """
     return _load(config, streaming=True)
+
+
+def with_given_keys(rows: Iterable[dict[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
+    """Yields rows without the null keys inside of them that a column's type adds where other rows have a value: each
+    tool's arguments would be all tools'. `features` are what `datasets` says of the columns."""
+    for row in rows:
+        yield {name: _given(value, (features or {}).get(name)) for name, value in row.items()}
+
+
+def _given(value: Any, feature: Any) -> Any:
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _given(each, feature.get(name)) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [_given(each, inner) for each in value]
+    return value
 
 
 def row_files(config: SourceSection) -> list[Path]:

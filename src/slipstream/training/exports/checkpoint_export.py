@@ -18,7 +18,7 @@ from slipstream.model.adapters import Adapter
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.pipeline.saving import describe_model
-from slipstream.pipeline.weights import state_misfits, tied_names, write_model
+from slipstream.pipeline.weights import read_generation, state_misfits, tied_names, write_model
 from slipstream.pipeline.weights.adapter_export import merged_with_base
 from slipstream.training.config import LoraSection, ModelSection, precision_named
 from slipstream.training.data import load_tokenizer
@@ -58,7 +58,7 @@ def export_checkpoint(run: RunFolder, saved: SavedCheckpoint, output: Path, trus
         output.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as part:
             written = Path(part, "model")
-            write_model(written, config, state)
+            write_model(written, config, state, read_generation(run.inputs))
             tokenizer.save_pretrained(written)
             written.rename(output)
     except OSError as error:

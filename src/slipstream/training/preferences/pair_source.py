@@ -10,6 +10,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.training.config import SourceSection
 from slipstream.training.data import TokenisedText, read_rows
+from slipstream.training.data.rows import with_given_keys
 from slipstream.training.data.samples import ChatTemplate, SampleReader
 from slipstream.training.data.samples.open_source import is_list, texts_in
 from slipstream.training.preferences.pair_reader import PairReader, read_pairs
@@ -64,4 +65,5 @@ class PairSource:
         """
         reader = PairReader(SampleReader(self.source, "prompt-completion", "completion", tokenizer, template), seq_len)
         with progress.counting("tokenising", total=len(self.rows)) as show:
-            return read_pairs(self.rows, reader, self.source.name, progress.warn, show)
+            rows = with_given_keys(self.rows, self.rows.features)
+            return read_pairs(rows, reader, self.source.name, progress.warn, show)

@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.pipeline.weights import read_generation, write_generation
 from slipstream.training.config import Config, dump_config
 from slipstream.training.data import save_texts
 from slipstream.training.metrics import check_trackers
@@ -51,6 +52,10 @@ class RunInputs:
             folder.inputs.mkdir(parents=True)
             folder.config.write_text(dump_config(self.config), encoding="utf-8")
             self.model_config.save_pretrained(folder.inputs)
+            model = self.config.model
+            generation = read_generation(str(model.path)) if model.pretrained else None
+            if generation is not None:
+                write_generation(folder.inputs, generation)
             self.text.tokenizer.save_pretrained(folder.inputs)
             save_texts(self.text.train, folder.inputs, "train")
             save_texts(self.text.validation, folder.inputs, "validation")

@@ -9,7 +9,7 @@ from typing import Any
 from slipstream.launch import Progress
 from slipstream.training.config import SourceSection
 from slipstream.training.data.corpus import Documents, read_documents
-from slipstream.training.data.rows import read_rows
+from slipstream.training.data.rows import read_rows, with_given_keys
 from slipstream.training.data.samples.chat_template import ChatTemplate
 from slipstream.training.data.samples.forms import find_form, find_loss
 from slipstream.training.data.samples.tokenised_samples import SampleReader, tokenise_samples
@@ -83,7 +83,8 @@ class OpenSource:
             return tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
         reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
         with progress.counting("tokenising", total=len(self.rows)) as show:
-            return tokenise_samples(self.rows, reader, self.source.name, seq_len, progress.warn, show)
+            rows = with_given_keys(self.rows, self.rows.features)
+            return tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)
 
 
 def is_list(feature: Any) -> bool:

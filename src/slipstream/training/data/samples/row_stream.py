@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.config import SourceSection
-from slipstream.training.data.rows import find_bad_line, open_rows, row_files
+from slipstream.training.data.rows import find_bad_line, open_rows, row_files, with_given_keys
 
 State = dict[str, Any]
 
@@ -60,7 +60,7 @@ class RowStream:
 
     def _read(self, number: int) -> list[dict[str, Any]]:
         try:
-            return [*islice(self._iterator, number)]
+            return [*with_given_keys(islice(self._iterator, number), self._rows.features)]
         except Exception as error:  # `datasets` raises many types; all mean that it can't be read
             where = f"after row {self._num_read:,}" if self._num_read else "from its beginning"
             if line := find_bad_line(row_files(self._source)):

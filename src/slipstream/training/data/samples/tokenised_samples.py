@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,7 +49,7 @@ class SampleReader:
 
     def _conversation(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         messages = _checked_messages(row[self._source.messages_column], self._source.messages_column)
-        return self._counted(messages, len(messages) - 1, row.get("tools"))
+        return self._counted(messages, len(messages) - 1, _tools(row.get("tools")))
 
     def _completion(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
         prompt, completion = row["prompt"], row["completion"]
@@ -61,7 +62,7 @@ class SampleReader:
         if isinstance(prompt, str) or isinstance(completion, str):
             raise SlipstreamError("prompt and completion must both be texts or both lists of messages")
         first, last = _checked_messages(prompt, "prompt"), _checked_messages(completion, "completion")
-        return self._counted([*first, *last], len(first), row.get("tools"))
+        return self._counted([*first, *last], len(first), _tools(row.get("tools")))
 
     def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
@@ -90,6 +91,16 @@ class SampleReader:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         return ids[:-1] if self._adds_end else ids
+
+
+def _tools(given: Any) -> Any:
+    """Returns the tools of a row, also where they are JSON text. Raises SlipstreamError for other text."""
+    if not isinstance(given, str) or not given:
+        return given or None
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise SlipstreamError(f"tools must be a list of tools, or JSON text of one, and this isn't: {error}") from error
 
 
 def _checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:

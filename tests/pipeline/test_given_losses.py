@@ -1,0 +1,225 @@
+"""A loss function of the user's: its own divisor is exact, and what can't be added up by parts is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slipstream import Pipeline, SlipstreamError
+from support.architectures import (
+    ARCHITECTURES,
+    BOUND,
+    VOCABULARY,
+    build,
+    gradient_error,
+    gradients,
+    labels_of,
+    no_rounding_inside,
+    tokens,
+)
+from support.options import grouped
+from support.parameters import first_of
+
+WEIGHTS = 10 ** torch.linspace(-2, 1, VOCABULARY, dtype=torch.float64)
+COUNTS_FLOATS = "loss_fn's second values add up to"
+
+
+def weighted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy with weights of classes, of which PyTorch's mean divides by their sum."""
+    total = functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), WEIGHTS, reduction="sum")
+    return total, WEIGHTS[targets[targets != -100]].sum()
+
+
+def unsplit(inputs: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model = build(ARCHITECTURES["llama, tied"])
+    logits = model(inputs).logits[:, :-1]
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), WEIGHTS)
+    loss.backward()
+    return loss.detach(), gradients(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    first_of(
+        [
+            {"schedule": "zb-h1", "slices": [30, 20, 14], "num_microbatches": 3},
+            {"schedule": "gpipe", "slices": 1, "recompute": "full"},
+            {"slices": 4, "master_dtype": torch.float64},
+        ]
+    ),
+)
+def test_weights_of_classes(options: dict[str, Any]) -> None:
+    inputs = tokens(3)
+    labels = labels_of(inputs)
+    pipe = Pipeline(
+        build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **grouped(self_check=False, **options)
+    )
+    with no_rounding_inside():  # gradients are divided after the model's own backward, and not before
+        loss, expected = unsplit(inputs, labels)
+        assert abs(pipe.evaluate(inputs, labels) - loss) < BOUND
+        assert abs(pipe.step(inputs, labels, loss_scale=2.0**8) - loss) < BOUND
+        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        pipe.step(inputs, labels)
+    twice = {name: 2 * gradient for name, gradient in expected.items()}
+    assert gradient_error(twice, gradients(pipe.named_parameters())) < BOUND
+
+
+def test_accumulated_steps_with_weights() -> None:
+    inputs = tokens(3)
+    labels = labels_of(inputs)
+    loss, expected = unsplit(inputs, labels)
+    shifted = labels[:, 1:]
+    divisor = float(WEIGHTS[shifted[shifted != -100]].sum())
+    made = grouped(self_check=False, slices=3)
+    pipe = Pipeline(build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **made)
+    losses = [pipe.step(inputs[part], labels[part], num_targets=divisor) for part in ([0], [1, 2])]
+    assert abs(sum(losses) - loss) < BOUND
+    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    with pytest.raises(SlipstreamError, match=r"num_targets=\d+ with a loss_fn that says its own divisor"):
+        pipe.step(inputs, labels, num_targets=shifted.numel())
+    with pytest.raises(SlipstreamError, match=rf"num_targets=0.5, but {COUNTS_FLOATS} .* in this batch alone"):
+        pipe.step(inputs, labels, num_targets=0.5)
+
+
+def test_batches_in_which_nothing_counts_add_nothing_to_accumulated_gradients() -> None:
+    """As in a training of transformers; without `num_targets` they are refused."""
+    inputs = tokens(3)
+    labels = labels_of(inputs)
+    num_targets, nothing = int((labels[:, 1:] != -100).sum()), torch.full_like(labels, -100)
+    for options in ({"slices": 3}, {"slices": 3, "vocabulary": "spread"}):
+        pipe = Pipeline(build(ARCHITECTURES["llama"]), num_ranks=2, **grouped(self_check=False, **options))
+        loss = pipe.step(inputs, labels, num_targets=num_targets)
+        expected = gradients(pipe.named_parameters())
+        assert pipe.step(inputs, nothing, num_targets=num_targets) == 0
+        assert pipe.evaluate(inputs, nothing, num_targets=num_targets) == 0
+        assert gradient_error(expected, gradients(pipe.named_parameters())) == 0
+        assert loss > 0
+        with pytest.raises(SlipstreamError, match="no label of this batch counts"):
+            pipe.step(inputs, nothing)
+        with pytest.raises(SlipstreamError, match="num_targets=0: give the number of all batches' labels"):
+            pipe.step(inputs, nothing, num_targets=0)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(5, (8,), generator=generator)
+    targets[2] = -100
+    return torch.randn(8, 6, generator=generator), targets
+
+
+def layers(loss_fn: Any, num_microbatches: int = 1, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    return Pipeline(model, num_ranks=2, partition=[2, 1], loss_fn=loss_fn, num_microbatches=num_microbatches, **options)
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "answer"),
+    [
+        (nn.CrossEntropyLoss(), r"loss_fn=CrossEntropyLoss\(\): torch's CrossEntropyLoss returns one number"),
+        (functional.mse_loss, r"torch's mse_loss returns one number"),
+        (functools.partial(functional.cross_entropy, reduction="sum"), r"torch's cross_entropy returns one number"),
+        ("cross_entropy", r"loss_fn='cross_entropy': str can't be called"),
+        (summed, r"loss_fn returned a tensor \(\)\. Give a function .* returns \(sum, count\)"),
+        (lambda *given: {"loss": summed(*given)}, r"loss_fn returned a dict"),
+        (lambda o, t: (functional.cross_entropy(o, t, reduction="none"), 7), r"first value .* is a tensor \(8,\)"),
+        (lambda o, t: (summed(o, t).item(), 7), r"first value of loss_fn is a float"),
+        (lambda o, t: (summed(o, t), t != -100), r"second value of loss_fn is a tensor \(8,\), not one number"),
+        (lambda o, t: (summed(o, t), (t != -100).sum().bfloat16()), r"is of torch.bfloat16, too coarse"),
+        (lambda o, t: (summed(o, t), 0.0 * (t != -100).sum()), rf"{COUNTS_FLOATS} 0.0, by which"),
+        (lambda o, t: (summed(o, t), (t != -100).sum() / 0), rf"{COUNTS_FLOATS} inf, by which"),
+        (lambda o, t: (functional.cross_entropy(o, t), (t != -100).sum()), r"it is a mean, which would be divided"),
+    ],
+)
+def test_functions_that_are_no_loss_function(loss_fn: Any, answer: str) -> None:
+    with pytest.raises(SlipstreamError, match=answer):
+        layers(loss_fn).step(*rows())
+
+
+def mean(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(outputs, targets), torch.ones(())
+
+
+def contrasted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's loss depends on the others."""
+    alike = outputs @ outputs.T
+    return functional.cross_entropy(alike, torch.arange(len(alike)), reduction="sum"), (targets != -100).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [mean, contrasted])
+def test_losses_that_are_no_sum_over_rows(loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    """In one microbatch they are what they are; in several they would depend on how rows are divided."""
+    inputs, targets = rows()
+    pipe = layers(loss_fn)
+    whole = copy.deepcopy(nn.Sequential(*(layer.module for layer in pipe._engine.family._layers)))  # type: ignore[attr-defined]
+    total, count = loss_fn(whole(inputs), targets)
+    (total / count).backward()
+    assert abs(pipe.step(inputs, targets) - (total / count).detach()) < 1e-6
+    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-5
+    with pytest.raises(SlipstreamError, match=r"the sum that loss_fn returns is .* must be a sum over rows"):
+        layers(loss_fn, 2).step(inputs, targets)
+
+
+def test_losses_that_look_at_neighbouring_tokens() -> None:
+    def smooth(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        steps = (outputs[:, 1:] - outputs[:, :-1]).square().sum()
+        return weighted(outputs, targets)[0] + steps, (targets != -100).sum()
+
+    inputs = tokens()
+    options = grouped(self_check=False)
+    whole = Pipeline(build(ARCHITECTURES["llama"]), slices=1, loss_fn=smooth, **options)
+    assert whole.step(inputs, inputs) > 0
+    with pytest.raises(SlipstreamError, match=r"the sum that loss_fn returns is .* must be a sum over tokens"):
+        Pipeline(build(ARCHITECTURES["llama"]), slices=2, loss_fn=smooth, **options).step(inputs, inputs)
+
+
+def test_counts_that_become_divisors() -> None:
+    counts: list[Any] = [7, 7.5]
+    pipe = layers(lambda outputs, targets: (summed(outputs, targets), counts[0]))
+    pipe.step(*rows())
+    counts.pop(0)
+    with pytest.raises(SlipstreamError, match="was an integer in earlier steps, and is a floating-point number now"):
+        pipe.step(*rows())
+
+
+def test_routers_beside_a_divisor() -> None:
+    options = grouped(self_check=False, router_loss="per_layer")
+    pipe = Pipeline(build(ARCHITECTURES["mixtral"]), slices=2, loss_fn=weighted, **options)
+    with pytest.raises(SlipstreamError, match="router_loss with a loss_fn that says its own divisor"):
+        pipe.step(tokens(), tokens())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_targets_of_narrow_integers(dtype: torch.dtype) -> None:
+    """Token ids are int64 in transformers too; class numbers of an nn.Sequential may be any integers."""
+    inputs, targets = rows()
+    targets = targets.clamp(min=0)
+    assert layers(None).step(inputs, targets.to(dtype)) == layers(None).step(inputs, targets)
+
+
+def test_nothing_that_is_trained() -> None:
+    inputs, targets = rows()
+    pipe = layers(None)
+    for parameter in pipe.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(SlipstreamError, match=r"nothing would be trained: .* is_trainable=True"):
+        pipe.step(inputs, targets)
+    assert pipe.evaluate(inputs, targets) > 0
+    model = build(ARCHITECTURES["llama"]).requires_grad_(False)
+    pipe = Pipeline(model, slices=2, num_ranks=2, **grouped(self_check=False))
+    with pytest.raises(SlipstreamError, match=r"nothing would be trained: requires_grad is False"):
+        pipe.step(tokens(), tokens())
+    assert pipe.evaluate(tokens(), tokens()) > 0
+    next(iter(pipe.parameters())).requires_grad_(True)
+    pipe.step(tokens(), tokens())
