@@ -232,3 +232,25 @@ def _of_all_ranks(error: float) -> float:
 def recorded(trace: Iterator[tuple[str, Numbers]]) -> list[tuple[str, Numbers]]:
     """Returns what the unsplit model gives."""
     return [(group, {name: each.detach().clone() for name, each in numbers.items()}) for group, numbers in trace]
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Returns the model with parameters that are off by a few roundings."""
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype)
+                parameter.mul_(1 + 1e-15 * noise)
+    return model
+
+
+def rounding_error(expected: Sequence[tuple[str, Numbers]], found: Iterator[tuple[str, Numbers]]) -> float:
+    """Returns the largest relative error of the unsplit model against itself, with parameters a few roundings off."""
+    worst = 0.0
+    for (_, wanted), (_, got) in zip(expected, found, strict=True):
+        floor = FLOOR * max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=1.0)
+        for name in (name for name, each in wanted.items() if each.numel() and each.is_floating_point()):
+            size = max(float(wanted[name].abs().max()), floor)
+            worst = max(worst, float((got[name] - wanted[name]).abs().max()) / size if size else 0.0)
+    return worst

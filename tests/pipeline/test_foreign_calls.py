@@ -39,7 +39,6 @@ def loss(pipe: Pipeline) -> Tensor:
         (lambda pipe: pipe(tokens()), "call pipe.step\\(inputs, targets\\), which runs forward and backward"),
         (lambda pipe: pipe.forward(tokens()), "call pipe.step\\(inputs, targets\\)"),
         (lambda pipe: pipe.compile(), "runtime=slipstream.Runtime\\(fused=True\\)"),
-        (lambda pipe: pipe.pieces, "it is now parameter_shards"),
         (lambda pipe: pipe.nonsense, "a Pipeline has no attribute 'nonsense'$"),
     ],
 )

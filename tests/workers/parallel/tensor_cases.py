@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream import SlipstreamError
 from slipstream.model import IGNORED, LayerRange, causal_cross_entropy, find_anatomy, find_halves
+from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.hooks.layer_arguments import with_hidden_states
-from slipstream.model.model_cutting import copy_with_shared_weights, keep_layers
+from slipstream.model.model_cutting import keep_layers
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel

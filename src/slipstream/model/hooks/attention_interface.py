@@ -63,6 +63,8 @@ def use_attention(model: PreTrainedModel, name: str, layers: Iterable[nn.Module]
     """Lets the model attend by the implementation of this name, with layers that a user copied, which have a
     configuration of their own."""
     model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        return  # it attends by code of its own
     for module in (module for layer in layers for module in layer.modules()):
         config = vars(module).get("config")
         if isinstance(config, PretrainedConfig) and config._attn_implementation != name:

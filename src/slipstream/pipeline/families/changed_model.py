@@ -42,8 +42,9 @@ class ChangedModel:
         Raises SlipstreamError for a mesh or an option that no changed model can have.
         """
         result = TrialResult()
-        if given.changes:
-            first = given.changes[0]
+        is_shared = [f"{' and '.join(names[:2])} are one weight" for names in given.shared]
+        if changed := [*given.changes, *is_shared]:
+            first = changed[0]
             if ranks.tensor.size > 1:
                 raise SlipstreamError(
                     f"{first}: tensor parallelism cuts the weights that the configuration describes, by code of its "
@@ -54,7 +55,7 @@ class ChangedModel:
                     f"{first}, which hasn't been shown to be exact with parallel.shard_parameters=True. Use "
                     "parallel.shard_optimizer=True."
                 )
-            if check is not None:
+            if check is not None and given.changes:
                 result = ranks.decided(lambda: try_changes(given, model, anatomy, check.packs_any_length))
         if given.renumbered and (anatomy.attends_itself or (check is not None and check.carries_states)):
             raise SlipstreamError(
@@ -95,11 +96,6 @@ class ChangedModel:
             raise SlipstreamError(
                 f"{self.result.again}, and forwards run more often here than in the model by itself, as a stage learns "
                 "its masks from a first token. Remove it, or let what it computes follow from its input alone."
-            )
-        if options.parallel.shard_parameters and self.given.shared:
-            raise SlipstreamError(
-                f"parallel.shard_parameters=True with {' and '.join(self.given.shared[0])}, which are one weight: its "
-                "shards would be updated separately. Use parallel.shard_optimizer=True."
             )
         schedule = layout.training
         self._check_pieces(schedule.num_slices, schedule.num_microbatches)

@@ -57,12 +57,13 @@ def write_model(
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     model = meta_model(config, dtype)
     check_state(model, state)
-    taken: set[int] = set()
+    tied = {name: names[0] for names in tied_names(model) for name in names}
     written: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
     for name, tensor in state.items():
-        # A file has each tensor by itself, also where layers share one.
-        written[name] = tensor.clone() if storage_id(tensor) in taken else tensor
-        taken.add(storage_id(tensor))
+        # A weight that layers share, unlike one that the architecture ties, is in the file under each name.
+        other = first.setdefault(storage_id(tensor), name)
+        written[name] = tensor if name == other or tied.get(name) == tied.get(other) else tensor.clone()
     try:
         with quiet_transformers():
             model.save_pretrained(folder, state_dict=written)
