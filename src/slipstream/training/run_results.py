@@ -27,9 +27,12 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
     """Writes the measured timeline of all ranks as text, picture and trace; nothing where the run took no step."""
     if pipe.leads and timeline is not None:
         folder.listed.add(folder.timeline, folder.perfetto, folder.schedule)
-        draw_timelines(folder.timeline, timeline)
-        save_trace(folder.perfetto, timeline)
-        folder.schedule.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
+        with folder.replaced(folder.timeline) as part:
+            draw_timelines(part, timeline)
+        with folder.replaced(folder.perfetto) as part:
+            save_trace(part, timeline)
+        with folder.replaced(folder.schedule) as part:
+            part.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
@@ -61,9 +64,9 @@ def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool, merg
         OSError: on all ranks, where it can't be written; what was there stays.
     """
     _refuse_non_finite(pipe)
-    part, before = (folder.with_name(f"{folder.name}{end}") for end in (".part", ".before.part"))
+    part, before = (run.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
-        _lead(pipe, lambda: _clear(run, part, before))
+        _lead(pipe, lambda: _clear(part, before))
         pipe.save_pretrained(part, merged)
         _lead(pipe, lambda: _complete(run, part, before, folder, trusts_code))
     except OSError:
@@ -84,10 +87,9 @@ def _lead(pipe: Pipeline, write: Callable[[], None]) -> None:
         raise problem
 
 
-def _clear(run: RunFolder, *folders: Path) -> None:
-    """Lists folders that are about to be written, and removes what a killed run left of them."""
+def _clear(*folders: Path) -> None:
+    """Removes what an export that failed left."""
     for folder in folders:
-        run.listed.add_folder(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 

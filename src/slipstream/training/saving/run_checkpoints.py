@@ -72,7 +72,13 @@ class RunCheckpoints:
         self._wanted, self._folder, self._world = section.resume, folder, world
         self._progress, self._written = progress, written
         self._checkpoints = Checkpoints(
-            folder.checkpoints, world, section.keep, section.keep_every, progress.warn, self._note_written
+            folder.checkpoints,
+            world,
+            section.keep,
+            section.keep_every,
+            progress.warn,
+            self._note_written,
+            work=folder.work,
         )
         if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
