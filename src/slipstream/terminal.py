@@ -135,7 +135,8 @@ class LastingStream:
 def outlast_readers() -> None:
     """Lets this process go on for good where nobody reads what it writes any more."""
     if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # nobody else has put something there
-        sys.stdout, sys.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)  # type: ignore[assignment]
+        streams: Any = sys
+        streams.stdout, streams.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
 
 
 def go_on_in(file: Path) -> None:

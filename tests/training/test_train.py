@@ -489,6 +489,24 @@ def test_ranks_are_stopped_and_continued_with_their_launcher_on_a_terminal(confi
 
 
 @pytest.mark.more
+def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: RunFolder) -> None:
+    """It is there again soon, and checkpoints in it."""
+    settings = ["--training.eval_every=0", "--training.export_every=7", "--checkpoint.every=2", "--sample.prompt=null"]
+    with running(config, "--training.steps=100000", *settings) as process:
+        wait_for_save(output, 9)
+        while output.path.exists():
+            shutil.rmtree(output.path, ignore_errors=True)
+        step = wait_for_save(output, 9)
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate(timeout=SOON)
+        assert process.returncode == 75, errors
+    assert "Traceback" not in errors + said
+    resumed = train(2, config, *settings, "--checkpoint.resume=latest", f"--training.steps={step + 1000}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert AutoTokenizer.from_pretrained(output.model) is not None
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["reader", "full"])
 def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder, how: str) -> None:
     """As after `| head`, in a `tee` that dies, and in /dev/full; what it says is in the folder."""
@@ -506,6 +524,19 @@ def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder
     said = output.log.read_text()
     assert f"exported to {output.model}" in said
     assert "the exported model continues" in said
+
+
+@pytest.mark.more
+def test_a_request_to_stop_while_the_text_is_tokenised_is_answered_like_others(config: Path, output: RunFolder) -> None:
+    program = (
+        "import os, signal; from slipstream.cli import main; from slipstream.training.preflight import all_checks; "
+    )
+    program += "all_checks.prepare_text = lambda *_: os.kill(os.getpid(), signal.SIGTERM); main()"
+    ended = run([sys.executable, "-c", program], "train", config)
+    assert ended.returncode == 75, ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last == "SIGTERM ended the run while no rank was training; nothing new is to be saved"
+    assert not output.path.exists()
 
 
 @pytest.mark.more

@@ -62,8 +62,11 @@ class CheckpointFolder:
         return next((self.path / name for name in names if not (_OWN.fullmatch(name) or name.startswith("."))), None)
 
     def size(self, step: int) -> int:
-        """Returns the bytes of the checkpoint of a step."""
-        return sum(file.stat().st_size for file in self.complete(step).iterdir())
+        """Returns the bytes of the checkpoint of a step, 0 where it has gone."""
+        try:
+            return sum(file.stat().st_size for file in self.complete(step).iterdir())
+        except FileNotFoundError:
+            return 0
 
     def prepare(self) -> None:
         """Makes the folder, checks that it can be written, and removes incomplete checkpoints."""

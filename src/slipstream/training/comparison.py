@@ -119,6 +119,8 @@ def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
     Leaves out the steps in which "auto" was trying what to run, unless there are no others. The list is empty where a
     run was resumed that had already reached its end.
     """
+    if not folder.metrics.exists():
+        return []
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     # Each start leaves a line of figures.
     start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)

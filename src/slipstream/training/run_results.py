@@ -46,7 +46,8 @@ def export_model(pipe: Pipeline, run: RunFolder, folder: Path, config: Config, p
 
 def has_room(run: RunFolder, folder: Path, needed: int, progress: Progress) -> bool:
     """Returns whether rank 0's disk has as many bytes left; says that `folder` is left out where not. Collective."""
-    free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(run.path).free)[0])
+    there = next(each for each in (run.path, *run.path.absolute().parents) if each.exists())  # it may have been removed
+    free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(there).free)[0])
     if free < needed:
         need, have = bytes_text(needed), bytes_text(free)
         progress.warn(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
@@ -95,7 +96,8 @@ def _clear(*folders: Path) -> None:
 
 def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_code: bool) -> None:
     """Adds the tokenizer, and gives the folder its name; what had it is `before` until then."""
-    load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
+    if run.inputs.exists():  # else somebody has removed the folder while the run was at work
+        load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
     for file in part.iterdir():
         with file.open("rb") as written:
             os.fsync(written.fileno())
@@ -117,7 +119,8 @@ def _refuse_non_finite(pipe: Pipeline) -> None:
 def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
     """Lets rank 0 load the export and continue the prompt, if there is one."""
     sample = config.sample
-    if pipe.leads and sample.prompt is not None:
+    has_tokenizer = (RunFolder(config.training.output).model / "tokenizer_config.json").exists()
+    if pipe.leads and sample.prompt is not None and has_tokenizer:
         folder, trusts_code = str(RunFolder(config.training.output).model), config.model.trust_remote_code
         writer = TextWriter.load(OpenedModel(folder, load_tokenizer(folder, trusts_code), trusts_code))
         text = writer.write(sample.prompt, sample.max_new_tokens, sample.temperature, config.training.seed)

@@ -89,7 +89,7 @@ def _compare(folder: RunFolder, owner: str, progress: Progress, server: ForkServ
     from slipstream.training.comparison import compare, steps_of
 
     if not steps_of(folder):
-        progress.say("the run had already reached its last step, so there is none to compare with one process")
+        progress.say("no step of this start is in the metrics, so there is none to compare with one process")
         return
     with progress.waiting("measuring one process alone"):
         launch_ranks("slipstream.training.comparison", [str(folder.config), owner], 1, server)
