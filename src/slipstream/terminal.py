@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.errors import SlipstreamError, did_you_mean
 
@@ -89,7 +89,7 @@ class LastingStream:
     A regular file on a full disk may have room again later: its errors are raised.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream, self._file, self._is_lost = stream, Path(os.devnull), False
 
     def __getattr__(self, name: str) -> Any:

@@ -56,8 +56,9 @@ if __name__ == "__main__":
     main()
 """
 PARENT = """
-import os, sys
+import os, sys, tempfile
 from slipstream.launch import fork_server, launch_ranks
+tempfile.tempdir = os.environ.get("TMPDIR")  # of this test, not of the process that forks
 del os.environ["OMP_NUM_THREADS"]
 if sys.argv[1] == "forked":
     import torch
