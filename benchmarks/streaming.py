@@ -19,6 +19,7 @@ from benchmarks.harness import setting, write
 from slipstream.launch import Progress, launch_ranks
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.data import train_tokenizer
+from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import preflight
 
 TEMPLATE = Path("examples/chat/template.jinja")
@@ -55,8 +56,10 @@ def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
             "training": {"output": str(output), "seq_len": 1024, "batch_size": 2, "steps": steps},
         }
     )
-    preflight(config, Progress(None)).write()
-    launch_ranks("slipstream.training.training_rank", [str(output / "config.yaml")], num_ranks=2)
+    inputs = preflight(config, Progress(None))
+    with FolderLock(output, print) as lock:
+        inputs.write()
+        launch_ranks("slipstream.training.training_rank", [str(output / "config.yaml"), lock.key], num_ranks=2)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 

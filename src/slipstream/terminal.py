@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.errors import SlipstreamError, did_you_mean
 
@@ -79,6 +81,69 @@ class _Details(logging.StreamHandler):  # type: ignore[type-arg]
     def __init__(self, speaker: str) -> None:
         super().__init__(sys.stderr)
         self.setFormatter(logging.Formatter(f"debug: {speaker}{': ' if speaker else ''}%(message)s"))
+
+
+class LastingStream:
+    """A standard stream that goes on in a file where its reader has gone, as after `| head`, or nothing can be written.
+
+    A regular file on a full disk may have room again later: its errors are raised.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._file, self._is_lost = stream, Path(os.devnull), False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes a text; see the class."""
+        with self._kept():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is left; see the class."""
+        with self._kept():
+            self._stream.flush()
+
+    def go_on_in(self, file: Path) -> None:
+        """Appends to this file from now on where the stream is lost; before, it is written nowhere."""
+        self._file = file
+        if self._is_lost:
+            self._redirect()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            if stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+                raise
+            self._is_lost = True
+            self._redirect()
+            self._stream.flush()  # the text is still in its buffer
+
+    def _redirect(self) -> None:
+        for file in (self._file, Path(os.devnull)):
+            with suppress(OSError):
+                descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                os.dup2(descriptor, self._stream.fileno())
+                os.close(descriptor)
+                return
+
+
+def outlast_readers() -> None:
+    """Lets this process go on for good where nobody reads what it writes any more."""
+    if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # nobody else has put something there
+        streams: Any = sys
+        streams.stdout, streams.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
+
+
+def go_on_in(file: Path) -> None:
+    """Says where output goes that nobody reads any more."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, LastingStream):
+            stream.go_on_in(file)
 
 
 def make_console(stderr: bool = False) -> Console:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slipstream.checkpoint import CheckpointFolder, CheckpointReader, Checkpoints, TensorShard
 from slipstream.checkpoint.saved_checkpoint import ignore_lone_process_warning
 from slipstream.checkpoint.snapshot import Snapshot
-from slipstream.checkpoint.verified_files import read_record, write_record
+from slipstream.checkpoint.verified_files import _head, read_record, write_file, write_record
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 
@@ -389,6 +389,66 @@ def test_a_manifest_without_all_elements_is_damaged(run: Run, boxes: str) -> Non
         run.checkpoints.find()
     with pytest.raises(SlipstreamError, match="isn't of a whole checkpoint"):
         CheckpointReader(run.folder / "step-00000001")
+
+
+def rewrite_manifest(run: Run, text: str) -> None:
+    """Replaces the newest manifest by a text, with the checksum that it ought to have."""
+    (run.folder / "step-00000002" / "manifest.json").write_bytes(_head(text.encode()) + text.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("}", "isn't a JSON object, though its checksum is right"),
+        ('"format": }', "isn't a JSON object, though its checksum is right"),
+        ("[" * 100_000, "isn't a JSON object, though its checksum is right"),
+        ('"format": "1"}', "doesn't say its format"),
+        ('"format": 1, "step": []}', "isn't a manifest"),
+    ],
+)
+def test_a_manifest_that_is_broken_under_a_right_checksum_is_damaged(run: Run, text: str, what: str) -> None:
+    run.save(1, 2)
+    rewrite_manifest(run, text)
+    with pytest.raises(SlipstreamError, match=f"step 2 in .* is damaged: manifest.json {what}"):
+        run.checkpoints.find("latest")
+    assert loaded(run.checkpoints, "last-good") == 1
+
+
+def test_any_change_of_a_manifest_under_a_right_checksum_is_damage_or_read(run: Run) -> None:
+    """Each value is replaced by one of another kind: no error but of damage."""
+    run.save(1, 2)
+    record = read_record(run.folder / "step-00000002" / "manifest.json")
+
+    def places(value: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+        entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in entries:
+            yield (*path, key)
+            yield from places(inner, (*path, key))
+
+    for path in places({key: value for key, value in record.items() if key != "facts"}):
+        for other in (None, -1, "x", [], {}, 1.5, "__doc__", 2**70):
+            changed = json.loads(json.dumps(record))
+            *parents, last = path
+            holder = changed
+            for key in parents:
+                holder = holder[key]
+            holder[last] = other
+            rewrite_manifest(run, json.dumps(changed)[1:])
+            if path == ("format",) and isinstance(other, int):
+                continue
+            found = run.checkpoints.find("last-good")
+            assert found is not None
+            assert found.step in (1, 2)
+
+
+def test_a_file_that_is_none_of_tensors_under_a_right_checksum_is_damaged(run: Run) -> None:
+    run.save(1, 2)
+    folder = run.folder / "step-00000002"
+    record = read_record(folder / "manifest.json")
+    record["files"][FILE] = write_file(folder / FILE, [b"not tensors"])
+    write_record(folder / "manifest.json", record)
+    assert loaded(run.checkpoints, "last-good") == 1
+    assert f"{FILE} isn't a safetensors file" in run.said[-1]
 
 
 def test_a_folder_that_was_renamed_is_not_the_step_it_says(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -55,8 +56,9 @@ if __name__ == "__main__":
     main()
 """
 PARENT = """
-import os, sys
+import os, sys, tempfile
 from slipstream.launch import fork_server, launch_ranks
+tempfile.tempdir = os.environ.get("TMPDIR")  # of this test, not of the process that forks
 del os.environ["OMP_NUM_THREADS"]
 if sys.argv[1] == "forked":
     import torch
@@ -170,6 +172,82 @@ def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Pat
     assert_gone(pids, seconds=SOON)
     if name == "SIGINT":
         assert errors.strip().endswith("KeyboardInterrupt")
+
+
+SAVES_FOR_LONG = """
+import os, pathlib, sys, time
+from slipstream.errors import StoppedRunError
+from slipstream.launch import StopRequest
+from slipstream.launch.local_ranks import reported_to_the_launcher
+
+def main():
+    with reported_to_the_launcher():
+        request = StopRequest()
+        request.listen()
+        request.begin()
+        folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+        (folder / ("pid" + rank)).write_text(str(os.getpid()))
+        while not request.name:
+            time.sleep(0.01)
+        (folder / ("asked" + rank)).touch()
+        while not (folder / "may save").exists():
+            time.sleep(0.01)
+        time.sleep(4)  # longer than ranks have to end that are asked to by their launcher
+        raise StoppedRunError("saved by rank " + rank)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("names", [["SIGTERM", "SIGTERM", "SIGTERM"], ["SIGUSR1", "SIGTERM"]])
+def test_a_request_that_is_repeated_leaves_ranks_the_time_to_save(
+    launcher: Path, tmp_path: Path, names: list[str]
+) -> None:
+    (tmp_path / "rank.py").write_text(SAVES_FOR_LONG)
+    program = ForkedProgram(tmp_path, launcher, "forked", tmp_path)
+    pids = rank_pids(tmp_path)
+    for number, name in enumerate(names):
+        program.send_signal(getattr(signal, name))
+        deadline = time.monotonic() + SOON
+        while number == 0 and len([*tmp_path.glob("asked?")]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    (tmp_path / "may save").touch()
+    _, errors = program.communicate(timeout=SOON)
+    assert re.search(r"StoppedRunError: saved by rank [01]$", errors.strip()), errors
+    assert_gone(pids, seconds=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems start each rank anew")
+@pytest.mark.parametrize("how", ["forked"])
+def test_a_killed_fork_server_is_named(waiting: ForkedProgram, tmp_path: Path) -> None:
+    pids = rank_pids(tmp_path)
+    (server,) = psutil.Process(waiting.pid).children()
+    server.kill()
+    _, errors = waiting.communicate(timeout=SOON)
+    said = f"process {server.pid}, which forks the ranks, was ended by SIGKILL, and its ranks have ended with it"
+    assert errors.strip().splitlines()[-1].endswith(said)
+    assert_gone(pids, seconds=SOON)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no fork server, which removes them")
+def test_a_killed_launcher_leaves_no_temporary_folder(
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    program = ForkedProgram(tmp_path, launcher, "forked", tmp_path, "wait")
+    pids = rank_pids(tmp_path)
+    assert [*(tmp_path / "temporary").glob("slipstream-*")]
+    program.send_signal(signal.SIGKILL)
+    program.communicate()
+    assert_gone(pids, seconds=SOON)
+    deadline = time.monotonic() + SOON
+    while [*(tmp_path / "temporary").glob("slipstream-*")]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 HOLDS_THE_INTERPRETER = """

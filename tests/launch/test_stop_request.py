@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,35 +16,38 @@ from slipstream.launch import stop_request
 from slipstream.launch.stop_request import StopRequest
 if len(sys.argv) > 2:
     stop_request._SAME_REQUEST = float(sys.argv[2])
+taken, count = stop_request.RequestCount.take, []
+def take(requests, number):
+    is_other = taken(requests, number)
+    print(f"taken {len(count)}", flush=True)
+    count.append(number)
+    return is_other
+stop_request.RequestCount.take = take
 request = StopRequest()
 request.listen()
 if "begun" in sys.argv:
     request.begin()
 print("listens", flush=True)
-while not request.name:
-    ctypes.CDLL(None).usleep(1000)
-print(request.name, flush=True)
 while True:
     ctypes.CDLL(None).pause()  # as a thread that waits in gloo
 """
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_the_second_request_ends_at_once(is_same: bool) -> None:
-    """Unless it is the first one, which was sent to a launcher and passed on."""
+def test_the_third_request_ends_at_once(is_same: bool) -> None:
+    """Unless all are the first one, which was sent to every process, and passed on by launchers."""
     command = [sys.executable, "-c", SCRIPT, "begun", str(LIMIT if is_same else 0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "listens\n"
-        process.send_signal(signal.SIGUSR1)
-        assert process.stdout.readline() == "SIGUSR1\n"
-        process.send_signal(signal.SIGTERM)
+        for number in range(3):
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline() == f"taken {number}\n"
         if is_same:
-            time.sleep(0.5)
-            assert process.poll() is None
+            process.send_signal(signal.SIGUSR1)  # a second one
+            assert process.stdout.readline() == "taken 3\n"
             process.kill()
-        else:
-            assert process.wait(timeout=LIMIT) == 128 + signal.SIGTERM
+        assert process.wait(timeout=LIMIT) == (-signal.SIGKILL if is_same else 128 + signal.SIGTERM)
 
 
 def test_before_the_first_step_a_request_ends_at_once() -> None:

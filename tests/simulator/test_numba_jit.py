@@ -1,10 +1,14 @@
 """The cache of compiled functions on disk, which other versions of Slipstream may have written."""
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.timeouts import LIMIT
 
 SOURCE = """
 from typing import NamedTuple
@@ -38,3 +42,21 @@ def test_a_renamed_class_in_the_index_is_compiled_again(tmp_path: Path, monkeypa
     del sys.modules["upgraded"]
     assert importlib.import_module("upgraded").run() == (3, 1)
     monkeypatch.delitem(sys.modules, "upgraded")
+
+
+WITHOUT_A_PLACE = """
+from slipstream.simulator.numba_jit import compiled
+names = {}
+exec(compile("def one(x):\\n    return x + 1\\ndef two(x):\\n    return x + 2\\n", "/proc/self/status", "exec"), names)
+print(compiled(names["one"])(1), compiled(names["two"])(1))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is a folder in which nobody can write")
+def test_without_a_place_for_the_cache_it_compiles_and_says_so_once() -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment = kept | {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": "/proc/nowhere"}
+    command = [sys.executable, "-c", WITHOUT_A_PLACE]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.stdout == "2 3\n", ended.stderr
+    assert ended.stderr.count("it is compiled anew in each process") == 1

@@ -46,9 +46,9 @@ def test_when_it_gives_up(
     monkeypatch.setattr(restarts, "launch_ranks", crash)
     monkeypatch.setattr(restarts, "_LONGEST_WAIT", 0.0)
     if reason is None:
-        restarts.launch_with_restarts(folder, 2, max_restarts, Progress(None), None)
+        restarts.launch_with_restarts(folder, "owner", 2, max_restarts, Progress(None), None)
     else:
         with pytest.raises(RankFailedError, match=reason):
-            restarts.launch_with_restarts(folder, 2, max_restarts, Progress(None), None)
+            restarts.launch_with_restarts(folder, "owner", 2, max_restarts, Progress(None), None)
     assert len(commands) == num_starts
     assert ["--checkpoint.resume=last-good" in command for command in commands] == [False, *[True] * (num_starts - 1)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.training import run_results
+from slipstream.training.ownership import FolderLock
 from slipstream.training.run_folder import RunFolder
 
 
@@ -22,8 +23,8 @@ class KilledError(BaseException):
 
 def write_export(run: RunFolder, text: str) -> None:
     """What `export` does on the leader, where the pipeline writes one file."""
-    part, before = run.path / "model.part", run.path / "model.before.part"
-    run_results._clear(run, part, before)
+    part, before = run.work / "model.part", run.work / "model.before.part"
+    run_results._clear(part, before)
     part.mkdir()
     (part / "config.json").write_text(text)
     run_results._complete(run, part, before, run.model, trusts_code=False)
@@ -32,7 +33,8 @@ def write_export(run: RunFolder, text: str) -> None:
 @pytest.mark.parametrize("moment", ["load_tokenizer", "shutil.rmtree"])
 def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     monkeypatch.setattr(run_results, "load_tokenizer", lambda *_: Tokenizer())
-    run = RunFolder(tmp_path)
+    run, lock = RunFolder(tmp_path), FolderLock(tmp_path, pytest.fail)
+    lock.take()
     write_export(run, "first")
     assert run.listed.is_itemised(run.model)
 
@@ -45,8 +47,10 @@ def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(KilledError):
             write_export(run, "second")
     assert (run.model / "config.json").read_text() in ("first", "second")
+    lock.release()
     assert run.find_unlisted(adopts_checkpoints=False) is None
-    write_export(run, "third")
+    with FolderLock(tmp_path, pytest.fail):
+        write_export(run, "third")
     assert (run.model / "config.json").read_text() == "third"
     assert run.exports() == [run.model]
     assert run.listed.is_itemised(run.model)

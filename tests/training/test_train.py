@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.checkpoint import CheckpointFolder
 from slipstream.training.config import load_config
 from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
 from slipstream.training.data.sequences import PADDING
@@ -313,6 +315,7 @@ def running(config: Path, *settings: str) -> Iterator[ForkedProgram]:
         yield process
     finally:
         if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
             process.send_signal(signal.SIGINT)
             process.communicate()
 
@@ -336,7 +339,7 @@ def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, outpu
     killed = ForkedProgram(config.parent, WORKERS / "training/killed_at.py", *moment, "train", config, *settings)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
-    assert output.inputs.exists()
+    assert output.config.exists()
     assert not output.metrics.exists()
     resumed = train(2, config, *settings, "--sample.prompt=null")
     assert resumed.returncode == 0, resumed.stderr
@@ -403,6 +406,137 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
         assert "Traceback" not in errors
         assert "was ended by SIGKILL; the other ranks were stopped. That is how Linux ends what runs out" in last
         assert re.search(r"Type the same command with --checkpoint.resume=last-good to go on from step \d+$", last)
+
+
+def signal_all(launcher: ForkedProgram, number: int) -> None:
+    """Sends a signal to every process of a run, the parents first."""
+    for process in (psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)):
+        process.send_signal(number)
+
+
+def wait_for_save(output: RunFolder, after: int) -> int:
+    deadline = time.monotonic() + LIMIT
+    while not (steps := [step for step in CheckpointFolder(output.checkpoints).steps() if step > after]):
+        assert time.monotonic() < deadline, "nothing was saved"
+        time.sleep(0.05)
+    return steps[0]
+
+
+@pytest.mark.more
+def test_a_run_all_of_whose_processes_were_stopped_changes_nothing_once_it_has_lost_its_folder(
+    config: Path, output: RunFolder
+) -> None:
+    """Another one takes the folder over, and ends with the weights of an undisturbed run, to the bit."""
+    settings = ["--training.eval_every=0", "--training.export_every=0", "--checkpoint.every=1", "--sample.prompt=null"]
+    settings.append("--optimizer.schedule=constant")  # which doesn't depend on the number of steps
+    with running(config, "--training.steps=100000", *settings) as first:
+        wait_for_save(output, 9)
+        signal_all(first, signal.SIGSTOP)
+        stopped_after = wait_for_save(output, 9)
+        (config.parent / "second").mkdir()
+        second_config = Path(shutil.copy(config, config.parent / "second"))
+        resumed = ["--checkpoint.resume=latest", "--training.steps=400", *settings]
+        with running(second_config, *resumed) as second:
+            wait_for_save(output, stopped_after + 4)
+            signal_all(first, signal.SIGCONT)
+            _, errors = first.communicate(timeout=SOON)
+            assert first.returncode == 1
+            assert f"process {second.pid} on host" in errors
+            assert "has taken over training.output=" in errors
+            said, errors = second.communicate()
+        assert second.returncode == 0, errors
+        assert f"took over {output.path} from process {first.pid}" in said
+    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 401))
+    alone = RunFolder(config.parent / "alone")
+    undisturbed = train(2, config, *settings, "--training.steps=400", f"--training.output={alone.path}")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    for each in (output, alone):
+        assert CheckpointFolder(each.checkpoints).steps() == [400, 399]
+        assert sorted(path.name for path in each.checkpoints.iterdir()) == ["step-00000399", "step-00000400"]
+        assert not list(each.path.glob("slipstream-run/*.part"))
+    for file in sorted(alone.model.glob("*.safetensors")):
+        assert (output.model / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.more
+def test_a_run_whose_launcher_alone_is_stopped_keeps_its_folder(config: Path, output: RunFolder) -> None:
+    with running(config, "--training.steps=100000", "--training.eval_every=0", "--training.export_every=0") as process:
+        wait_for_steps(output, 9)
+        process.send_signal(signal.SIGSTOP)
+        second = slipstream_command("train", config, "--checkpoint.resume=latest")
+        process.send_signal(signal.SIGCONT)
+        assert second.returncode == 2, second.stderr
+        assert f"output belongs to a run that is at work: process {process.pid} on host" in second.stderr
+
+
+@pytest.mark.more
+def test_ranks_are_stopped_and_continued_with_their_launcher_on_a_terminal(config: Path, output: RunFolder) -> None:
+    def wait_for_status(*wanted: str) -> None:
+        deadline = time.monotonic() + SOON
+        while not all(each.status() in wanted for each in processes):
+            assert time.monotonic() < deadline, [each.status() for each in processes]
+            time.sleep(0.05)
+
+    with running(config, "--training.steps=100000", "--training.eval_every=0", "--training.export_every=0") as process:
+        wait_for_steps(output, 9)
+        ranks = ranks_of(process)
+        processes = [psutil.Process(process.pid), *ranks, *(watcher for rank in ranks for watcher in rank.children())]
+        assert len(processes) == 5
+        process.send_signal(signal.SIGTSTP)
+        wait_for_status(psutil.STATUS_STOPPED)
+        process.send_signal(signal.SIGCONT)
+        wait_for_status(psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
+        wait_for_steps(output, output.metrics.read_text().count("\n") + 5)
+
+
+@pytest.mark.more
+def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: RunFolder) -> None:
+    """It is there again soon, and checkpoints in it."""
+    settings = ["--training.eval_every=0", "--training.export_every=7", "--checkpoint.every=2", "--sample.prompt=null"]
+    with running(config, "--training.steps=100000", *settings) as process:
+        wait_for_save(output, 9)
+        while output.path.exists():
+            shutil.rmtree(output.path, ignore_errors=True)
+        step = wait_for_save(output, 9)
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate(timeout=SOON)
+        assert process.returncode == 75, errors
+    assert "Traceback" not in errors + said
+    resumed = train(2, config, *settings, "--checkpoint.resume=latest", f"--training.steps={step + 1000}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert AutoTokenizer.from_pretrained(output.model) is not None
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("how", ["reader", "full"])
+def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder, how: str) -> None:
+    """As after `| head`, in a `tee` that dies, and in /dev/full; what it says is in the folder."""
+    settings = ["--training.steps=30", "--training.eval_every=0", "--training.export_every=0"]
+    command = [sys.executable, str(COMMAND), "train", str(config), *settings]
+    given = subprocess.PIPE if how == "reader" else os.open("/dev/full", os.O_WRONLY)
+    process = subprocess.Popen(command, stdout=given, stderr=subprocess.STDOUT, text=True)
+    if how == "reader":
+        assert process.stdout is not None
+        while "ranks are connected" not in process.stdout.readline():
+            assert process.poll() is None
+        process.stdout.close()
+    assert process.wait(timeout=LIMIT) == 0
+    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 31))
+    said = output.log.read_text()
+    assert f"exported to {output.model}" in said
+    assert "the exported model continues" in said
+
+
+@pytest.mark.more
+def test_a_request_to_stop_while_the_text_is_tokenised_is_answered_like_others(config: Path, output: RunFolder) -> None:
+    program = "import os, signal; from slipstream.cli import main; "
+    program += "from slipstream.training.preflight import all_checks; "
+    program += "all_checks.prepare_text = lambda *_: os.kill(os.getpid(), signal.SIGTERM); main()"
+    ended = run([sys.executable, "-c", program], "train", config)
+    assert ended.returncode == 75, ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last == "SIGTERM ended the run while no rank was training; nothing new is to be saved"
+    assert not output.path.exists()
 
 
 @pytest.mark.more

@@ -36,7 +36,7 @@ class BackgroundSave:
     def __init__(
         self, folder: CheckpointFolder, step: int, facts: Mapping[str, Any], snapshot: Snapshot, group: RankGroup
     ) -> None:
-        self.step, self.seconds = step, 0.0
+        self.step, self.seconds, self.num_bytes = step, 0.0, 0
         self._problem: str | NonFiniteError = ""
         self._began, self._doing = time.monotonic(), "is being written by this rank"
         self._folder, self._facts, self._snapshot, self._group = folder, facts, snapshot, group
@@ -82,7 +82,7 @@ class BackgroundSave:
         """Writes this rank's file, if there is anything to write; returns what is in it, or what prevented that."""
         part = self._folder.part(self.step)
         try:
-            part.mkdir(parents=True, exist_ok=True)  # rank 0 has made it, but a network's disk may not show it yet
+            self._folder.make_part(self.step)  # rank 0 has done it, but a network's disk may not show it yet
             return self._snapshot.write(part)
         except NonFiniteError as error:
             return error
@@ -95,6 +95,7 @@ class BackgroundSave:
         for name, digest in manifest.files.items():
             _wait_for(part / name, digest)
         manifest.write(part)
+        self.num_bytes = sum(file.stat().st_size for file in part.iterdir())
         self._folder.commit(self.step)
         try:
             best = newest_saved(self._folder, improvements_of(self._facts))

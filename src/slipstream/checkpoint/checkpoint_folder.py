@@ -32,13 +32,16 @@ def step_named(name: str) -> int | None:
 class CheckpointFolder:
     """The folder at `path`, in which the newest `keep` stay and, unless it is 0, those whose step `keep_every` divides.
 
-    Its methods raise OSError where the disk fails.
+    Its methods raise OSError where the disk fails. Where they have a folder for their `work`, on the same disk, they
+    write there, and change nothing in the folder at `path` but by a rename from or to it: who moves the work away keeps
+    them from publishing, setting aside and removing anything.
     """
 
-    def __init__(self, path: str | Path, keep: int = 2, keep_every: int = 0) -> None:
+    def __init__(self, path: str | Path, keep: int = 2, keep_every: int = 0, work: Path | None = None) -> None:
         if keep < 1 or keep_every < 0:
             raise SlipstreamError(f"{keep=}, {keep_every=}: keep at least 1, and every 0th (none) or more")
         self.path, self._keep, self._keep_every = Path(path), keep, keep_every
+        self._work, self._owns_work = (self.path, False) if work is None else (work, True)
 
     def complete(self, step: int) -> Path:
         """Returns where the checkpoint of a step is when it is complete."""
@@ -46,7 +49,7 @@ class CheckpointFolder:
 
     def part(self, step: int) -> Path:
         """Returns where the checkpoint of a step is while it is written."""
-        return self.path / f"step-{step:08d}.part"
+        return self._work / f"step-{step:08d}.part"
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, the newest first."""
@@ -59,22 +62,30 @@ class CheckpointFolder:
         return next((self.path / name for name in names if not (_OWN.fullmatch(name) or name.startswith("."))), None)
 
     def size(self, step: int) -> int:
-        """Returns the bytes of the checkpoint of a step."""
-        return sum(file.stat().st_size for file in self.complete(step).iterdir())
+        """Returns the bytes of the checkpoint of a step, 0 where it has gone."""
+        try:
+            return sum(file.stat().st_size for file in self.complete(step).iterdir())
+        except FileNotFoundError:
+            return 0
 
     def prepare(self) -> None:
         """Makes the folder, checks that it can be written, and removes incomplete checkpoints."""
         self.path.mkdir(parents=True, exist_ok=True)
-        for part in self.path.glob("step-*.part"):
-            shutil.rmtree(part)
-        trial = self.path / "trial.part"
+        for part in dict.fromkeys([*self._work.glob("step-*.part"), *self.path.glob("step-*.part")]):
+            self._remove(part)
+        trial = self._work / "trial.part"
         trial.mkdir(exist_ok=True)
-        trial.rmdir()
+        trial.replace(self.path / trial.name)
+        (self.path / trial.name).rmdir()
 
     def begin(self, step: int) -> None:
         """Makes an empty folder for the checkpoint of a step."""
         self.discard(step)
-        self.part(step).mkdir(parents=True)
+        self.make_part(step)
+
+    def make_part(self, step: int) -> None:
+        """Makes the folder for the checkpoint of a step, unless it is there."""
+        self.part(step).mkdir(parents=not self._owns_work, exist_ok=True)
 
     def discard(self, step: int) -> None:
         """Removes the incomplete checkpoint of a step, if there is one."""
@@ -88,12 +99,14 @@ class CheckpointFolder:
         aside first, so that the newest checkpoint is always the one to resume from.
         """
         sync_folder(self.part(step))
+        self.path.mkdir(parents=True, exist_ok=True)
         for later in self.steps():
             if later >= step:
                 name = f"{self.complete(later).name}.aside"
                 # the earlier ones may have been removed, so the last number counts
                 taken = [int(each.name.rpartition("aside")[2][1:] or 1) for each in self.path.glob(f"{name}*")]
-                self.complete(later).rename(self.path / (f"{name}-{max(taken) + 1}" if taken else name))
+                aside = self._work / (f"{name}-{max(taken) + 1}" if taken else name)
+                self.complete(later).rename(aside).rename(self.path / aside.name)
         self.part(step).rename(self.complete(step))
         sync_folder(self.path)
 
@@ -104,8 +117,11 @@ class CheckpointFolder:
         """
         aside = sorted(self.path.glob("step-*.aside*"), key=lambda folder: folder.stat().st_mtime)
         for folder in aside[:-MOST_ASIDE]:
-            shutil.rmtree(folder)
+            self._remove(folder)
         for step in [step for step in self.steps() if step != best][self._keep :]:
             if not self._keep_every or step % self._keep_every:
-                self.complete(step).rename(self.part(step))  # from here on it no longer counts as a checkpoint
-                shutil.rmtree(self.part(step))
+                self._remove(self.complete(step))
+
+    def _remove(self, folder: Path) -> None:
+        """Removes a folder, which no longer counts as a checkpoint from the first moment on."""
+        shutil.rmtree(folder.replace(self._work / f"{folder.name.removesuffix('.part')}.part"))

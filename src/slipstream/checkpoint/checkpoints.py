@@ -45,6 +45,8 @@ class Checkpoints:
             bytes.
         saving_group: what the ranks of a save exchange goes over it, if it isn't used meanwhile, such as `world` where
             each save is waited for; default: one of its own.
+        work: a folder on the same disk, in which a checkpoint is written before it gets its name; default: `folder`.
+            Nothing is published, set aside or removed any more once somebody has moved it away.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Checkpoints:
         say: Callable[[str], None] = print,
         saved: Callable[[int, float, int], None] = lambda *_: None,
         saving_group: RankGroup | None = None,
+        work: Path | None = None,
     ) -> None:
         self._saved = saved
-        self._folder, self._world, self._say = CheckpointFolder(folder, keep, keep_every), world, say
+        self._folder, self._world, self._say = CheckpointFolder(folder, keep, keep_every, work), world, say
         self._snapshot = Snapshot()
         self._save: BackgroundSave | None = None
         # Messages about a save must not mix with those of training.
@@ -114,7 +117,7 @@ class Checkpoints:
                 raise problem
             self._warn(problem)
         elif self._world.rank == 0:
-            self._saved(save.step, save.seconds, self._folder.size(save.step))
+            self._saved(save.step, save.seconds, save.num_bytes)
 
     def close(self) -> None:
         """Waits at the end of training, and releases the memory."""

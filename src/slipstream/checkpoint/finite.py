@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from slipstream.checkpoint.verified_files import DamagedError
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -20,9 +22,13 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def find_non_finite(path: Path) -> str | None:
-    """Returns the name of a tensor in a safetensors file that isn't finite, None where all are."""
-    with safe_open(path, framework="pt") as file:
-        return next((name for name in file.keys() if not is_finite(file.get_tensor(name))), None)  # noqa: SIM118
+    """Returns the name of a tensor in a safetensors file that isn't finite, None where all are. Raises DamagedError
+    where it is no such file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return next((name for name in file.keys() if not is_finite(file.get_tensor(name))), None)  # noqa: SIM118
+    except SafetensorError as error:
+        raise DamagedError(f"{path.name} isn't a safetensors file: {error}") from None
 
 
 def describe_non_finite(name: str) -> str:

@@ -78,9 +78,11 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
             SlipstreamError: if this version can't read its format.
         """
         record = read_record(folder / MANIFEST)
-        if record.get("format") != _FORMAT:
+        if not isinstance(record.get("format"), int):
+            raise DamagedError(f"{MANIFEST} doesn't say its format")
+        if record["format"] != _FORMAT:
             raise SlipstreamError(
-                f"{folder} is a checkpoint of format {record.get('format')}; this version of slipstream reads format "
+                f"{folder} is a checkpoint of format {record['format']}; this version of slipstream reads format "
                 f"{_FORMAT}. Install the version that wrote it."
             )
         try:
@@ -95,6 +97,9 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
                 _check_boxes(key, tensor.shape, tensor.boxes)
         except ValueError as error:
             raise DamagedError(f"{MANIFEST} isn't of a whole checkpoint: {error}") from None
+        dtypes = {each.dtype for each in manifest.tensors.values()}
+        if unknown := {name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)}:
+            raise DamagedError(f"{MANIFEST} has a tensor of {min(unknown)!r}, which is no dtype")
         return manifest
 
     def metadata(self) -> dcp.Metadata:

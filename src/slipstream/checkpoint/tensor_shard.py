@@ -21,7 +21,8 @@ class Box(NamedTuple):
 
     def is_inside(self, shape: tuple[int, ...]) -> bool:
         """Returns whether it lies inside a tensor of this shape."""
-        return all(start + size <= end for start, size, end in zip(self.offsets, self.sizes, shape, strict=True))
+        along_dims = zip(self.offsets, self.sizes, shape, strict=True)
+        return all(0 <= start <= start + size <= end for start, size, end in along_dims)
 
     def as_chunk(self) -> ChunkStorageMetadata:
         """Returns the box as `torch.distributed.checkpoint` describes one."""

@@ -75,7 +75,12 @@ def read_record(path: Path) -> dict[str, Any]:
     body = data[len(_head(b"")) :]
     if data != _head(body) + body:
         raise DamagedError(f"{path.name} is truncated or has been altered")
-    record: dict[str, Any] = json.loads(data)
+    try:
+        record = json.loads(data)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or "crc32" not in record:
+        raise DamagedError(f"{path.name} isn't a JSON object, though its checksum is right")
     del record["crc32"]
     return record
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Context
 
-from slipstream.terminal import shows
+from slipstream.terminal import outlast_readers, shows
 
 
 def train(
@@ -19,6 +19,7 @@ def train(
     Any setting can be given on the command line: --training.steps=100 --pipeline.slices=[128,256,640].
     Starts its own local processes, or joins those of torchrun or srun.
     """
+    outlast_readers()
     if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
     from slipstream.training.config import load_config

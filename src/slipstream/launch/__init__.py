@@ -5,5 +5,5 @@ from slipstream.launch.forked_ranks import ForkServer, fork_server
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
 from slipstream.launch.progress import Progress
 from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, time_limit
-from slipstream.launch.stop_request import StopRequest
+from slipstream.launch.stop_request import StopRequest, ended_by_requests
 from slipstream.launch.watched_run import launched_error_file, watched_run

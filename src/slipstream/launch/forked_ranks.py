@@ -3,7 +3,7 @@
     launcher --fork--> server --fork--> rank 0, rank 1, ...
 
 The server is what the launcher was before it started a thread or used a GPU, and computes nothing, so what it forks is
-like a new process. It ends with the launcher, and its ranks with it.
+like a new process. It ends with the launcher, and its ranks with it, and removes what a killed launcher has left.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -20,7 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Never
 
 from slipstream.errors import RankFailedError
 from slipstream.launch.stop_request import STOP_SIGNALS
@@ -28,6 +30,9 @@ from slipstream.launch.stop_request import STOP_SIGNALS
 _FORK: Any = multiprocessing.get_context("fork")
 _ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
 _POLL_SECONDS = 0.05
+_SECONDS_TO_LOOK = 1.0  # for the launcher, where no rank runs
+_SECONDS_TO_END = 3.0
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it: in the launcher's temporary folder
 _PR_SET_PDEATHSIG = 1
 # What mallopt calls the settings of MALLOC, and what no environment variable can tell a process that runs already. A
 # threshold of -1 is never reached.
@@ -88,6 +93,16 @@ class ForkServer:
         """Returns the exit code of a rank, a negative one for a signal; None while it runs."""
         return self._codes.get(pid, -signal.SIGKILL if self._has_ended else None)
 
+    @property
+    def ending(self) -> str:
+        """How the server has ended, as the beginning of a sentence; "" while it runs."""
+        if not self._has_ended:
+            return ""
+        self._process.join(_SECONDS_TO_END)
+        code = self._process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"process {self.pid}, which forks the ranks, {how}"
+
     def close(self) -> None:
         """Ends the server, and any ranks that still run."""
         self._process.kill()
@@ -124,17 +139,22 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
     import torch
 
     other_end.close()
-    _end_with(launcher)
+    _signal_at_the_end_of(launcher, signal.SIGCONT)  # also a server that is stopped then ends
     os.setsid()  # away from the terminal, whose Ctrl-C is the launcher's to answer
     gc.freeze()  # or the first collection in a rank would copy all that was imported
     connection.send(not torch.cuda._is_in_bad_fork())
     running: list[Any] = []
+    folders: set[Path] = set()
     while True:
-        if connection.poll(_POLL_SECONDS if running else None):
+        has_word = connection.poll(_POLL_SECONDS if running else _SECONDS_TO_LOOK)
+        if os.getppid() != launcher:
+            _end_after_the_launcher(running, folders)
+        if has_word:
             try:
                 module, arguments, environments = connection.recv()
             except EOFError:
-                os._exit(0)
+                _end_after_the_launcher(running, folders)
+            folders |= {Path(each[ERROR_FILE]).parent for each in environments if ERROR_FILE in each}
             started = [
                 _FORK.Process(target=_run, args=(module, arguments, each, connection, os.getpid()), name=f"rank {rank}")
                 for rank, each in enumerate(environments)
@@ -148,12 +168,23 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
             connection.send((rank.pid, rank.exitcode))
 
 
+def _end_after_the_launcher(ranks: list[Any], folders: set[Path]) -> Never:
+    """Ends this process and its ranks, and removes the folders that the launcher would have removed."""
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join(_SECONDS_TO_END)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
 def _run(module: str, arguments: list[str], environment: dict[str, str], connection: Connection, server: int) -> None:
     """Makes this process what `python -m module *arguments` would have been, and runs it."""
     import torch
 
     connection.close()
-    _end_with(server)
+    _signal_at_the_end_of(server, signal.SIGKILL)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in STOP_SIGNALS:
@@ -170,8 +201,8 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], connect
     import_module(module).main()
 
 
-def _end_with(parent: int) -> None:
-    """Lets Linux end this process when its parent has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _signal_at_the_end_of(parent: int, number: int) -> None:
+    """Lets Linux send this process a signal when its parent has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)

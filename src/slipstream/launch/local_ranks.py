@@ -20,16 +20,15 @@ from pathlib import Path
 from types import FrameType
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
-from slipstream.launch.forked_ranks import ForkedRank, ForkServer
+from slipstream.launch.forked_ranks import ERROR_FILE, ForkedRank, ForkServer
 from slipstream.launch.network import listen_at
 from slipstream.launch.slurm import is_task
-from slipstream.launch.stop_request import STOP_SIGNALS
+from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount
 
 LocalRank = subprocess.Popen[bytes] | ForkedRank
 
 # glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
 _PR_SET_NAME = 15
 _LOOPBACK = "127.0.0.1"
@@ -85,6 +84,8 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
     )
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, _own_signals():
         error_files = {rank: Path(folder, f"error-{rank}.json") for rank in range(num_ranks)}
+        if server is not None and server.ending:  # it has died with the ranks that it had started before
+            server = None
         parent = os.getpid() if server is None else server.pid
         environments = [_environment(rank, num_ranks, port, parent, error_files[rank]) for rank in range(num_ranks)]
         ranks: list[LocalRank] = []
@@ -94,11 +95,15 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             else:
                 ranks.extend(server.start(module, arguments, environments))
             asked = _pass_stop_signals_on(ranks)
+            # Ranks are away from the terminal, whose Ctrl-Z reaches this process alone.
+            signal.signal(signal.SIGTSTP, lambda *_: _stop_with(ranks))
             ended = _wait(ranks)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
             _end(ranks)
         del store
+        if server is not None and server.ending:
+            raise RankFailedError(f"{server.ending}, and its ranks have ended with it")
         if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
             name = signal.Signals(asked[0]).name if asked else "a signal"
             raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
@@ -127,7 +132,7 @@ def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: 
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        _ERROR_FILE: str(error_file),
+        ERROR_FILE: str(error_file),
         _PARENT: str(parent),
     }
 
@@ -136,10 +141,11 @@ def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: 
 def _own_signals() -> Iterator[None]:
     """Lets signals end this process by an exception, after which the ranks are ended; restores the handlers."""
     names = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS)
-    handlers = {each: signal.getsignal(each) for each in names}
+    handlers = {each: signal.getsignal(each) for each in (*names, signal.SIGTSTP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for each in names[1:]:
-        signal.signal(each, _exit_by)
+        if each not in STOP_SIGNALS or handlers[each] is signal.SIG_DFL:  # else a request may end this by itself
+            signal.signal(each, _exit_by)
     try:
         yield
     finally:
@@ -147,18 +153,34 @@ def _own_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
+def _stop_with(ranks: Sequence[LocalRank]) -> None:
+    """Stops the ranks and their watchers with this process, until it is continued."""
+    _signal_groups(ranks, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    _signal_groups(ranks, signal.SIGCONT)
+
+
+def _signal_groups(ranks: Sequence[LocalRank], number: int) -> None:
+    """Sends a signal to ranks, with all that they have started."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, number)
+
+
 def _exit_by(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
 def _pass_stop_signals_on(ranks: Sequence[LocalRank]) -> list[int]:
-    """Sends requests to stop to the ranks, which save and end; returns the list of those that have come. A second one
+    """Sends requests to stop to the ranks, which save and end; returns the list of those that have come. The third one
     ends the ranks at once, as Ctrl-C does."""
-    came: list[int] = []
+    came, requests = list[int](), RequestCount()
 
     def take(number: int, frame: FrameType | None) -> None:
+        if not requests.take(number):
+            return
         came.append(number)
-        if len(came) > 1:
+        if requests.ends_at_once:
             _exit_by(number, frame)
         for rank in ranks:
             with suppress(ProcessLookupError):
@@ -189,9 +211,7 @@ def _end(ranks: Sequence[LocalRank]) -> None:
     """Asks the ranks that still run to end, with all that they have started, and kills them if they don't."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         running = [rank for rank in ranks if rank.poll() is None]
-        for rank in running:
-            with suppress(ProcessLookupError):
-                os.killpg(rank.pid, number)
+        _signal_groups(running, number)
         deadline = time.monotonic() + _SECONDS_TO_END
         while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -244,9 +264,9 @@ def reported_to_the_launcher() -> Iterator[None]:
         message = str(error) if kind else traceback.format_exc().rstrip()
         # torch reads "message" from such files
         report = {"message": message, "time": time.time(), "kind": kind}
-        part = Path(os.environ[_ERROR_FILE] + ".part")
+        part = Path(os.environ[ERROR_FILE] + ".part")
         part.write_text(json.dumps(report))
-        part.replace(os.environ[_ERROR_FILE])
+        part.replace(os.environ[ERROR_FILE])
         sys.stdout.flush()
         os._exit(1)  # a clean exit could wait for a neighbour that is gone
 

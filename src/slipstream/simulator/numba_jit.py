@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from numba import njit
 from numba.core.caching import FunctionCache
 
 Function = TypeVar("Function", bound=Callable[..., object])
+_has_told = False  # that there is no place for the cache
 
 
 def compiled(function: Function) -> Function:
@@ -16,8 +18,17 @@ def compiled(function: Function) -> Function:
 
     The cache notices changes of the function's own file only, so compiled functions must not call those of other files.
     """
+    global _has_told
     dispatcher = njit(function)
-    dispatcher._cache = _RenewedCache(function)
+    try:
+        dispatcher._cache = _RenewedCache(function)
+    except RuntimeError as error:  # neither the package nor the user's cache folder can be written
+        if not _has_told:
+            sys.stderr.write(
+                f"{error}: it is compiled anew in each process, for half a minute or more. Name a folder that can be "
+                "written in NUMBA_CACHE_DIR\n"
+            )
+        _has_told = True
     return dispatcher  # type: ignore[no-any-return]
 
 

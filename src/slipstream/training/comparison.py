@@ -23,6 +23,7 @@ from slipstream.training.configured_pipeline import make_pipeline
 from slipstream.training.data import load_texts, sequences_of
 from slipstream.training.device_choice import choose_device
 from slipstream.training.optimizers import make_optimizer, make_scheduler
+from slipstream.training.ownership import FolderLock
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.training_step import train_step
 from slipstream.units import seconds_text
@@ -103,7 +104,8 @@ def compare(folder: RunFolder) -> str:
     num_ranks = len(steps[0]["peak_memory"])
     best = min(alone, key=lambda name: alone[name])
     result = {"num_ranks": num_ranks, "seconds_per_step": together, "one_process": alone}
-    folder.comparison.write_text(json.dumps(result, indent=2) + "\n")
+    with folder.replaced(folder.comparison) as part:
+        part.write_text(json.dumps(result, indent=2) + "\n")
     others = ", ".join(f"{name} {seconds_text(value)}" for name, value in alone.items())
     return (
         f"{num_ranks} ranks: {seconds_text(together)} per step; one process: {others}\n"
@@ -117,6 +119,8 @@ def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
     Leaves out the steps in which "auto" was trying what to run, unless there are no others. The list is empty where a
     run was resumed that had already reached its end.
     """
+    if not folder.metrics.exists():
+        return []
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     # Each start leaves a line of figures.
     start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
@@ -125,14 +129,16 @@ def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures one process: `python -m slipstream.training.comparison config.yaml`."""
+    """Measures one process: `python -m slipstream.training.comparison config.yaml OWNER`."""
     with reported_to_the_launcher():
         config = load_config(Path(sys.argv[1]))
         if config.model.trust_remote_code:
             trust_remote_code(str(config.model.path))
         folder = RunFolder(config.training.output)
+        FolderLock(folder.path, print).join(sys.argv[2], beats=False)
         folder.listed.add(folder.comparison)
-        folder.comparison.write_text(json.dumps(measure(config)))
+        with folder.replaced(folder.comparison) as part:
+            part.write_text(json.dumps(measure(config)))
 
 
 if __name__ == "__main__":

@@ -213,7 +213,8 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
     """Writes the plan as a training configuration, without the text to train on and the folder for results; for
     documents of any length with the rates of its stages."""
     folder.listed.add(folder.plan, folder.planned_schedule)
-    folder.planned_schedule.write_text(f"{plan.schedule}\n", encoding="utf-8")
+    with folder.replaced(folder.planned_schedule) as part:
+        part.write_text(f"{plan.schedule}\n", encoding="utf-8")
     training = config.training
     settings = {
         "model": config.model.model_dump(mode="json", exclude_defaults=True),
@@ -240,7 +241,8 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
         settings["preference"], source = config.preference.model_dump(mode="json"), "dataset=pairs.jsonl"
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
     train = f"slipstream train {folder.plan} --data.{source} --training.output=runs/x --training.steps=10"
-    folder.plan.write_text(f"# Written by `slipstream train`.\n# {train}\n{text}", encoding="utf-8")
+    with folder.replaced(folder.plan) as part:
+        part.write_text(f"# Written by `slipstream train`.\n# {train}\n{text}", encoding="utf-8")
 
 
 def _batch(config: Config) -> dict[str, int]:

@@ -15,16 +15,16 @@ _LONGEST_WAIT = 60.0  # seconds between a crash and the next start
 
 
 def launch_with_restarts(
-    folder: RunFolder, num_ranks: int, max_restarts: int, progress: Progress, server: ForkServer | None
+    folder: RunFolder, owner: str, num_ranks: int, max_restarts: int, progress: Progress, server: ForkServer | None
 ) -> None:
-    """Runs the ranks, at most `max_restarts` times again after one has crashed, with a wait that doubles while the run
-    gets no further.
+    """Runs the ranks of the folder's `owner`, at most `max_restarts` times again after one has crashed, with a wait
+    that doubles while the run gets no further.
 
     Raises:
         RankFailedError: if a step has failed twice, or a rank has crashed once more than it is started again.
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
-    arguments, failed_step = [str(folder.config)], None
+    arguments, failed_step = [str(folder.config), owner], None
     without_progress = 0
     for restart in range(1, max_restarts + 2):
         before = _contents(folder.metrics)
@@ -46,7 +46,7 @@ def launch_with_restarts(
                 f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint"
             )
             time.sleep(wait)
-            arguments = [str(folder.config), "--checkpoint.resume=last-good"]
+            arguments = [str(folder.config), owner, "--checkpoint.resume=last-good"]
 
 
 def _contents(metrics: Path) -> bytes:

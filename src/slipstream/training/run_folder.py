@@ -1,7 +1,8 @@
 """The names of what a run leaves behind.
 
 output/
-  slipstream-run/      the list of the files that runs made here, and whose folder it is while a run is going on
+  slipstream-run/      the list of the files that runs made here, whose folder it is while a run is going on, what that
+                       run is writing, and the lines of its terminal since nobody reads them there any more
   config.yaml          the settings it ran with
   reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
   inputs/              the tokens, the tokenizer and the model's configuration; run_id, by which ranks see that
@@ -23,10 +24,12 @@ output/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.training.ownership import ListedFiles
+from slipstream.training.ownership import FOLDER, ListedFiles, work_folder
 
 if TYPE_CHECKING:  # what only reads a run needs no torch
     from slipstream.training.config import Config
@@ -45,6 +48,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.log = path / FOLDER / "output.log"
         self.config = path / "config.yaml"
         self.inputs = path / "inputs"
         self.run_id = self.inputs / "run_id"
@@ -62,6 +66,19 @@ class RunFolder:
         self.model = path / "model"
         self.adapter = path / "adapter"
         self.listed = ListedFiles(path)
+
+    @property
+    def work(self) -> Path:
+        """The folder in which this process writes what then gets its place by a rename."""
+        return work_folder(self.path)
+
+    @contextmanager
+    def replaced(self, path: Path) -> Iterator[Path]:
+        """Yields where to write a file that then gets its place at `path`, whole or not at all. Raises OSError where
+        another run has the folder by now."""
+        part = self.work / f"part.{path.name}"  # what writes pictures goes by the end of the name
+        yield part
+        part.replace(path)
 
     def model_at(self, step: int) -> Path:
         """Returns the folder of the export after a step."""

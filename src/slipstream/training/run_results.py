@@ -27,9 +27,12 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
     """Writes the measured timeline of all ranks as text, picture and trace; nothing where the run took no step."""
     if pipe.leads and timeline is not None:
         folder.listed.add(folder.timeline, folder.perfetto, folder.schedule)
-        draw_timelines(folder.timeline, timeline)
-        save_trace(folder.perfetto, timeline)
-        folder.schedule.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
+        with folder.replaced(folder.timeline) as part:
+            draw_timelines(part, timeline)
+        with folder.replaced(folder.perfetto) as part:
+            save_trace(part, timeline)
+        with folder.replaced(folder.schedule) as part:
+            part.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
         progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
@@ -43,7 +46,8 @@ def export_model(pipe: Pipeline, run: RunFolder, folder: Path, config: Config, p
 
 def has_room(run: RunFolder, folder: Path, needed: int, progress: Progress) -> bool:
     """Returns whether rank 0's disk has as many bytes left; says that `folder` is left out where not. Collective."""
-    free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(run.path).free)[0])
+    there = next(each for each in (run.path, *run.path.absolute().parents) if each.exists())  # it may have been removed
+    free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(there).free)[0])
     if free < needed:
         need, have = bytes_text(needed), bytes_text(free)
         progress.warn(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
@@ -61,9 +65,9 @@ def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool, merg
         OSError: on all ranks, where it can't be written; what was there stays.
     """
     _refuse_non_finite(pipe)
-    part, before = (folder.with_name(f"{folder.name}{end}") for end in (".part", ".before.part"))
+    part, before = (run.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
-        _lead(pipe, lambda: _clear(run, part, before))
+        _lead(pipe, lambda: _clear(part, before))
         pipe.save_pretrained(part, merged)
         _lead(pipe, lambda: _complete(run, part, before, folder, trusts_code))
     except OSError:
@@ -84,16 +88,16 @@ def _lead(pipe: Pipeline, write: Callable[[], None]) -> None:
         raise problem
 
 
-def _clear(run: RunFolder, *folders: Path) -> None:
-    """Lists folders that are about to be written, and removes what a killed run left of them."""
+def _clear(*folders: Path) -> None:
+    """Removes what an export that failed left."""
     for folder in folders:
-        run.listed.add_folder(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_code: bool) -> None:
     """Adds the tokenizer, and gives the folder its name; what had it is `before` until then."""
-    load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
+    if run.inputs.exists():  # else somebody has removed the folder while the run was at work
+        load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
     for file in part.iterdir():
         with file.open("rb") as written:
             os.fsync(written.fileno())
@@ -115,7 +119,8 @@ def _refuse_non_finite(pipe: Pipeline) -> None:
 def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
     """Lets rank 0 load the export and continue the prompt, if there is one."""
     sample = config.sample
-    if pipe.leads and sample.prompt is not None:
+    has_tokenizer = (RunFolder(config.training.output).model / "tokenizer_config.json").exists()
+    if pipe.leads and sample.prompt is not None and has_tokenizer:
         folder, trusts_code = str(RunFolder(config.training.output).model), config.model.trust_remote_code
         writer = TextWriter.load(OpenedModel(folder, load_tokenizer(folder, trusts_code), trusts_code))
         text = writer.write(sample.prompt, sample.max_new_tokens, sample.temperature, config.training.seed)

@@ -10,8 +10,8 @@ from typing import Any
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import InterruptedRunError, RankFailedError
-from slipstream.launch import ForkServer, Progress, fork_server, has_launcher, launch_ranks
-from slipstream.terminal import make_console
+from slipstream.launch import ForkServer, Progress, ended_by_requests, fork_server, has_launcher, launch_ranks
+from slipstream.terminal import go_on_in, make_console
 from slipstream.training.config import Config
 from slipstream.training.device_choice import check_machine, sharing_here
 from slipstream.training.ownership import FolderLock
@@ -43,20 +43,21 @@ def start_training(config: Config) -> None:
     progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
     for module in _RUN_BY_RANKS:
         import_module(module)
-    with fork_server() as server:  # before anything below starts threads or looks for GPUs
+    with ended_by_requests(), fork_server() as server:  # before anything below starts threads or looks for GPUs
         check_machine(config)
         inputs = preflight(config, progress)
         if inputs.is_finished:
             return
-        with FolderLock(folder.path, progress.warn), _said_how_to_go_on(config, inputs.model_config):
+        with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
+            go_on_in(folder.log)
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
             progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
             if sharing := sharing_here(config):
                 progress.say(f"{sharing}: messages go through gloo and pinned host memory")
-            launch_with_restarts(folder, num_ranks, config.training.max_restarts, progress, server)
+            launch_with_restarts(folder, lock.key, num_ranks, config.training.max_restarts, progress, server)
             if config.training.single_process_steps:
-                _compare(folder, progress, server)
+                _compare(folder, lock.key, progress, server)
 
 
 @contextmanager
@@ -84,12 +85,12 @@ def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
         raise RankFailedError(". ".join([str(error), *less_memory(str(error), config, account), again])) from error
 
 
-def _compare(folder: RunFolder, progress: Progress, server: ForkServer | None) -> None:
+def _compare(folder: RunFolder, owner: str, progress: Progress, server: ForkServer | None) -> None:
     from slipstream.training.comparison import compare, steps_of
 
     if not steps_of(folder):
-        progress.say("the run had already reached its last step, so there is none to compare with one process")
+        progress.say("no step of this start is in the metrics, so there is none to compare with one process")
         return
     with progress.waiting("measuring one process alone"):
-        launch_ranks("slipstream.training.comparison", [str(folder.config)], 1, server)
+        launch_ranks("slipstream.training.comparison", [str(folder.config), owner], 1, server)
     progress.say_result(compare(folder))

@@ -21,7 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
 from slipstream.parallel import NO_LIMIT, RankGroup, shortage_explained
 from slipstream.schedule import Schedule
-from slipstream.terminal import log_details, make_console
+from slipstream.terminal import go_on_in, log_details, make_console, outlast_readers
 from slipstream.training.config import Config, load_config, named_schedule
 from slipstream.training.device_choice import (
     check_machine,
@@ -76,7 +76,7 @@ def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest
     """Trains with the ranks that are connected. Collective."""
     device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
     progress = launch.Progress(make_console() if ranks.place.rank == 0 else None)
-    lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes
+    lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes, and the others join
     try:
         try:
             with counted_off("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
@@ -143,7 +143,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
                 folder.run_id.write_text(run_id)
         except SlipstreamError as error:
             problem = str(error)
-    problem, is_finished, run_id = world.gather((problem, is_finished, run_id))[0]
+    problem, is_finished, run_id, owner = world.gather((problem, is_finished, run_id, lock.key))[0]
     if problem is not None:
         raise SlipstreamError(problem)
     if is_finished:
@@ -154,6 +154,8 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
             f"{launch.name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't "
             "there; name a training.output on a disk that all machines share"
         )
+    if world.rank != 0:
+        lock.join(owner, beats=False)
     return False
 
 
@@ -176,6 +178,7 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
 
 
 def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> None:
+    go_on_in(RunFolder(config.training.output).log)
     disable_progress_bar()  # transformers' bars would write over ours
     if config.model.trust_remote_code:
         trust_remote_code(str(config.model.path))
@@ -192,14 +195,16 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
 
 
 def main() -> None:
-    """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml [SETTINGS]`."""
+    """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml OWNER [SETTINGS]`."""
+    outlast_readers()
     with launch.reported_to_the_launcher():
         stop = launch.StopRequest()
         stop.listen()
-        config = load_config(Path(sys.argv[1]), sys.argv[2:])
+        config = load_config(Path(sys.argv[1]), sys.argv[3:])
         rank, num_ranks, host = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
         store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), timeout=NO_LIMIT)  # type: ignore[attr-defined]
         place, limit = (int(rank), int(num_ranks)), config.training.stall_limit
+        FolderLock(config.training.output, print).join(sys.argv[2], beats=place[0] == 0)
         with launch.watched_run(store, *place, limit, host, launch.launched_error_file()):
             device = _init_process_group(config, rank=place[0], world_size=place[1], store=store)
             _train(config, device, stop)

@@ -15,6 +15,8 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.training.ownership import FolderLock
+from support.forked import run_alone
+from support.paths import TESTS
 from support.timeouts import LIMIT
 
 HOLDS = """
@@ -177,3 +179,13 @@ def test_a_run_that_has_lost_its_folder_ends_without_saving_anything(tmp_path: P
     assert process.returncode == 1
     assert errors.startswith("error: process ")
     assert errors.rstrip().endswith("this run ends")
+
+
+@pytest.mark.more
+def test_whoever_lost_its_folder_changes_nothing_of_the_next_run(tmp_path: Path) -> None:
+    """It is stopped before every single change that it makes there, and goes on once another run has written."""
+    ended = run_alone(TESTS / "workers" / "training" / "lost_folder.py", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for how, problems in json.loads(ended.stdout).items():
+        assert len(problems) > (20 if how == "begins again" else 40)
+        assert [(number, each) for number, each in enumerate(problems, 1) if each] == []

@@ -121,6 +121,8 @@ class StateCheck:
             ranks = ", ".join(f"rank {rank} ({self._hosts[rank]})" for rank in difference.wrong)
             return f"{difference.place} of {ranks} differs from the copies of the other ranks that have it"
         ranks = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in difference.holders)
+        if len(difference.holders) == 2:
+            return f"the two copies of {difference.place}, on ranks {ranks}, differ, so that neither can be trusted"
         return f"the copies of {difference.place} on ranks {ranks} differ, and none is in the majority"
 
     def _lone_shards(self) -> Iterator[tuple[str, TensorShard]]:

@@ -22,6 +22,7 @@ from slipstream.parallel import GpuMemory
 from slipstream.training.metrics.flops import RunFigures, StepFigures
 from slipstream.training.metrics.phases import Phases
 from slipstream.training.preferences import describe_rewards
+from slipstream.training.run_folder import RunFolder
 from slipstream.units import bytes_text
 from slipstream.version import __version__
 
@@ -138,9 +139,10 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
-        if resumed_after and path.exists():
-            _keep_until(path, resumed_after)
-        self._file = path.open("ab" if resumed_after else "wb", buffering=0)
+        kept = _lines_until(path, resumed_after) if resumed_after and path.exists() else b""
+        with RunFolder(path.parent).replaced(path) as part:  # so that what an earlier run still appends is not in it
+            self._file = part.open("wb", buffering=0)
+            self._file.write(kept)
         self._unwritten = b""  # lines for which the disk had no room
 
     def write(self, record: MetricsRecord) -> None:
@@ -164,13 +166,10 @@ class MetricsFile:
         self._unwritten = b""
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drops the lines after a step, and what is none: the last may have been cut off when the run ended."""
+def _lines_until(path: Path, step: int) -> bytes:
+    """Returns the lines up to a step, without what is none: the last may have been cut off when the run ended."""
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
-    part = path.with_suffix(".part")
-    part.write_bytes(kept)
-    part.replace(path)
+    return b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
 
 
 def _step_of(line: bytes) -> float:

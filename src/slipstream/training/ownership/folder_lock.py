@@ -1,10 +1,15 @@
 """Locks an output folder for one run at a time, over all machines that share its disk.
 
 output/slipstream-run/owner-0003.json    the third owner; its heartbeat is the time at which the file was last touched
+output/slipstream-run/owner-5d41.part/   where its processes write what then gets its place in the output by a rename
 
-The owner is the file with the highest number. Each file is made by one process (O_EXCL) and touched by that one alone,
+The owner is the file with the highest number. Each file is made by one process (O_EXCL) and touched by its run alone,
 so that of two that take the folder over from a dead owner only one can succeed. Whether an owner lives is seen by
 whether its file's time changes, never by what the time is: the clocks of two machines may differ.
+
+An owner that was only stopped may go on at any moment. So whoever takes the folder over first moves the owner's own
+folder away: every rename from or to it then fails, and with it all that the former run was about to publish, set aside
+or remove. What the former run published before that moment, the new one sees.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -23,12 +29,13 @@ from types import TracebackType
 from typing import Self
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.ownership.folder_owner import FolderOwner
-from slipstream.training.ownership.listed_files import FOLDER
+from slipstream.training.ownership.folder_owner import FOLDER, FolderOwner, write_as
 
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 30.0  # without a heartbeat; far above what a full disk or a busy interpreter delays one
 _NAME = re.compile(r"owner-(\d{4,})\.json")
+_WORK = re.compile(r"\.?owner-[0-9a-f]{32}\.part")
+_TRIES_TO_EMPTY = 100
 _UNKNOWN = FolderOwner("", "unknown", 0, "", 0, "unknown")
 
 
@@ -44,7 +51,7 @@ def _end_this_process(message: str) -> None:
 
 class FolderLock:
     """The lock of the folder at `folder`: from `take` to `release`, or as a context. Not collective: one process of a
-    run holds it.
+    run takes it, and the others that write into the folder `join` it.
 
     Args:
         folder: the output folder; it is made.
@@ -66,6 +73,7 @@ class FolderLock:
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
         self._owner = FolderOwner.here()
         self._number = 0  # of this owner; 0 while the lock isn't held
+        self._is_joined = False
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -86,6 +94,11 @@ class FolderLock:
         touched = self._touched(number)
         return touched is not None and time.time() - touched / 1e9 < self._stale_seconds
 
+    @property
+    def key(self) -> str:
+        """What names this owner to the other processes of its run."""
+        return self._owner.key
+
     def take(self) -> None:
         """Takes the folder; waits for `stale_seconds` where its owner may have died on another machine.
 
@@ -98,22 +111,36 @@ class FolderLock:
                 self._try_to_take()
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={self._output}: {error}") from error
-        self._released.clear()
-        self._thread = threading.Thread(target=self._beat, name="folder-heartbeat", daemon=True)
-        self._thread.start()
+        self._hold(beats=True)
+        for each in self._work.iterdir():  # of the former owner; only now, as it may take longer than a heartbeat
+            shutil.rmtree(each, ignore_errors=True)
+
+    def join(self, key: str, beats: bool) -> None:
+        """Writes into the folder as another process of the run that has taken it as `key`; ends this process where
+        another run has it by now. `beats`: shows from here, too, that the run is at work: its first process may be
+        stopped while the others go on."""
+        number, owner = self._newest()
+        if owner is None or owner.key != key:
+            self._end(f"{owner or 'another run'} has taken over training.output={self._output}; this run ends")
+            return
+        self._number, self._owner, self._is_joined = number, owner, True
+        self._hold(beats)
 
     def release(self) -> None:
-        """Lets other runs take the folder; nothing where it isn't held."""
+        """Lets other runs take the folder; nothing where it isn't held, or by another process than the first."""
         if not self._number:
             return
         self._released.set()
         if self._thread is not None:
             self._thread.join()
-        if self._newest() == (self._number, self._owner):
+        write_as(None, self._output)
+        if not self._is_joined and self._newest() == (self._number, self._owner):
             with suppress(OSError):  # in one step, as others read it at any time
                 part = self._file(self._number).with_suffix(".part")
                 part.write_text("null", encoding="utf-8")
                 part.replace(self._file(self._number))
+        if not self._is_joined:
+            shutil.rmtree(self._work, ignore_errors=True)
         self._number = 0
 
     def __enter__(self) -> Self:
@@ -133,16 +160,40 @@ class FolderLock:
                 self._say_that_it_waits(owner)
             if self._lives(number, owner, self._stale_seconds):
                 raise self._busy(owner)
-        try:
-            self._write(number + 1)
-        except FileExistsError:
-            return
-        self._number = number + 1
-        for earlier in self._numbers():
-            if earlier < self._number:
-                self._file(earlier).unlink(missing_ok=True)
-        if owner is not None:
+        if self._claim(number + 1) and owner is not None:
             self._say(f"took over {self._output} from {owner}, which has ended without releasing it")
+
+    def _claim(self, number: int) -> bool:
+        """Becomes the owner of this number, unless another process is faster; then no earlier one can publish anything
+        any more."""
+        new = self._work.with_name(f".{self._work.name}")  # nothing can be published from there
+        new.mkdir(exist_ok=True)
+        try:
+            self._write(number)
+            if max(self._numbers()) > number:  # several have come and gone meanwhile
+                self._file(number).unlink()
+                raise FileExistsError
+            for name in os.listdir(self._folder):
+                if _WORK.fullmatch(name) and name not in (new.name, self._work.name):
+                    _move_away(self._folder / name, new)
+            if not self._work.exists():
+                new.rename(self._work)
+        except (FileExistsError, FileNotFoundError):  # another one has become the owner, and moved this away
+            with suppress(OSError):
+                new.rmdir()
+            return False
+        self._number = number
+        for earlier in self._numbers():
+            if earlier < number:
+                self._file(earlier).unlink(missing_ok=True)
+        return True
+
+    def _hold(self, beats: bool) -> None:
+        write_as(self.key, self._output)
+        self._released.clear()
+        if beats:
+            self._thread = threading.Thread(target=self._beat, name="folder-heartbeat", daemon=True)
+            self._thread.start()
 
     def _say_that_it_waits(self, owner: FolderOwner) -> None:
         self._say(
@@ -166,15 +217,16 @@ class FolderLock:
             with suppress(OSError):  # a disk that fails doesn't end a run
                 number, owner = self._newest()
                 if owner == self._owner:
-                    os.utime(self._file(self._number))
-                elif number >= self._number:
+                    os.utime(self._file(number))
+                elif number:
                     self._end(
                         f"{owner or 'another run'} has taken over training.output={self._output}, since this run, "
                         f"{self._owner}, showed no sign of life for {self._stale_seconds:g} seconds; this run ends"
                     )
                     return
-                else:  # somebody has removed the file
-                    self._write(self._number)
+                elif not self._is_joined:  # somebody has removed the file, or all of the folder
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._claim(1)
 
     def _busy(self, owner: FolderOwner) -> SlipstreamError:
         owner = self._newest()[1] or owner
@@ -215,3 +267,28 @@ class FolderLock:
 
     def _file(self, number: int) -> Path:
         return self._folder / f"owner-{number:04d}.json"
+
+    @property
+    def _work(self) -> Path:
+        return self._folder / f"owner-{self.key}.part"
+
+
+def _move_away(work: Path, new: Path) -> None:
+    """Moves the folder of a former owner into that of the new one. Raises FileNotFoundError where that one has lost the
+    folder itself.
+
+    Then it is emptied by renames: a machine of a network's disk that has it open could still publish what is inside,
+    of which some files would be gone.
+    """
+    away = new / work.name
+    try:
+        work.rename(away)
+    except FileNotFoundError:
+        new.stat()  # this one is gone, or the other
+        return
+    for _ in range(_TRIES_TO_EMPTY):
+        for each in list(away.iterdir()):
+            each.rename(new / f"{work.name}-{each.name}")
+        with suppress(OSError):  # something new is inside
+            away.rmdir()
+            break

@@ -1,4 +1,4 @@
-"""The process that an output folder belongs to, as other processes and other machines can tell it."""
+"""The process that an output folder belongs to, as other processes and machines can tell it, and where it writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,25 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
 _BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+_held: dict[str, str] = {}  # the keys of the owners as which this process writes, by the output folder
+
+
+def write_as(key: str | None, output: Path) -> None:
+    """Notes as which owner this process writes into an output folder; None: as nobody's."""
+    if key is None:
+        _held.pop(os.path.abspath(output), None)
+    else:
+        _held[os.path.abspath(output)] = key
+
+
+def work_folder(output: Path) -> Path:
+    """Returns where this process writes what then gets its place in the output folder by a rename, which fails once
+    another run has the folder: the owner's own folder, or the output itself where this process has no owner."""
+    key = _held.get(os.path.abspath(output))
+    return output if key is None else output / FOLDER / f"owner-{key}.part"
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from slipstream.errors import SlipstreamError
+from slipstream.training.ownership.folder_owner import FOLDER, work_folder
 
-FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
 _FILE = "files.json"
 
 
@@ -66,12 +66,13 @@ class ListedFiles:
     def remove(self) -> None:
         """Removes all that is listed, and folders that this leaves empty."""
         names = self._names()
-        for name in names:
+        removed = work_folder(self._folder) / "removed"  # into which no rename leads once another run has the folder
+        for name in sorted(names):
             path = self._folder / name
-            if name.endswith("/") and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            if path.is_symlink() or (path.is_dir() if name.endswith("/") else path.is_file()):
+                removed.mkdir(exist_ok=True)
+                path.rename(removed / "it")
+                shutil.rmtree(removed)
         for parent in {self._folder / parent for name in names for parent in [*PurePosixPath(name).parents][:-1]}:
             with suppress(OSError):  # it isn't empty, or isn't there
                 parent.rmdir()
@@ -95,7 +96,7 @@ class ListedFiles:
     def _write(self, names: set[str]) -> None:
         """Replaces the list in one step, so that it is never half there."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_suffix(".part")
+        part = work_folder(self._folder) / "files.part"
         with part.open("w", encoding="utf-8") as file:
             json.dump({"files": sorted(names)}, file, indent=1)
             file.flush()

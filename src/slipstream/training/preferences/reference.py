@@ -145,12 +145,12 @@ def _read(file: Path) -> dict[str, Array]:
 
 def _write(pipe: Pipeline, folder: RunFolder, values: dict[str, Array], facts: dict[str, Any]) -> None:
     """Writes the file on the leader, whole or not at all. Collective."""
-    problem, part = None, folder.reference.with_suffix(".part")
+    problem = None
     if pipe.leads:
         try:
-            folder.listed.add(folder.reference, part)
-            save_file(values, part, metadata={"slipstream": json.dumps(facts)})
-            part.replace(folder.reference)
+            folder.listed.add(folder.reference)
+            with folder.replaced(folder.reference) as part:
+                save_file(values, part, metadata={"slipstream": json.dumps(facts)})
         except (OSError, SafetensorError) as error:
             problem = str(error)
     if found := next(filter(None, RankGroup(dist.group.WORLD).gather(problem)), None):

@@ -46,19 +46,23 @@ class RunInputs:
         try:
             if self.config.checkpoint.resume == "no":
                 folder.listed.remove()
-            folder.listed.add(folder.config)
+            folder.listed.add(folder.config, folder.log)
             folder.listed.add_folder(folder.inputs)
-            shutil.rmtree(folder.inputs, ignore_errors=True)
-            folder.inputs.mkdir(parents=True)
-            folder.config.write_text(dump_config(self.config), encoding="utf-8")
-            self.model_config.save_pretrained(folder.inputs)
-            model = self.config.model
-            generation = read_generation(str(model.path)) if model.pretrained else None
-            if generation is not None:
-                write_generation(folder.inputs, generation)
-            self.text.tokenizer.save_pretrained(folder.inputs)
-            save_texts(self.text.train, folder.inputs, "train")
-            save_texts(self.text.validation, folder.inputs, "validation")
+            with folder.replaced(folder.config) as part:
+                part.write_text(dump_config(self.config), encoding="utf-8")
+            with folder.replaced(folder.inputs) as part:
+                part.mkdir()
+                self.model_config.save_pretrained(part)
+                model = self.config.model
+                generation = read_generation(str(model.path)) if model.pretrained else None
+                if generation is not None:
+                    write_generation(part, generation)
+                self.text.tokenizer.save_pretrained(part)
+                save_texts(self.text.train, part, "train")
+                save_texts(self.text.validation, part, "validation")
+                if folder.inputs.exists():
+                    folder.inputs.rename(before := folder.work / "inputs.before")
+                    shutil.rmtree(before)
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
 

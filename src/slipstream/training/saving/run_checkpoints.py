@@ -17,7 +17,7 @@ from slipstream.pipeline import Pipeline
 from slipstream.pipeline.saving import describe_model
 from slipstream.training.bad_steps import BadSteps
 from slipstream.training.config import Config
-from slipstream.training.metrics import SaveRecord
+from slipstream.training.metrics import DiskTrouble, SaveRecord
 from slipstream.training.resuming import RunState, load_run, run_shards
 from slipstream.training.run_folder import RunFolder
 from slipstream.training.saving.failure_log import FailureLog
@@ -72,7 +72,13 @@ class RunCheckpoints:
         self._wanted, self._folder, self._world = section.resume, folder, world
         self._progress, self._written = progress, written
         self._checkpoints = Checkpoints(
-            folder.checkpoints, world, section.keep, section.keep_every, progress.warn, self._note_written
+            folder.checkpoints,
+            world,
+            section.keep,
+            section.keep_every,
+            progress.warn,
+            self._note_written,
+            work=folder.work,
         )
         if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
@@ -167,8 +173,9 @@ class RunCheckpoints:
             yield
         except NonFiniteError:
             if parts.pipe.leads:
-                self._folder.listed.add(self._folder.failures)
-                self._failures.add(parts.state.step + 1, started_after)
+                with DiskTrouble(self._progress.warn).tolerated(self._folder.failures.name):
+                    self._folder.listed.add(self._folder.failures)
+                    self._failures.add(parts.state.step + 1, started_after)
             raise
 
     def _note_written(self, *figures: Any) -> None:
