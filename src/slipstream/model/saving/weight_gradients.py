@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.autograd_calls import differentiable_once, direct_apply
+from slipstream.model.attached_code import runs_class_code
 
 WeightGradient = partial[None]  # whose arguments are the weight and the factors
 _NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
 _deferred: list[WeightGradient] | None = None
+_leaves_all = False  # to autograd
 
 
 @contextmanager
@@ -36,10 +39,22 @@ def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
         _deferred = None
 
 
+@contextmanager
+def left_to_autograd() -> Iterator[None]:
+    """Leaves the gradients of forwards to autograd: of code that asks for gradients itself, in any order."""
+    global _leaves_all
+    before, _leaves_all = _leaves_all, True
+    try:
+        yield
+    finally:
+        _leaves_all = before
+
+
 def add_weight_gradients_in_place(model: nn.Module) -> None:
     """Gives every nn.Linear, Conv1D and nn.Embedding of `model` the backwards below.
 
-    Subclasses and modules inside a compiled one stay as they are: I has their gradients.
+    Subclasses, modules with a forward of their own and those inside a compiled one stay as they are: I has their
+    gradients.
     """
     for module in deferrable_layers(model):
         is_embedding = isinstance(module, nn.Embedding)
@@ -53,11 +68,12 @@ def compiled_modules(model: nn.Module) -> list[str]:
 
 
 def deferrable_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the linear layers and embeddings whose weight gradients can wait for W."""
+    """Yields the linear layers and embeddings whose weight gradients can wait for W: those that run their class's code,
+    so that what takes its place computes the same."""
     if is_compiled(module):
         return
     plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-    if type(module) in (nn.Linear, Conv1D) or plain:
+    if (type(module) in (nn.Linear, Conv1D) or plain) and runs_class_code(module):
         yield module
     for child in module.children():
         yield from deferrable_layers(child)
@@ -71,7 +87,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor], x: Tensor) -> Any:
     """Returns the module's output; autograd computes its weight's gradient where hooks on the weight must see it."""
     weight = module.weight
-    if _is_autograds(weight) or torch.is_autocast_enabled(x.device.type):
+    if _is_unusual(x, weight, 2) or _is_autograds(weight) or torch.is_autocast_enabled(x.device.type):
         return original(x)
     return _multiply(x, weight, module.bias, transposed)
 
@@ -79,13 +95,25 @@ def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor],
 def _embedding(module: Any, original: Callable[[Tensor], Tensor], ids: Tensor) -> Any:
     """Does the same for an embedding."""
     weight = module.weight
-    return original(ids) if _is_autograds(weight) else _embed(ids, weight, module.padding_idx)
+    return (
+        original(ids)
+        if _is_unusual(ids, weight, 1) or _is_autograds(weight)
+        else _embed(ids, weight, module.padding_idx)
+    )
+
+
+def _is_unusual(x: Tensor, weight: Any, least_dims: int) -> bool:
+    """Returns whether the backwards below can't serve a call: of one row, by torch.func, or with a weight that only
+    takes the parameter's place."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _leaves_all or transformed or x.dim() < least_dims or not isinstance(weight, nn.Parameter)
 
 
 def _is_autograds(weight: Any) -> bool:
     """Returns whether a weight's gradient is left to autograd, or there is none."""
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return bool(hooked) or not weight.requires_grad or not torch.is_grad_enabled()
+    is_computed = not weight.is_leaf  # from other parameters, as the old `weight_norm` does
+    return bool(hooked) or is_computed or not weight.requires_grad or not torch.is_grad_enabled()
 
 
 class _Linear(torch.autograd.Function):

@@ -1,0 +1,158 @@
+"""Tells the code that a user has attached to modules, forwards and hooks, and copies modules together with it.
+
+`copy.deepcopy` takes functions as they are: a forward that was wrapped, `layer.forward = lambda x: old(x) * 2`, or a
+hook whose closure holds a module would go on running the original's modules, which other stages cut in other ways. So
+the functions that are found on a copy get closures in which every module is the copy's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
+
+_Model = TypeVar("_Model", bound=nn.Module)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def runs_class_code(module: nn.Module) -> bool:
+    """Returns whether calling a module's `forward` runs its class's, as its class was defined.
+
+    What takes the place of a known class's forward, or traces it, may do so only then.
+    """
+    if "forward" in vars(module):
+        return False
+    forward = inspect.unwrap(type(module).forward)
+    homes = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(module).__mro__}
+    return not isinstance(forward, FunctionType) or forward.__code__.co_filename in homes
+
+
+def copy_with_shared_weights(model: _Model) -> _Model:
+    """Returns a copy of the modules over the same parameters and buffers, which can be cut differently."""
+    return copy_modules(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def copy_modules(model: _Model, memo: dict[int, Any]) -> _Model:
+    """Returns a deep copy of the modules in which `memo`, by `id`, says what takes the place of which tensor.
+
+    Raises SlipstreamError for what Python can't copy.
+    """
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                # What a hook computes from parameters before every forward, as the old `weight_norm` does.
+                memo.setdefault(id(value), value.detach())
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise SlipstreamError(
+            f"{type(model).__name__} can't be copied, as every stage needs a copy of it ({error}). Take what can't be "
+            "copied off its modules, or keep it outside of the model."
+        ) from error
+    originals = [*model.modules()]
+    bind_functions(copied, {id(old): new for old, new in zip(originals, copied.modules(), strict=True)})
+    return copied
+
+
+def bind_functions(model: nn.Module, moved: Mapping[int, nn.Module]) -> None:
+    """Makes the forwards and hooks set on the modules of `model` use the modules that `moved` gives for others' ids."""
+    binding = _Binding(moved)
+    for module in model.modules():
+        own = vars(module)
+        for name, value in own.items():
+            if isinstance(value, FunctionType | MethodType | partial):
+                own[name] = binding.of(value)
+        for kind in HOOKS:
+            hooks: OrderedDict[int, Any] = getattr(module, kind)
+            for key, hook in hooks.items():
+                hooks[key] = binding.of(hook)
+
+
+class _Binding:
+    """Replaces modules in what functions close over."""
+
+    def __init__(self, moved: Mapping[int, nn.Module]) -> None:
+        self._moved = moved
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: what was given, which keeps the id taken, and its place
+
+    def of(self, value: Any) -> Any:
+        """Returns the value with every module in it replaced, the value itself where there is none."""
+        if isinstance(value, nn.Module):
+            return self._moved.get(id(value), value)
+        if not isinstance(value, (FunctionType, MethodType, partial, tuple, list, dict, CellType)):
+            return value
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        self._done[id(value)] = value, value  # a function may close over itself
+        bound = self._bound(value)
+        self._done[id(value)] = value, bound
+        return bound
+
+    def _bound(self, value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            function, owner = self.of(value.__func__), self.of(value.__self__)
+            same = function is value.__func__ and owner is value.__self__
+            return value if same else MethodType(function, owner)
+        if isinstance(value, partial):
+            parts = self.of(value.func), self._all(value.args), self.of(value.keywords)
+            same = parts[0] is value.func and parts[1] is value.args and parts[2] is value.keywords
+            return value if same else partial(parts[0], *parts[1], **parts[2])
+        if isinstance(value, dict):
+            values = self._all([*value.values()])
+            same = all(new is old for new, old in zip(values, value.values(), strict=True))
+            return value if same else dict(zip(value, values, strict=True))
+        return self._all(value)
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        cells = function.__closure__ or ()
+        contents = [_contents(cell) for cell in cells]
+        parts = [contents, function.__defaults__, function.__kwdefaults__, vars(function)]
+        bound = [self.of(part) for part in parts]
+        if all(new is old for new, old in zip(bound, parts, strict=True)):
+            return function
+        closure = tuple(
+            cell if new is old else CellType(new) for cell, new, old in zip(cells, bound[0], contents, strict=True)
+        )
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, bound[1], closure or None)
+        made.__kwdefaults__, made.__qualname__, made.__doc__ = bound[2], function.__qualname__, function.__doc__
+        vars(made).update(bound[3])
+        return made
+
+    def _all(self, values: Any) -> Any:
+        """Returns a list or tuple of what takes the values' places, the given one where nothing does."""
+        bound = [self.of(value) for value in values]
+        if all(new is old for new, old in zip(bound, values, strict=True)):
+            return values
+        return bound if isinstance(values, list) else tuple(bound)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is assigned yet
+        return None
+
+
+def separate_modules(layers: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Puts copies over the same weights in the place of modules that stand in several layers.
+
+    Args:
+        layers: the parent of each layer, its name there and the layer, in order. A layer may stand there twice.
+    """
+    taken: set[int] = set()
+    for parent, name, layer in layers:
+        if not taken.isdisjoint(map(id, layer.modules())):
+            layer = copy_with_shared_weights(layer)
+            parent._modules[name] = layer
+        taken |= set(map(id, layer.modules()))
