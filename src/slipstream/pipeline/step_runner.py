@@ -16,6 +16,7 @@ from slipstream.messages import (
     skip_channels,
     vocabulary_channels,
 )
+from slipstream.model.saving import take_differing_layers
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import Executor, KeptOutputs, Losses, StepGraphs, TokenOutputs, run_together
@@ -89,15 +90,26 @@ class StepRunner:
         """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
         sends anything.
 
-        Raises SlipstreamError where the loss function counts other tokens than the batch does.
+        Raises SlipstreamError where the loss function counts other tokens than the batch does, or what was computed
+        again isn't what it was.
         """
         self.schedule_name, self._sequences = schedule.name, batch.sequences
         self.transport.begin(agree)
+        take_differing_layers()  # of a step that failed
         self._run(schedule, batch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
         for executor in self.executors:
-            sums += torch.stack(executor.finish())
-        total, count = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
+            sums[:2] += torch.stack(executor.finish())
+        differing = take_differing_layers()
+        sums[2] = len(differing)
+        total, count, num_differing = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks alike
+        if num_differing:
+            raise SlipstreamError(
+                f"{', '.join(differing) or 'a layer of another rank'}: the output differs when it is computed again "
+                "for the backward (memory.recompute), so gradients would be wrong: it draws random numbers that aren't "
+                "PyTorch's own, or reads what it has changed. Use recompute='none'; or memory.check_recompute=False "
+                "where only the rounding differs, as kernels of a GPU may add in any order."
+            )
         if int(count) != batch.num_valid:
             raise SlipstreamError(
                 f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "

@@ -1,4 +1,4 @@
 """Code that Slipstream registers with transformers, and what that code may read about the current token slice."""
 
 from slipstream.model.hooks.router_loss import RouterLoss
-from slipstream.model.hooks.token_slice import TokenSlice
+from slipstream.model.hooks.token_slice import TokenSlice, note_output
