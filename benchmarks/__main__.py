@@ -59,6 +59,7 @@ TRIALS = {
     "gpu_attention": "--toy --device cpu",
     "gpu_steps": "--toy --device cpu --budget 5 --steps 1",
     "fault_overhead": "--length 64 --hidden-size 32 --layers 2",
+    "recompute_check": "--length 64 --repeats 2",
     "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
 }

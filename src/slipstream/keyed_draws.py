@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 
 
@@ -38,6 +40,18 @@ class PlaceSeed:
 
 
 NO_PLACE = PlaceSeed(0)  # of what draws nothing
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Surrounds a trial, which draws nothing from the random numbers of PyTorch's CPUs, NumPy and Python."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 class Draws(Protocol):

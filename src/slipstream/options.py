@@ -79,6 +79,10 @@ class Memory(Record):
     `selective`, all but the outputs of matrix products and attention; `full`, all but keys and values; or the number of
     layers of each stage, its first ones, that are recomputed in full (half a layer counts as one). Of an nn.Sequential
     also `segments`: each stage of a microbatch is run again as a whole, as in GPipe section 2.3."""
+    check_recompute: bool = True
+    """Whether the outputs of layers that are computed again are compared with what they were, by sums of their bits:
+    a layer that draws random numbers of its own, or changes what it reads, would give wrong gradients. Where kernels
+    add in another order every time, bits differ without need: then leave it out."""
     offload: float = Field(default=0.0, ge=0, le=1)
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
     and backward: pinned memory with a GPU, else a file. Keys and values stay."""

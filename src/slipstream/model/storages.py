@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +16,14 @@ def storage_id(tensor: Tensor) -> int:
 def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     """Returns the identities of the storages of tensors."""
     return {storage_id(tensor) for tensor in tensors}
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator changes in place, of its arguments."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    written = (given.get(argument.name) for argument in arguments if argument.is_write)
+    return [value for value in written if isinstance(value, Tensor)]
 
 
 def storage_bytes(tensors: Iterable[Tensor], apart_from: Iterable[int] = ()) -> int:

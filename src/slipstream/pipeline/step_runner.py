@@ -17,6 +17,7 @@ from slipstream.messages import (
     skip_channels,
     vocabulary_channels,
 )
+from slipstream.model.saving import take_differing_layers
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import (
@@ -108,18 +109,28 @@ class StepRunner:
         sends anything.
 
         Raises SlipstreamError where the loss function counts other tokens than the batch does, or says a divisor that
-        none can be.
+        none can be, and where what was computed again isn't what it was.
         """
         self.schedule_name, self._sequences = schedule.name, batch.sequences
         self.transport.begin(agree)
+        take_differing_layers()  # of a step that failed
         self._run(schedule, batch)
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self._device)
         for executor in self.executors:
             sums[:2] += torch.stack(executor.finish())
         if self._given is not None:
-            sums[2:] = torch.tensor([self._given.says_divisor, bool(self._given.problem)])
+            sums[2:4] = torch.tensor([self._given.says_divisor, bool(self._given.problem)])
+        differing = take_differing_layers()
+        sums[4] = len(differing)
         sums = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
-        _, count, says_divisor, has_problem = sums.tolist()
+        _, count, says_divisor, has_problem, num_differing = sums.tolist()
+        if num_differing:
+            raise SlipstreamError(
+                f"{', '.join(differing) or 'a layer of another rank'}: the output differs when it is computed again "
+                "for the backward (memory.recompute), so gradients would be wrong: it draws random numbers that aren't "
+                "PyTorch's own, or reads what it has changed. Use recompute='none'; or memory.check_recompute=False "
+                "where only the rounding differs, as kernels of a GPU may add in any order."
+            )
         divisor = self._divisor(count, bool(says_divisor), bool(has_problem), batch)
         mean: Tensor = sums[0] / divisor
         return mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,17 @@ def assert_same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Te
     assert found[1].keys() == expected[1].keys()
     different = [name for name, gradient in expected[1].items() if not torch.equal(found[1][name], gradient)]
     assert not different
+
+
+def test_a_layer_that_does_not_repeat_itself_is_named() -> None:
+    """Its outputs are compared: it would give wrong gradients."""
+    model = build(ARCHITECTURES["llama"])
+    layer = model.get_submodule("model.layers.1")
+    layer.register_forward_hook(lambda _, args, output: output * (1 + random.random()))
+    for kind in KINDS[:2]:
+        with pytest.raises(SlipstreamError, match=r"^layer 1.*: the output differs when it is computed again"):
+            step(model, kind, schedule="gpipe")
+        step(model, kind, schedule="gpipe", check_recompute=False)
 
 
 @pytest.mark.parametrize("name", first_of(["qwen2_moe", "gpt2", "llama, tied", "llama", "gemma3", "gpt_oss"], 3))

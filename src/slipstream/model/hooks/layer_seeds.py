@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.keyed_draws import current_draws
 from slipstream.model.hooks.shared_layers import TensorParallelLayers
-from slipstream.model.hooks.token_slice import current_slice
+from slipstream.model.hooks.token_slice import current_slice, note_output
 
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
 
@@ -43,8 +43,10 @@ class LayerSeeds:
         shared.install(model, partial(self._seed_part, "own", shared.rank), partial(self._seed_part, "shared"))
 
     def watch(self, layer: nn.Module, index: int, middle: nn.Module | None) -> None:
-        """Seeds where a layer begins, and at `middle`, where its second half does if it can run on another stage."""
+        """Seeds where a layer begins, and at `middle`, where its second half does if it can run on another stage; notes
+        what it returns."""
         layer.register_forward_pre_hook(partial(self.enter, index))
+        layer.register_forward_hook(partial(_note_output, index))
         if middle is not None and self._draws:
             middle.register_forward_pre_hook(partial(self._enter_second_half, index))
 
@@ -71,3 +73,7 @@ class LayerSeeds:
         context = current_slice()
         context.parts_of_layer += 1
         self._seed(context.layer, context.parts_of_layer, *place)
+
+
+def _note_output(index: int, _layer: nn.Module, _args: object, output: object) -> None:
+    note_output(f"layer {index}", output)

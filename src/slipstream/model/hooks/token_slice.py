@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -179,3 +179,23 @@ def active_forward(context: RunningForward) -> Iterator[RunningForward]:
         yield context
     finally:
         _current.reset(token)
+
+
+_note: Callable[[str, object], None] | None = None  # no context variable: a backward may run in a thread of its own
+
+
+@contextmanager
+def noting_outputs(note: Callable[[str, object], None]) -> Iterator[None]:
+    """Makes `note` get what layers return from here on, with their names."""
+    global _note
+    before, _note = _note, note
+    try:
+        yield
+    finally:
+        _note = before
+
+
+def note_output(layer: str, output: object) -> None:
+    """Hands a layer's output to whoever notes it."""
+    if _note is not None:
+        _note(layer, output)

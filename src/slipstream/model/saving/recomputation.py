@@ -7,7 +7,7 @@ so recomputing a slice never recomputes the slices before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import current_layer
-from slipstream.model.saving.saved_tensors import SavedTensors, SavedTensorSlot
-from slipstream.model.storages import storage_id
+from slipstream.model.hooks.token_slice import current_layer, noting_outputs
+from slipstream.model.saving.saved_tensors import ReplayFinished, SavedTensors, SavedTensorSlot
+from slipstream.model.storages import storage_id, written_tensors
 from slipstream.model.tensor_spec import Tensors
 
 
@@ -36,6 +37,7 @@ class RecomputePolicy:
 
     num_layers: int | None = None  # None: all of them
     keeps_products: bool = False
+    is_checked: bool = True  # whether what is recomputed is compared with what was computed
 
     @property
     def setting(self) -> str | int:
@@ -43,15 +45,18 @@ class RecomputePolicy:
         return "selective" if self.keeps_products else self.num_layers or "full"
 
     @classmethod
-    def parse(cls, setting: str | int, most_layers: int, besides: str = "") -> RecomputePolicy | None:
+    def parse(
+        cls, setting: str | int, most_layers: int, besides: str = "", *, is_checked: bool = True
+    ) -> RecomputePolicy | None:
         """Returns the policy of a Pipeline's setting; None for "none".
 
         `most_layers` is the number of layers of the largest stage; `besides` lists further settings that the caller
         accepts.
         """
         if isinstance(setting, int) and not isinstance(setting, bool) and 1 <= setting <= most_layers:
-            return cls(num_layers=setting)
-        known = {"none": None, "selective": cls(keeps_products=True), "full": cls()}
+            return cls(num_layers=setting, is_checked=is_checked)
+        products, all_of_it = cls(keeps_products=True, is_checked=is_checked), cls(is_checked=is_checked)
+        known = {"none": None, "selective": products, "full": all_of_it}
         if isinstance(setting, str) and setting in known:
             return known[setting]
         raise SlipstreamError(
@@ -73,10 +78,16 @@ class SliceReplay:
     def __post_init__(self, inputs: Tensors) -> None:
         self._inputs = [] if self.what is None else [self.saved.hold(tensor) for tensor in inputs]
         self._products: list[SavedTensorSlot | None] = []  # in order; None: changed in place, so not kept
+        self._checks = OutputChecks(self._is_recomputed) if self.what is not None and self.what.is_checked else None
 
     @contextmanager
     def forward(self, store: ContextStore) -> Iterator[None]:
         """Surrounds F."""
+        with self._checks.keeping() if self._checks else nullcontext(), self._saving(store):
+            yield
+
+    @contextmanager
+    def _saving(self, store: ContextStore) -> Iterator[None]:
         if self.what is None or not self.what.keeps_products:
             with self.saved.saving(self._keeps):
                 yield
@@ -95,14 +106,111 @@ class SliceReplay:
             if self._products:
                 products = stack.enter_context(_ReplayProducts(self._products))
                 stack.enter_context(store.wrapped_attention(products.attention))
-            self.saved.refill(partial(run, inputs))
+            replay_checked(self.saved, partial(run, inputs), self._checks)
         self._products, self._inputs, self.needs_gradient = [], [], []
 
     def _keeps(self, _: Tensor) -> bool:
         """Returns whether F keeps what is saved now: all of it, nothing, or what the stage's last layers save."""
+        return not self._is_recomputed()
+
+    def _is_recomputed(self) -> bool:
+        """Returns whether R repeats what runs now."""
         if self.what is None or self.what.num_layers is None:
-            return self.what is None
-        return current_layer() >= min(self.layers.start + self.what.num_layers, self.layers.stop)
+            return self.what is not None
+        return current_layer() < min(self.layers.start + self.what.num_layers, self.layers.stop)
+
+
+class OutputChecks:
+    """Compares what the layers of one slice return when they are computed again with what they returned at first.
+
+    It keeps two sums of the bits of every output, which cost a pass over it each: a forward that draws other random
+    numbers, or reads what it has changed, gives other bits.
+    """
+
+    def __init__(self, is_recomputed: Callable[[], bool] = lambda: True) -> None:
+        """`is_recomputed` says of the layer that runs whether it will be computed again."""
+        self._is_recomputed = is_recomputed
+        self._kept: list[tuple[str, list[Tensor]]] = []  # by layer, in order
+        self._place = 0
+        self._saved: SavedTensors | None = None  # what is refilled; None: a forward that is kept
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Surrounds the forward."""
+        with noting_outputs(self.note):
+            yield
+
+    @contextmanager
+    def comparing(self, saved: SavedTensors) -> Iterator[None]:
+        """Surrounds the recomputation, which ends after the layer that has refilled `saved`."""
+        self._saved, self._place = saved, 0
+        with noting_outputs(self.note):
+            yield
+        self._kept = []
+
+    def note(self, layer: str, output: object) -> None:
+        """Takes a layer's output. Where a CUDA graph is recorded, which repeats what it has recorded, it compares
+        nothing."""
+        is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self._saved is None:
+            if not is_recorded and self._is_recomputed():
+                self._kept.append((layer, _sums_of_bits(output)))
+            return
+        if self._place < len(self._kept):
+            name, kept = self._kept[self._place]
+            again = _sums_of_bits(output)
+            if name != layer or len(kept) != len(again):
+                _differing.append((layer, True))
+            elif kept:
+                _differing.append((layer, torch.ne(torch.stack(kept), torch.stack(again)).any()))
+        self._place += 1
+        if self._saved.is_refilled:
+            raise ReplayFinished
+
+
+_differing: list[tuple[str, Tensor | bool]] = []  # the layers that were computed again, and whether they differ
+
+
+def replay_checked(saved: SavedTensors, run: Callable[[], object], checks: OutputChecks | None) -> None:
+    """Refills `saved` by calling `run`, whose outputs are compared, if `checks` has what they were."""
+    with checks.comparing(saved) if checks else nullcontext():
+        saved.refill(run, at_once=checks is None)
+
+
+def take_differing_layers() -> list[str]:
+    """Returns the layers that gave other outputs when they were computed again since the last call."""
+    found = [layer for layer, differs in _differing if differs is True]
+    flags = [(layer, differs) for layer, differs in _differing if isinstance(differs, Tensor)]
+    if flags:
+        together = torch.stack([differs for _, differs in flags]).tolist()  # for which a GPU is awaited once
+        found += [layer for (layer, _), differs in zip(flags, together, strict=True) if differs]
+    _differing.clear()
+    return [*dict.fromkeys(found)]
+
+
+def _sums_of_bits(output: object) -> list[Tensor]:
+    """Returns two sums of each tensor's bits, in which its rows and its columns count differently, so that they tell
+    numbers that change places."""
+    tensors = [each.detach() for each in tree_iter(output) if isinstance(each, Tensor) and each.numel()]
+    return [torch.stack([_weighted(words.sum(0)), _weighted(words.sum(1))]) for words in map(_words, tensors)]
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    """Returns the sum of whole numbers times odd numbers that differ, modulo 2^64."""
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Returns the bits of a tensor as whole numbers, as wide as rows allow: (rows, words)."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    size = rows.element_size()
+    fits = not (rows.shape[1] * size) % 8 and not (rows.storage_offset() * size) % 8 and rows.stride(1) == 1
+    return rows.view(torch.int64 if fits and not (rows.stride(0) * size) % 8 else _WORDS[size])
 
 
 _PRODUCTS = frozenset(
@@ -149,10 +257,8 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forgets a product that is changed in place afterwards, so that the replay computes it again."""
-        arguments = func._schema.arguments
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        for value in (given.get(argument.name) for argument in arguments if argument.is_write):
-            index = self._places.pop(storage_id(value), None) if isinstance(value, Tensor) else None
+        for value in written_tensors(func, args, kwargs):
+            index = self._places.pop(storage_id(value), None)
             if index is not None:
                 self.kept[index] = None
 

@@ -54,6 +54,7 @@ class SavedTensors:
         self._slots: list[weakref.ref[SavedTensorSlot]] = []
         self._held: list[weakref.ref[SavedTensorSlot]] = []
         self._moved: list[_MovedTensor] = []
+        self.is_refilled = False
 
     def saving(
         self, keeps: Callable[[Tensor], bool], recompute: Callable[[], None] | None = None
@@ -82,14 +83,16 @@ class SavedTensors:
         self._held.append(weakref.ref(slot))
         return slot
 
-    def refill(self, run: Callable[[], object]) -> None:
-        """Repeats the forward by calling `run`, until every slot that was dropped is filled.
+    def refill(self, run: Callable[[], object], at_once: bool = True) -> None:
+        """Repeats the forward by calling `run`, until every slot that was dropped is filled: then `is_refilled`, and
+        `run` ends `at_once` or by itself, by ReplayFinished or not.
 
         Raises RecomputationError where it saves different tensors from the first time.
         """
         slots = [reference() for reference in self._slots]
         dropped = {i: slot for i, slot in enumerate(slots) if slot is not None and slot.tensor is None}
         last, count = max(dropped, default=-1), 0
+        self.is_refilled = False
 
         def pack(tensor: Tensor) -> None:
             nonlocal count
@@ -97,15 +100,18 @@ class SavedTensors:
                 _fill(dropped[count], tensor)
             count += 1
             if count > last:
-                raise _ReplayFinished
+                self.is_refilled = True
+                if at_once:
+                    raise ReplayFinished
 
         if dropped:
             try:
                 with saved_tensors_hooks(pack, _unpack):
                     run()
-            except _ReplayFinished:
+            except ReplayFinished:
                 return
-            raise RecomputationError(f"a forward saved {last + 1} tensors or more, its recomputation {count}")
+            if not self.is_refilled:
+                raise RecomputationError(f"a forward saved {last + 1} tensors or more, its recomputation {count}")
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +147,7 @@ class SavedTensors:
         return ((slot, slot.tensor) for slot in slots if slot is not None and slot.tensor is not None)
 
 
-class _ReplayFinished(Exception):  # noqa: N818  not an error: the replay has done its work
+class ReplayFinished(Exception):  # noqa: N818  not an error: the replay has done its work
     """Ends a replay."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -24,6 +25,7 @@ from slipstream.model.attached_code import runs_class_code
 WeightGradient = partial[None]  # whose arguments are the weight and the factors
 _NARROW = (torch.float16, torch.bfloat16)  # whose products a GPU adds, and returns, in float32
 _deferred: list[WeightGradient] | None = None
+_leaves_all = False  # to autograd
 
 
 @contextmanager
@@ -35,6 +37,17 @@ def defer_weight_gradients() -> Iterator[list[WeightGradient]]:
         yield _deferred
     finally:
         _deferred = None
+
+
+@contextmanager
+def left_to_autograd() -> Iterator[None]:
+    """Leaves the gradients of forwards to autograd: of code that asks for gradients itself, in any order."""
+    global _leaves_all
+    before, _leaves_all = _leaves_all, True
+    try:
+        yield
+    finally:
+        _leaves_all = before
 
 
 def add_weight_gradients_in_place(model: nn.Module) -> None:
@@ -80,7 +93,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor], x: Tensor) -> Any:
     """Returns the module's output; autograd computes its weight's gradient where hooks on the weight must see it."""
     weight = module.weight
-    if _is_autograds(weight) or torch.is_autocast_enabled(x.device.type):
+    if _is_unusual(x, weight, 2) or _is_autograds(weight) or torch.is_autocast_enabled(x.device.type):
         return original(x)
     return _multiply(x, weight, module.bias, transposed)
 
@@ -88,14 +101,24 @@ def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor],
 def _embedding(module: Any, original: Callable[[Tensor], Tensor], ids: Tensor) -> Any:
     """Does the same for an embedding."""
     weight = module.weight
-    return original(ids) if _is_autograds(weight) else _embed(ids, weight, module.padding_idx)
+    return (
+        original(ids)
+        if _is_unusual(ids, weight, 1) or _is_autograds(weight)
+        else _embed(ids, weight, module.padding_idx)
+    )
+
+
+def _is_unusual(x: Tensor, weight: Any, least_dims: int) -> bool:
+    """Returns whether the backwards below can't serve a call: of one row, by torch.func, or with a weight that only
+    takes a parameter's place, as one does that `weight_norm` computes."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _leaves_all or transformed or x.dim() < least_dims or not isinstance(weight, nn.Parameter)
 
 
 def _is_autograds(weight: Any) -> bool:
     """Returns whether a weight's gradient is left to autograd, or there is none."""
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    is_computed = not weight.is_leaf  # from other parameters, as the old `weight_norm` does
-    return bool(hooked) or is_computed or not weight.requires_grad or not torch.is_grad_enabled()
+    return bool(hooked) or not weight.requires_grad or not torch.is_grad_enabled()
 
 
 class _Linear(torch.autograd.Function):

@@ -7,10 +7,11 @@ evaluation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_batch_norm = functional.batch_norm
 Gather = Callable[[Tensor], Tensor]  # returns every replica's tensor, in order: (replicas, *shape)
 
 
@@ -51,7 +53,8 @@ class MiniBatchStatistics:
     """The statistics that the batch norms of some layers saw in a step.
 
     Call `begin`, the forwards of the microbatches in any order, then `update`. Recomputing a microbatch
-    records the same again. Outside a step's forwards the modules work as usual.
+    records the same again. Outside a step's forwards the modules work as usual. In them too they run their own code,
+    but that what it calls F.batch_norm with, the module's moving averages, is replaced.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -66,12 +69,14 @@ class MiniBatchStatistics:
         }
         self._microbatch: int | None = None  # the one whose forward runs
         self._is_noting = True
+        self.num_calls: Counter[nn.Module] = Counter()  # noted since the step began
         for module in self._modules:
-            module.forward = partial(self._normalise, module, module.forward)  # type: ignore[method-assign]
+            module.forward = partial(self._run, module, module.forward)  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """Begins a step, and forgets the statistics of one that failed."""
         self._seen = {}
+        self.num_calls.clear()
 
     @contextmanager
     def seeing(self, microbatch: int, again: bool = False) -> Iterator[None]:
@@ -92,17 +97,41 @@ class MiniBatchStatistics:
             rows = [self._row(microbatch) for microbatch in sorted(self._seen) or [-1]]
             _move(self._modules, _combined(gather(_combined(torch.stack(rows)))))
 
-    def _normalise(self, module: _BatchNorm, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Calls F.batch_norm with momentum 1 and separate averages, which are then the microbatch's own statistics."""
+    def _run(self, module: _BatchNorm, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Calls the module's forward, which neither counts the microbatch nor changes its moving averages."""
         if self._microbatch is None or not module.training:
-            return original(x)
-        module._check_input_dim(x)  # type: ignore[no-untyped-call]
+            return original(*args, **kwargs)
+        count = module._buffers["num_batches_tracked"]
+        module._buffers["num_batches_tracked"] = None
+        functional.batch_norm = partial(self._normalise, module)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module._buffers["num_batches_tracked"] = count
+            functional.batch_norm = _batch_norm
+
+    def _normalise(
+        self,
+        module: _BatchNorm,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Calls F.batch_norm with momentum 1 and separate averages, which are then the microbatch's own statistics."""
+        if not training or running_mean is not module._buffers["running_mean"]:
+            return _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         mean, variance = (torch.zeros_like(module.get_buffer("running_mean")) for _ in range(2))
-        output = functional.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
-        if self._is_noting:
+        output = _batch_norm(x, mean, variance, weight, bias, True, 1.0, eps)
+        if self._is_noting and self._microbatch is not None:
             count = torch.full_like(mean, x.numel() // x.shape[1], dtype=torch.float64)
             moments = torch.stack([count, mean.double(), variance.double() * (count - 1)])
             self._seen.setdefault(self._microbatch, {})[module] = moments
+            self.num_calls[module] += 1
         return output
 
     def _row(self, microbatch: int) -> Tensor:

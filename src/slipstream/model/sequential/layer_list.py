@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from types import CellType, FunctionType, MethodType
+from typing import Any
+from weakref import ReferenceType
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as module_of_torch
+from torch.nn.parameter import is_lazy
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.attached_code import HOOKS
 from slipstream.model.saving.weight_gradients import is_compiled
 from slipstream.model.sequential.batch_norm import mixes_batch
 from slipstream.model.sequential.skip_connections import Skip, SkipPop, SkipStash
+
+_HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
+_HOOK_NAMES |= {
+    "_state_dict_pre_hooks": "hook before state_dict",
+    "_state_dict_hooks": "hook after state_dict",
+    "_load_state_dict_pre_hooks": "hook before load_state_dict",
+    "_load_state_dict_post_hooks": "hook after load_state_dict",
+}
+_GLOBAL_HOOKS = [f"_global{kind}" for kind in HOOKS]
+_MAY_DEFINE = {"__init__", "__repr__", "_get_name", "extra_repr", "_version"}  # what no forward or state depends on
 
 
 @dataclass(frozen=True)
@@ -36,31 +55,104 @@ class SkipRoute:
 def flatten_layers(model: nn.Sequential) -> list[SequentialLayer]:
     """Returns the layers of nested sequences, in the order in which they run.
 
-    A subclass with a different forward, or a sequence with hooks, is one layer. Raises SlipstreamError, naming the
-    layer, for what can't be a layer of a pipeline.
+    A nested sequence that does more than to call its children is one layer. Raises SlipstreamError, naming the layer,
+    for what can't be a layer of a pipeline.
     """
     layers = list(_flattened(model, ""))
     if not layers:
         raise SlipstreamError("the nn.Sequential has no layers: there is nothing to train.")
     for layer in layers:
         for module in layer.module.modules():
-            reason = mixes_batch(module)
+            reason = mixes_batch(module) or _refusal(module)
             if reason is not None:
                 raise SlipstreamError(f"{layer}: {reason}")
+        if isinstance(layer.module, SkipStash | SkipPop):
+            check_runs_as_written(layer, "a pipeline carries the tensor itself")
     return layers
 
 
-def is_plain_sequential(module: object) -> bool:
-    """Returns whether the module is a sequence that only calls its children one after the other."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return False
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or is_compiled(module))
+def _refusal(module: nn.Module) -> str | None:
+    """Returns why a module can't be in a pipeline because of its weights or its state; None where it can."""
+    if any(map(is_lazy, module.parameters(recurse=False))):
+        name = type(module).__name__
+        return f"{name} has no weights yet. Run the model once on a batch, or use {name.removeprefix('Lazy')}."
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        state = module.get_extra_state()
+        if not isinstance(state, Tensor):
+            return (
+                f"{type(module).__name__} has an extra state, a {type(state).__name__}, but a pipeline saves tensors. "
+                "Return a tensor from get_extra_state, or keep it elsewhere."
+            )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+        return (
+            f"{type(module).__name__}(scale_grad_by_freq=True) divides gradients by how often an id is in a batch, "
+            "here in a microbatch. Use scale_grad_by_freq=False."
+        )
+    return None
+
+
+def own_behaviour(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Returns what a module has or does beyond its class `kind` of this library or of PyTorch; None for nothing."""
+    for name, what in _HOOK_NAMES.items():
+        if getattr(module, name, None):
+            return f"has a {what}"
+    for name in _GLOBAL_HOOKS:
+        if getattr(module_of_torch, name):
+            return "has a hook of all modules (torch.nn.modules.module.register_module_...)"
+    for name in vars(module):
+        if callable(getattr(kind, name, None)):
+            return f"has a {name} that was set on it"
+    for each in type(module).__mro__[: type(module).__mro__.index(kind)]:
+        for name in vars(each).keys() - _MAY_DEFINE:
+            if callable(getattr(kind, name, None)):
+                return f"has a {name} that its class {each.__name__} defines"
+    for each in kind.__mro__:
+        for name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__iter__"):
+            if name in vars(each) and not _is_defined_with(each, vars(each)[name]):
+                return f"has a {name} that was set on {each.__name__}"
+    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None:
+            return f"has {name}, a tensor of its own"
+    return "is compiled" if is_compiled(module) else None
+
+
+def _is_defined_with(kind: type, function: object) -> bool:
+    """Returns whether a class's function stands in the file that defines the class."""
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return not isinstance(function, FunctionType) or function.__code__.co_filename == home
+
+
+def check_runs_as_written(layer: SequentialLayer, instead: str) -> None:
+    """Raises SlipstreamError where one of this library's layers was changed, which a pipeline wouldn't run."""
+    kind = next(each for each in type(layer.module).__mro__ if each.__module__.startswith("slipstream."))
+    found = own_behaviour(layer.module, kind)
+    if found is not None:
+        raise SlipstreamError(f"{layer} {found}, which wouldn't run: {instead}. Put it on a layer next to it.")
+
+
+def check_runs_its_children(model: nn.Sequential) -> None:
+    """Raises SlipstreamError where a sequence does more than to call its children one after the other."""
+    found = own_behaviour(model, nn.Sequential)
+    if found is not None:
+        raise SlipstreamError(
+            f"the nn.Sequential {found}, which wouldn't run: its layers run one by one, on several ranks. Put it on a "
+            "layer, or make the sequence one layer of another: nn.Sequential(model)."
+        )
+
+
+def nested_sequences(model: nn.Sequential) -> list[nn.Sequential]:
+    """Returns the sequences whose children are layers, the model first."""
+    inner = (child for child in model._modules.values() if child is not None)
+    plain = (
+        child for child in inner if isinstance(child, nn.Sequential) and own_behaviour(child, nn.Sequential) is None
+    )
+    return [model, *chain.from_iterable(map(nested_sequences, plain))]
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[SequentialLayer]:
     for name, child in module._modules.items():  # with repetitions: a layer may run twice
         assert child is not None
-        if is_plain_sequential(child):
+        if isinstance(child, nn.Sequential) and own_behaviour(child, nn.Sequential) is None:
             yield from _flattened(child, f"{prefix}{name}.")
         else:
             yield SequentialLayer(f"{prefix}{name}", child)
@@ -80,9 +172,79 @@ def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequen
                     )
 
 
+def check_reads_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence[range]) -> None:
+    """Raises SlipstreamError where a layer holds a module or tensor of a layer on another stage, of which it isn't the
+    parent."""
+    owners: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.module.modules():
+            for each in (module, *module._parameters.values(), *module._buffers.values()):
+                owners.setdefault(id(each), index)
+    place = {index: number for number, stage in enumerate(stages) for index in stage}
+    shared = {id(None)} | _ids_of_several(layers)
+    for index, layer in enumerate(layers):
+        for found in _references(layer.module):
+            other = owners.get(id(found), index)
+            if place[other] != place[index] and id(found) not in shared:
+                raise SlipstreamError(
+                    f"{layer} reads {layers[other]}, but they are on stages {place[index]} and {place[other]}. Give a "
+                    "partition that has both on one stage, or hand on what it reads in the tuple."
+                )
+
+
+def _ids_of_several(layers: Sequence[SequentialLayer]) -> set[int]:
+    """Returns the ids of modules, and tensors, that are parts of several layers: each stage has them."""
+    seen: set[int] = set()
+    several: set[int] = set()
+    for module in dict.fromkeys(layer.module for layer in layers):
+        parts = {
+            id(part)
+            for each in module.modules()
+            for part in (each, *each._parameters.values(), *each._buffers.values())
+        }
+        several |= seen & parts
+        seen |= parts
+    return several
+
+
+def _references(module: nn.Module) -> Iterator[object]:
+    """Yields the modules and tensors that a module and its parts hold: in attributes, containers, hooks, closures."""
+    seen: set[int] = set()
+    waiting: list[Any] = [value for each in module.modules() for value in vars(each).values()]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module | Tensor):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif isinstance(value, FunctionType):
+            waiting += [*(value.__closure__ or ()), *(value.__defaults__ or ()), value.__dict__]
+        elif isinstance(value, MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, partial):
+            waiting += [value.func, value.args, value.keywords]
+        elif isinstance(value, ReferenceType):
+            waiting.append(value())
+        elif isinstance(value, CellType):
+            waiting += _cell_contents(value)
+
+
+def _cell_contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing is assigned yet
+        return []
+
+
 def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
     """Returns the skip connections. Raises SlipstreamError where one lacks an end, or its ends are reversed or
     repeated."""
+    _check_hidden_ends(layers)
     stashed, popped = _ends(layers, SkipStash, "stashed"), _ends(layers, SkipPop, "popped")
     for name, (number, _) in stashed.items():
         if name not in popped:
@@ -102,6 +264,19 @@ def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
                 "stash() and pop() together."
             )
     return [SkipRoute(name, number, popped[name][0]) for name, (number, _) in stashed.items()]
+
+
+def _check_hidden_ends(layers: Sequence[SequentialLayer]) -> None:
+    """Raises SlipstreamError where a skip begins or ends inside a layer, but not both."""
+    for layer in layers:
+        inner = [each for each in layer.module.modules() if each is not layer.module]
+        begins = {each.skip for each in inner if isinstance(each, SkipStash)}
+        ends = {each.skip for each in inner if isinstance(each, SkipPop)}
+        for skip in begins ^ ends:
+            raise SlipstreamError(
+                f"{layer}: the skip {skip.name!r} {'begins' if skip in begins else 'ends'} in it, but not both. Put "
+                "stash() and pop() into one layer, or into plain nn.Sequentials."
+            )
 
 
 def _ends(

@@ -7,6 +7,7 @@ A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import sqrt
@@ -15,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from slipstream.model.saving import SavedTensors
+from slipstream.model.saving.recomputation import OutputChecks, replay_checked
 from slipstream.model.sequential.shape_trace import ShapeTrace
 from slipstream.model.tensor_spec import Tensors
 from slipstream.planner.partition import partition_layers
@@ -33,20 +35,20 @@ def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
-def recompute_in_backward(run: Callable[[Tensors, bool], _Outputs], inputs: Tensors) -> _Outputs:
+def recompute_in_backward(run: Callable[[Tensors, bool], _Outputs], inputs: Tensors, is_checked: bool) -> _Outputs:
     """Returns `run(inputs, False)`, keeping only the inputs; `run(inputs, True)` computes the rest again in the
-    backward.
+    backward, and it is compared where that `is_checked`.
 
     The backward uses the same autocast. `run` is responsible for its random state.
     """
-    saved, kept = SavedTensors(set()), [inputs]
+    saved, kept, checks = SavedTensors(set()), [inputs], OutputChecks() if is_checked else None
     device = inputs[0].device.type
     autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def refill() -> None:
         again = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept.pop())
         with torch.enable_grad(), torch.autocast(*autocast):
-            saved.refill(lambda: run(again, True))
+            replay_checked(saved, lambda: run(again, True), checks)
 
-    with saved.saving(lambda tensor: False, refill):
+    with checks.keeping() if checks else nullcontext(), saved.saving(lambda tensor: False, refill):
         return run(inputs, False)

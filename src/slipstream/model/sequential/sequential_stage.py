@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.attention import ContextStore
-from slipstream.model.hooks.token_slice import active_forward
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model.hooks.token_slice import active_forward, note_output
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, left_to_autograd
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import find_cut
 from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value
@@ -38,10 +39,16 @@ class SequentialStage:
     """
 
     def __init__(
-        self, number: int, stages: Sequence[range], routes: Sequence[SkipRoute], tracer: ShapeTracer, has_segments: bool
+        self,
+        number: int,
+        stages: Sequence[range],
+        routes: Sequence[SkipRoute],
+        tracer: ShapeTracer,
+        has_segments: bool,
+        is_checked: bool,
     ) -> None:
         """With `has_segments` it keeps only what enters some segments of its layers, and recomputes them in its
-        backward."""
+        backward, which `is_checked` or not."""
         self._number, self.layers_here = number, stages[number]  # the numbers of its layers
         self.is_first, self.is_last = number == 0, number == len(stages) - 1
         self.has_loss = self.is_last
@@ -50,7 +57,7 @@ class SequentialStage:
         self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
         self.model = nn.ModuleList(self.layers).to(tracer.device)
         self.tied: list[TiedWeight] = []
-        self._tracer, self._has_segments = tracer, has_segments
+        self._tracer, self._has_segments, self._is_checked = tracer, has_segments, is_checked
         self._routes = {route.name: route for route in routes}
         place = {index: owner for owner, owned in enumerate(stages) for index in owned}
         ends = [(route.name, place[route.stash], place[route.pop]) for route in routes]
@@ -140,7 +147,8 @@ class SequentialStage:
             with context.store.replay() if again else nullcontext():
                 return self._run(segment, inputs[:num_tensors], entered, context, again)
 
-        outputs, stashed = recompute_in_backward(run, (*tensors, *(skips[name] for name in popped)))
+        inputs = (*tensors, *(skips[name] for name in popped))
+        outputs, stashed = recompute_in_backward(run, inputs, self._is_checked)
         return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
 
     def _run(
@@ -158,6 +166,7 @@ class SequentialStage:
                 if trace.work[index].is_random:
                     torch.manual_seed(context.seed())
                 value = self._call(index, value, skips, trace)
+                note_output(str(self._tracer.layers[index]), value)
         return as_tuple(value), skips
 
     def _call(self, index: int, value: LayerValue, skips: Skips, trace: ShapeTrace) -> LayerValue:
@@ -167,8 +176,11 @@ class SequentialStage:
         if isinstance(layer, SkipPop):
             name = layer.skip.name
             return (*as_tuple(value), *_own((skips.pop(name),), (trace.skips[name][1],)))
-        checked: LayerValue = layer(value)
-        return checked
+        if not trace.work[index].differentiates:
+            return layer(value)  # type: ignore[no-any-return]
+        # What it saves is kept, since it needs that in its forward.
+        with left_to_autograd(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            return layer(value)  # type: ignore[no-any-return]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names."""
@@ -180,8 +192,8 @@ class SequentialStage:
 
     def state(self) -> dict[str, Tensor]:
         """Returns this stage's part of the unsplit model's state dict, by the same names."""
-        named = zip(self._names, self.layers, strict=True)
-        return {f"{name}.{key}": t.detach() for name, layer in named for key, t in layer.state_dict().items()}
+        states = (layer.state_dict(prefix=f"{name}.") for name, layer in zip(self._names, self.layers, strict=True))
+        return {key: tensor.detach() for state in states for key, tensor in state.items()}
 
     def _trace(self, piece: BatchSlice) -> ShapeTrace:
         return self._tracer.trace(piece, self.model.training)

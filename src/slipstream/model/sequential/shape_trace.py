@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.variable import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.sequential.batch_norm import is_batch_norm
+from slipstream.keyed_draws import kept_random_states
+from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import CutTokens
 from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
+from slipstream.model.sequential.layer_copies import copy_layers
 from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
-from slipstream.model.storages import SavedStorages, storage_id
+from slipstream.model.storages import SavedStorages, storage_id, storage_ids, written_tensors
 from slipstream.model.tensor_spec import TensorSpec
 
 
@@ -33,6 +37,7 @@ class LayerWork:
     num_bytes: int = 0  # read and written by all operations
     saved_bytes: int = 0  # kept for its backward, parameters aside
     is_random: bool = False
+    differentiates: bool = False  # in its forward, by torch.autograd
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class ShapeTracer:
         self.layers, self.device = layers, device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.copies = _without_memory([layer.module for layer in layers], self.mode, device)
+        self.statistics = MiniBatchStatistics(self.copies)
         self._traces: dict[object, ShapeTrace] = {}
 
     def trace(self, piece: BatchSlice, training: bool) -> ShapeTrace:
@@ -92,13 +98,12 @@ class _TraceRun:
         self._popped: dict[str, tuple[Tensor, int]] = {}
         self._fixed: list[tuple[Tensor, int, str]] = []  # what no later layer may change, its version and description
         self._work: list[LayerWork] = []
-        norms = dict.fromkeys(each for module in tracer.copies for each in module.modules() if is_batch_norm(each))
-        self._counters = [(norm.num_batches_tracked, norm.num_batches_tracked._version) for norm in norms]
+        tracer.statistics.begin()
 
     def of(self, value: LayerValue) -> ShapeTrace:
         for module in self._tracer.copies:
             module.train(self._training)
-        with torch.random.fork_rng(devices=[]), self._tracer.mode, torch.enable_grad():
+        with kept_random_states(), self._tracer.mode, torch.enable_grad():
             empty = tuple(torch.empty_like(tensor, device=self._tracer.device) for tensor in as_tuple(value))
             made: LayerValue = as_value(empty, isinstance(value, tuple))
             self._note(made)
@@ -138,11 +143,18 @@ class _TraceRun:
         return value
 
     def _call(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
-        before = _buffers(module) if self._training else {}
+        before = _identities(module) if self._training else {}
+        given = _identities(layer.module) if self._training else {}  # what functions find by a global name
         counter = _OperationCounter()
         saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
+        statistics, engine = self._tracer.statistics, _WatchedEngine()
         try:
-            with counter, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            with (
+                counter,
+                saved_tensors_hooks(saved.pack, lambda tensor: tensor),
+                statistics.seeing(0),
+                engine.watched(),
+            ):
                 output = module(value)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise SlipstreamError(
@@ -152,18 +164,28 @@ class _TraceRun:
         except Exception as error:  # the layer's own code
             raise SlipstreamError(f"{layer} fails on {_described(value)}: {type(error).__name__}: {error}") from error
         checked = _checked_output(layer, output)
-        if any(counter._version > version + 1 for counter, version in self._counters):
+        if max(statistics.num_calls.values(), default=0) > 1:
             raise SlipstreamError(
                 f"{layer}: a batch norm runs twice in one forward, so its moving averages would mix two places. "
                 "Use a module for each."
             )
-        changed = [name for name, state in before.items() if _buffers(module)[name] != state]
+        changed = [
+            name
+            for name, held in before.items()
+            if _identities(module).get(name) != held or {held[2], given[name][2]} & counter.written
+        ]
+        changed += [
+            name for name, storage in _attributes(module).items() if self._training and storage in counter.written
+        ]
         if changed:
+            kind = before[changed[0]][0] if changed[0] in before else "attribute"
             raise SlipstreamError(
-                f"{layer}: its buffer {changed[0]} changes in training, by each microbatch and again when it "
-                "is recomputed.  Only nn.BatchNorm1d, 2d and 3d may have such state."
+                f"{layer}: its {kind} {changed[0]} changes in training, by each microbatch and again when it is "
+                "recomputed. Only nn.BatchNorm1d, 2d and 3d may have such state."
             )
-        self._work[-1] = LayerWork(counter.flops, counter.num_bytes, saved.num_bytes, counter.is_random)
+        self._work[-1] = LayerWork(
+            counter.flops, counter.num_bytes, saved.num_bytes, counter.is_random, engine.num_calls > 0
+        )
         return checked
 
     def _note(self, value: LayerValue) -> None:
@@ -228,16 +250,25 @@ def _without_memory(modules: Sequence[nn.Module], mode: FakeTensorMode, device: 
                 memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
             for buffer in module.buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device=device)
-        return [copy.deepcopy(module, memo) for module in modules]
+    return copy_layers(modules, memo, Tensor.detach)
 
 
-def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns what shows whether a layer's buffers were changed, except those of batch norms."""
+def _identities(module: nn.Module) -> dict[str, tuple[str, int, int]]:
+    """Returns what kind each parameter or buffer of a layer is, and what shows whether another took its place."""
     return {
-        f"{name}.{key}" if name else key: (id(buffer), buffer._version)
+        name: (kind, id(tensor), storage_id(tensor))
+        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for name, tensor in named
+    }
+
+
+def _attributes(module: nn.Module) -> dict[str, int]:
+    """Returns the storages of tensors that are attributes of a layer and its parts."""
+    return {
+        f"{name}.{key}" if name else key: storage_id(value)
         for name, each in module.named_modules()
-        if not is_batch_norm(each)
-        for key, buffer in each.named_buffers(recurse=False)
+        for key, value in vars(each).items()
+        if isinstance(value, Tensor)
     }
 
 
@@ -258,6 +289,9 @@ _ATTENTION = {
 }
 
 
+_BATCH_NORMS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+
+
 class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations of a layer, and whether any draws random numbers."""
 
@@ -265,6 +299,7 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = self.num_bytes = 0
         self.is_random = False
+        self.written: set[int] = set()  # identities of storages that are changed in place
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -274,6 +309,32 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = _attention_flops if op in _ATTENTION else flop_registry.get(op)
         if count is not None:
             self.flops += int(count(*args, **kwargs, out_val=result))
+        if func._schema.is_mutable and op is not _aten.embedding_renorm_:  # max_norm, which changes a row once
+            self.written |= storage_ids(written_tensors(func, args, kwargs))
+        if op in _BATCH_NORMS and args[5]:  # in training it changes its averages, of which its schema says nothing
+            self.written |= storage_ids(each for each in args[3:5] if isinstance(each, Tensor))
         if not func.is_view:
             self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
         return result
+
+
+class _WatchedEngine:
+    """Counts how often code asks autograd for gradients."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Counts from here on."""
+        self._engine = Variable._execution_engine
+        with patch.object(Variable, "_execution_engine", self):
+            yield
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what the engine does."""
+        self.num_calls += 1
+        return self._engine.run_backward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)

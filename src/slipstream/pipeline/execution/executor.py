@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.attention import ContextStore
 from slipstream.messages import Message, Transport, TransportError
 from slipstream.model import Tensors, copied_from_messages
+from slipstream.model.hooks import note_output
 from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation, run_eagerly
@@ -24,6 +25,7 @@ from slipstream.pipeline.execution.step_state import (
     StepState,
     backward,
     entrances,
+    keep_apart,
     key_of,
     roots_of,
     with_zeros,
@@ -94,6 +96,7 @@ class Executor:
         self._schedule, self._run = schedule, run
         self._state = state or StepState.of(batch, self._device)
         self._stopwatch = Stopwatch(self._rank, self._device)
+        self._parameters = {g: [*stage.model.parameters()] for g, stage in self._stages.items()}
         place = self._rank, schedule, self._stages
         self._messages = StageMessages(*place, self._transport, self._state, self._stopwatch)
         self._head = SpreadHeadActions(self._rank, schedule, self._stages, self._transport, self._state)
@@ -181,7 +184,11 @@ class Executor:
         """Runs what F runs and R repeats: returns the stage's outputs, or what the last one's loss needs of them."""
         g, m, i = key = key_of(action)
         outputs: Any = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
-        return self._losses.compute(outputs, self._state, key) if self._stages[g].has_loss else outputs
+        if not self._stages[g].has_loss:
+            return outputs  # type: ignore[no-any-return]
+        computed = self._losses.compute(outputs, self._state, key)
+        note_output("loss_fn", computed)
+        return computed
 
     def _inputs(self, action: Action) -> Tensors:
         """Returns the inputs of F; the first stage has none, or what the rows of a spread embedding give."""
@@ -240,7 +247,9 @@ class Executor:
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
         of_outputs = zip(self._messages.needing(Op.SEND_F, key), gradients, strict=True)
+        begun = [each for each in self._parameters[g] if each.grad is None] if gradients else []
         backward(roots, {0: state.loss_gradient(m)} if stage.has_loss else dict(of_outputs))
+        keep_apart(begun, gradients)
         del roots  # their graph
         if i == 0:
             state.stores.pop((g, m)).free()

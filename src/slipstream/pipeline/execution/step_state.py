@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
 from slipstream.messages import Message
-from slipstream.model import Tensors, TensorSpec
+from slipstream.model import Tensors, TensorSpec, storage_id
 from slipstream.model.saving import SliceReplay, WeightGradient
 from slipstream.pipeline.batch import SplitBatch
 from slipstream.pipeline.execution.host_memory import OffloadedBlocks
@@ -108,6 +108,18 @@ def roots_of(outputs: Tensors) -> Roots:
         for number, output in enumerate(outputs)
         if output.requires_grad
     }
+
+
+def keep_apart(parameters: Iterable[Tensor], messages: Tensors) -> None:
+    """Copies gradients that autograd has left in the memory of messages, which goes back to the pool: the first of a
+    sparse embedding, or of a parameter that was viewed, may be what came in."""
+    received = {storage_id(message) for message in messages}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            if storage_id(values) in received:
+                parameter.grad = gradient.clone()
 
 
 def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:

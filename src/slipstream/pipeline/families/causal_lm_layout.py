@@ -66,7 +66,8 @@ def plan_layout(
     model = WeighedModel(config, anatomy, seq_len, has_head=not spreads, whole=whole)
     model.uses_randomness |= draws
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
-    recompute = RecomputePolicy.parse(options.memory.recompute, max(len(stage.layers) for stage in layers))
+    memory, most = options.memory, max(len(stage.layers) for stage in layers)
+    recompute = RecomputePolicy.parse(memory.recompute, most, is_checked=memory.check_recompute)
     embeds = spreads and bool(anatomy.tied)  # an untied embedding is faster whole: what it gives has not to travel
     layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads, embeds)
     _check_sharding(anatomy, tensor_ranks, options)

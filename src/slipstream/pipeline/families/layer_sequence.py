@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -18,11 +19,15 @@ from slipstream.model.sequential import (
     ShapeTracer,
     as_value,
     check_cut,
+    check_reads_on_one_stage,
+    check_runs_as_written,
+    check_runs_its_children,
     check_weights_on_one_stage,
     compare_slices,
     find_cut,
     find_skip_routes,
     flatten_layers,
+    nested_sequences,
 )
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, rows_of
@@ -50,10 +55,11 @@ class SequenceFamily:
     default_slices = 1
 
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
+        check_runs_its_children(model)
         check_options(model, options, ranks.tensor.size)
         self._options, self._ranks = options, ranks
         self._has_segments = options.memory.recompute == "segments"
-        self._layers = flatten_layers(model)
+        self._layers, self._sequences = flatten_layers(model), nested_sequences(model)
         self._routes = find_skip_routes(self._layers)
         self._cut, self._is_sliced = find_cut(self._layers), False
         self._check_count(options.slices if options.microbatches is None else "of microbatches")
@@ -90,20 +96,23 @@ class SequenceFamily:
         memory = self._options.memory
         stages = divide(self._layers, self._options.partition, self._costs, schedule.placement)
         check_weights_on_one_stage(self._layers, stages)
+        check_reads_on_one_stage(self._layers, stages)
         ranges = tuple(LayerRange(stage.start, stage.stop) for stage in stages)
         what = "none" if self._has_segments else memory.recompute
-        recompute = RecomputePolicy.parse(what, max(map(len, stages)), besides="'segments', ")
+        most, checked = max(map(len, stages)), memory.check_recompute
+        recompute = RecomputePolicy.parse(what, most, besides="'segments', ", is_checked=checked)
         return StageLayout(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
         """Returns the stages of this process. Collective."""
-        model = _ranges(layout), self._routes, self._tracer, self._has_segments
+        is_checked = self._options.memory.check_recompute
+        model = _ranges(layout), self._routes, self._tracer, self._has_segments, is_checked
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         self._stages = {number: SequentialStage(number, *model) for number in here}
-        kept = {id(layer) for stage in self._stages.values() for layer in stage.layers}
-        for layer in self._layers:
-            if id(layer.module) not in kept:
-                layer.module.to("meta")  # another rank has its weights
+        kept = {module for stage in self._stages.values() for layer in stage.layers for module in layer.modules()}
+        for module in {module for layer in self._layers for module in layer.module.modules()} - kept:
+            # Another rank has its weights.
+            nn.Module._apply(module, partial(torch.Tensor.to, device="meta"), recurse=False)  # type: ignore[no-untyped-call]
         return self._stages, None
 
     def losses(self, tensor: object) -> Losses:
@@ -201,7 +210,10 @@ class SequenceFamily:
         return [range(a, b) for a, b in pairwise(accumulate(microbatch.slices, initial=0))]
 
     def begin(self) -> None:
-        """Begins a step: called before its forwards."""
+        """Begins a step: called before its forwards. Raises SlipstreamError where a sequence has got hooks since the
+        pipeline was made."""
+        for sequence in self._sequences:
+            check_runs_its_children(sequence)
         for stage in self._stages.values():
             stage.statistics.begin()
 
@@ -230,13 +242,15 @@ class SequenceFamily:
                 "them. Leave it out."
             )
         check_cut(self._layers, self._routes, self._cut)
+        check_runs_as_written(self._layers[self._cut], "slices begin there")
         if self._options.runtime.self_check:
             if self._options.layers.example is None:
                 raise SlipstreamError(
                     f"slices={slices!r} of an nn.Sequential are compared with the whole before training. Give "
                     "example=inputs like those of a microbatch, or self_check=False."
                 )
-            compare_slices(self._layers, self._cut, self._options.layers.example)
+            loss_fn = None if isinstance(self._options.loss_fn, SequenceLoss) else self._options.loss_fn
+            compare_slices(self._layers, self._cut, self._options.layers.example, loss_fn)
 
     def _find_costs(self) -> list[float] | None:
         given = self._options.layers

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.sequential import is_plain_sequential
 from slipstream.parallel import Ranks
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.layer_sequence import SequenceFamily
@@ -21,7 +20,7 @@ ModelFamily = CausalLMFamily | SequenceFamily
 
 def family_of(model: object, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:
     """Returns the model's family; raises SlipstreamError unless it is a causal LM or an nn.Sequential. Collective."""
-    if isinstance(model, nn.Sequential) and is_plain_sequential(model):
+    if isinstance(model, nn.Sequential):
         return SequenceFamily(model, options, ranks, device)
     return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
 

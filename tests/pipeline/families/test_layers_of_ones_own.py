@@ -1,0 +1,186 @@
+"""The layers that people write are exact, refused by name, or what the page says: in none is anything silently off."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
+
+from slipstream import CutTokens, Layers, Memory, Pipeline, SlipstreamError
+from support.forked import launch
+from support.parameters import first_of
+from support.paths import WORKERS
+from support.sequences.own_layer_runs import NUM_MICROBATCHES, SLICED, WHOLE, Way, batch, outcome, references
+from support.sequences.own_layers import (
+    BY_MICROBATCH,
+    CASES,
+    DIFFERS,
+    EXACT,
+    TOKENS,
+    WIDTH,
+    Classes,
+    LayerCase,
+    doubled_forward,
+    forward_hook,
+    linear,
+)
+
+OUTCOMES = (EXACT, BY_MICROBATCH, DIFFERS)
+
+
+def is_expected(case: LayerCase, way: Way, found: str) -> bool:
+    expected = case.expected(way.slices > 1, way.recompute != "none")
+    return found == expected if expected in OUTCOMES else found not in OUTCOMES and bool(re.search(expected, found))
+
+
+@pytest.mark.parametrize("way", first_of([*WHOLE[1:], *SLICED, *WHOLE[:1]], 1), ids=lambda way: way.name)
+def test_two_ranks_of_one_process(way: Way) -> None:
+    assert len(CASES) >= 60
+    found = {case.name: outcome(case, way, references(case, way)) for case in CASES}
+    assert {case.name: found[case.name] for case in CASES if not is_expected(case, way, found[case.name])} == {}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way", [*WHOLE, *SLICED], ids=lambda way: way.name)
+def test_two_processes(way: Way) -> None:
+    """Each rank says the same: a refusal reaches all of them."""
+    ended = launch(2, WORKERS / "pipeline/own_layers.py", str(way.slices), way.recompute)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+    found = {(rank, name): outcome for rank, name, outcome in told}
+    assert len(found) == 2 * len(CASES)
+    unexpected = {
+        (rank, case.name): found[rank, case.name]
+        for case in CASES
+        for rank in range(2)
+        if not is_expected(case, way, found[rank, case.name]) and not _of_another_rank(found, rank, case, way)
+    }
+    assert unexpected == {}
+
+
+def _of_another_rank(found: dict[tuple[int, str], str], rank: int, case: LayerCase, way: Way) -> bool:
+    """Whether this rank was told that another's layer differs, which that rank names."""
+    told = found[rank, case.name].startswith("a layer of another rank: the output differs when it is computed again")
+    return told and is_expected(case, way, found[1 - rank, case.name])
+
+
+def squares(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(outputs, targets, reduction="sum"), (targets != -100).sum()
+
+
+def of_neighbours(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    total, count = squares(outputs, targets)
+    return total + (outputs[..., 1:] - outputs[..., :-1]).square().sum(), count
+
+
+def of_weighted_neighbours(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The same sum as without slices, another gradient."""
+    total, count = squares(outputs, targets)
+    scale = outputs.softmax(2).detach()
+    return total + ((outputs - outputs.detach()) * scale).sum(), count
+
+
+def of_a_mean(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return functional.cross_entropy(outputs, targets), (targets != -100).sum()
+
+
+def sequence() -> nn.Sequential:
+    return nn.Sequential(linear(), CutTokens(), linear(), Classes()).double()
+
+
+def sliced(loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], **runtime: object) -> Pipeline:
+    return Pipeline(sequence(), slices=3, loss_fn=loss_fn, layers=Layers(example=batch()[0]))
+
+
+@pytest.mark.parametrize("loss_fn", [of_neighbours, of_weighted_neighbours, of_a_mean])
+def test_a_loss_that_looks_at_several_tokens_is_refused(
+    loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    with pytest.raises(SlipstreamError, match=r"loss_fn gives .* added up over token slices, and .* a sum over tokens"):
+        sliced(loss_fn)
+    sliced(squares).step(*batch())
+
+
+def test_averages_without_momentum_are_those_of_all_batches() -> None:
+    """BatchNorm(momentum=None) weighs every mini-batch alike, however it is cut and recomputed."""
+    inputs, targets = batch()
+    norm = nn.BatchNorm1d(TOKENS, momentum=None).double()
+    whole = nn.BatchNorm1d(TOKENS, momentum=None).double()
+    memory = Memory(recompute="full")
+    pipe = Pipeline(nn.Sequential(norm, Classes()), num_microbatches=NUM_MICROBATCHES, memory=memory)
+    for factor in (1.0, 2.0, 3.0):
+        pipe.step(inputs * factor, targets)
+        whole(inputs * factor)
+    for name, expected in whole.state_dict().items():
+        assert torch.allclose(pipe.state_dict()[f"0.{name}"], expected, rtol=1e-12), name
+
+
+def test_a_sequence_that_changes_later() -> None:
+    model = nn.Sequential(linear(), nn.Sequential(linear(), nn.Tanh()), Classes()).double()
+    pipe = Pipeline(model, num_microbatches=NUM_MICROBATCHES)
+    pipe.step(*batch())
+    for module in (model[1], model):
+        module.register_forward_hook(lambda *_: None)
+        with pytest.raises(SlipstreamError, match=r"the nn\.Sequential has a forward hook, which wouldn't run"):
+            pipe.step(*batch())
+        module._forward_hooks.clear()
+    pipe.step(*batch())
+
+
+def test_hooks_of_all_modules() -> None:
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(SlipstreamError, match=r"the nn\.Sequential has a hook of all modules"):
+            Pipeline(sequence())
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("method", ["forward", "__iter__"])
+def test_what_is_set_on_the_class(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(nn.Sequential, method)
+    monkeypatch.setattr(nn.Sequential, method, lambda self, *args: original(self, *args))
+    with pytest.raises(SlipstreamError, match=f"has a {method} that was set on Sequential"):
+        Pipeline(sequence())
+
+
+def test_a_forward_set_on_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the class it runs as well, and moves the averages as a mini-batch does."""
+    original = nn.BatchNorm1d.forward
+    monkeypatch.setattr(nn.BatchNorm1d, "forward", lambda self, x: original(self, x) * 3)
+    inputs, targets = batch()
+    model = nn.Sequential(nn.BatchNorm1d(TOKENS), linear(), Classes()).double()
+    alone = nn.Sequential(nn.BatchNorm1d(TOKENS), linear(), Classes()).double()
+    alone.load_state_dict(model.state_dict())
+    pipe = Pipeline(model, layers=Layers(example=inputs))
+    loss = pipe.step(inputs, targets)
+    assert torch.allclose(loss, functional.cross_entropy(alone(inputs), targets), rtol=1e-12)
+    for name, expected in alone.state_dict().items():
+        assert torch.allclose(pipe.state_dict()[name], expected, rtol=1e-12), name
+
+
+def test_the_comparison_of_what_is_recomputed_can_be_left_out() -> None:
+    case = next(case for case in CASES if case.name == "counter")
+
+    def step(memory: Memory) -> None:
+        pipe = Pipeline(case.model(), "gpipe", num_microbatches=2, num_ranks=2, partition=[3, 2], memory=memory)
+        pipe.step(*batch())
+
+    step(Memory(recompute="full", check_recompute=False))
+    with pytest.raises(SlipstreamError, match=r"layer 2 \(Counter\).* differs when it is computed again"):
+        step(Memory(recompute="full"))
+
+
+def test_a_layer_that_was_changed_stays_a_layer() -> None:
+    """A nested sequence with a hook or a forward of its own isn't cut."""
+    for change in (forward_hook, doubled_forward):
+        inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        change(inner)
+        with pytest.raises(SlipstreamError, match="needed are 2 stages"):
+            Pipeline(nn.Sequential(inner, linear(), Classes()), num_ranks=2, partition=[1, 3])

@@ -1,0 +1,917 @@
+"""What people write as layers of an nn.Sequential: each as a case, with what a pipeline makes of it.
+
+A case's layers stand between others, from (rows, tokens, WIDTH) to the same:
+
+    Linear, CutTokens, <the case's layers>, Linear, Classes
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from slipstream import CutTokens, Skip, causal_attention
+
+ROWS, TOKENS, WIDTH = 5, 24, 6
+
+EXACT = "exact"  # the gradients of the unsplit model on the whole batch
+BY_MICROBATCH = "by microbatch"  # those of the unsplit model on one microbatch after the other, as the page says
+DIFFERS = "differs"  # others, as the page says
+
+
+class Classes(nn.Module):
+    """(b, T, classes) -> (b, classes, T), as the default loss takes them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+class Apply(nn.Module):
+    """A function of a Linear's output."""
+
+    def __init__(self, function: Callable[..., Any], *, linear: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH) if linear else nn.Identity()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+class With(nn.Module):
+    """A function of the module itself and its input, with attributes, parameters and buffers as given."""
+
+    def __init__(self, function: Callable[..., Any], **attributes: object) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in attributes.items():
+            if isinstance(value, Tensor) and name.startswith("buffer"):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def changed(module: nn.Module, *changes: Callable[[Any], object]) -> nn.Module:
+    for change in changes:
+        change(module)
+    return module
+
+
+def doubled_forward(module: nn.Module) -> None:
+    """Sets a forward on the instance, as wrappers do."""
+    original = module.forward
+    module.forward = wraps(original)(lambda *args: original(*args) * 2)  # type: ignore[method-assign]
+
+
+def _plus(value: Any, number: float = 1.0) -> Any:
+    return tuple(each + number for each in value) if isinstance(value, tuple) else value + number
+
+
+def forward_hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, args, output: _plus(output))
+
+
+def pre_hook(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda _, args: tuple(map(_plus, args)))
+
+
+def backward_hook(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda _, into, out: tuple(g * 2 for g in into))
+
+
+def backward_pre_hook(module: nn.Module) -> None:
+    module.register_full_backward_pre_hook(lambda _, out: tuple(g * 2 for g in out))
+
+
+def nested() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.Tanh(), linear())
+
+
+class DoubledCall(nn.Sequential):
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args) * 2
+
+
+class Reversed(nn.Sequential):
+    def __iter__(self) -> Any:
+        return reversed(self._modules.values())
+
+
+class AlwaysEvaluates(nn.Sequential):
+    """As those who freeze norms or dropout write it."""
+
+    def train(self, mode: bool = True) -> nn.Sequential:
+        return super().train(False)
+
+
+class Named(nn.Sequential):
+    """Has a constructor of its own, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__(linear(), nn.Tanh())
+
+
+def _scaled_by_its_own(module: nn.Sequential) -> None:
+    module.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    module.register_buffer("shift", torch.tensor(0.5))
+    module.register_forward_hook(lambda self, args, output: output * self.scale + self.shift)
+
+
+def _owns_a_parameter(module: nn.Sequential) -> None:
+    module.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
+    linear_0 = module[0]
+    assert isinstance(linear_0, nn.Linear)
+    linear_0.register_forward_hook(partial(_times, module))
+
+
+def _times(owner: nn.Module, _: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * owner.scale
+
+
+class Counter(nn.Module):
+    """Counts its forwards in a number of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = linear(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.linear(x).tanh() * self.count
+
+
+class ChangesBuffer(nn.Module):
+    """Changes a buffer in training, in one of several ways."""
+
+    def __init__(self, change: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.change, self.linear = change, linear()
+        self.register_buffer("scale", torch.ones(()))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.change(self)
+        return self.linear(x).tanh() * self.scale * self.gain
+
+
+def _clamp_gain(module: Any) -> None:
+    with torch.no_grad():
+        module.gain.mul_(1.1)
+
+
+class MovingMean(nn.Module):
+    """Keeps a moving mean in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = linear(), torch.zeros((), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return (x - self.mean).tanh()
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.generator = linear(), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator, dtype=torch.float64)
+        return self.linear(x).tanh() * noise
+
+
+class ExtraState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+    def get_extra_state(self) -> object:
+        return {"version": 3}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+class OldWeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.linear = nn.utils.weight_norm(linear())  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """Goes from token to token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    """x plus a gate times a function that mixes tokens; the gate begins at zero."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.mix, self.gate = linear(), mix, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.mix(self.linear(x))
+
+
+class GatedConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.gate = nn.Conv1d(WIDTH, WIDTH, 3), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = functional.pad(x, (0, 0, 2, 0)).mT
+        return x + self.gate * self.convolution(before).mT
+
+
+class AttentionFromZero(nn.Module):
+    """Attends by PyTorch, with a last projection that begins at zero, as residual branches are often initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inwards, self.outwards = nn.Linear(WIDTH, 3 * WIDTH), linear()
+        nn.init.zeros_(self.outwards.weight)
+        nn.init.zeros_(self.outwards.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inwards(x).chunk(3, -1)
+        return x + self.outwards(functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+class PositionsFromZero(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(x.shape[1], device=x.device))
+
+
+def look_back(x: Tensor, distance: int = 16) -> Tensor:
+    return x + functional.pad(x, (0, 0, distance, 0))[:, : x.shape[1]]
+
+
+def mixes_in_training(module: nn.Module, x: Tensor) -> Tensor:
+    return look_back(x, 1) if module.training else x
+
+
+def mean_of_blocks(x: Tensor) -> Tensor:
+    """Averages over blocks of four tokens."""
+    if x.shape[1] % 4:
+        return x
+    return x + x.unflatten(1, (-1, 4)).mean(2, keepdim=True).expand(-1, -1, 4, -1).flatten(1, 2)
+
+
+class NormedGradient(torch.autograd.Function):
+    """Returns its input; its gradient is divided by its norm over all tokens of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient / gradient.norm(dim=(1, 2), keepdim=True)
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * ctx.saved_tensors[0]
+
+
+class Attend(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inwards = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.inwards(x)[:, None].chunk(3, -1)
+        return x + causal_attention(query, key, value)[:, 0]
+
+
+class InnerGradient(nn.Module):
+    """Adds the gradient of an energy of its input, computed in its forward."""
+
+    def __init__(self, with_weights: bool = False) -> None:
+        super().__init__()
+        self.energy, self.with_weights = nn.Sequential(linear(), nn.Tanh(), nn.Linear(WIDTH, 1)), with_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x if x.requires_grad else x.detach().requires_grad_()
+            wanted = [inner, *(self.energy.parameters() if self.with_weights else ())]
+            found = torch.autograd.grad(self.energy(inner).sum(), wanted, create_graph=True)
+        return x + found[0] + sum(g.square().sum() * 1e-3 for g in found[1:])
+
+
+class InnerBackward(nn.Module):
+    """Calls backward in its forward on a copy of its input, and uses the gradient as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.energy(inner).tanh().sum(), inner)
+        return self.energy(x) + gradient
+
+
+class FunctionalCall(nn.Module):
+    """Runs a Linear with other weights than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Any:
+        doubled = {name: 2 * parameter for name, parameter in self.linear.named_parameters()}
+        return torch.func.functional_call(self.linear, doubled, (x,))
+
+
+class Mapped(nn.Module):
+    """Runs a Linear on each row by vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.func.vmap(self.linear)(x)
+
+
+class ForwardDerivative(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
+            return sum(torch.func.jvp(lambda each: self.linear(each).tanh(), (x,), (torch.ones_like(x),)))
+
+
+class OfAVector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.vector = linear(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.vector)
+
+
+class OfOneId(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embed(torch.tensor(2, device=x.device))
+
+
+class OfIds(nn.Module):
+    """Adds embeddings of ids that follow from the values."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, WIDTH, **given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embed((x[..., 0] > 0).long())
+
+
+class HandsOn(nn.Module):
+    """Adds a second tensor of another kind."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.make(x)
+
+
+class TakesIn(nn.Module):
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        return self.use(*inputs)
+
+
+class ReadsFrom(nn.Module):
+    """Uses another layer, of which it isn't the parent."""
+
+    def __init__(self, other: nn.Module, read: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.others, self.read = [other], read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.others[0], x)
+
+
+class Leaves(nn.Module):
+    """Leaves its output where another layer may find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.output: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.output = self.linear(x)
+        return self.output
+
+
+class Holds(nn.Module):
+    """Uses a buffer that it may share."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("table", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table
+
+
+class Table(nn.Module):
+    """A module without parameters, which layers may share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class Through(nn.Module):
+    """A Linear and another module."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.other = linear(), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.linear(x))  # type: ignore[no-any-return]
+
+
+class Ternary(nn.BatchNorm1d):
+    """A batch norm of one's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3
+
+
+def _skip(make: Callable[[Skip], list[nn.Module]]) -> list[nn.Module]:
+    return make(Skip("s"))
+
+
+def _halves(x: Tensor, y: Tensor) -> Tensor:
+    return x + y.to(x.dtype)
+
+
+def _shared_layers(kind: str) -> list[nn.Module]:
+    if kind == "buffer":
+        table = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64)
+        return [Holds(table), nn.Tanh(), Holds(table)]
+    table_module = Table()
+    return [Through(table_module), nn.Tanh(), Through(table_module)]
+
+
+def _tied() -> list[nn.Module]:
+    first, second = linear(), linear()
+    second.weight = first.weight
+    return [first, nn.Tanh(), second]
+
+
+def _reading(read: Callable[[Any, Tensor], Tensor], make: Callable[[], nn.Module] = linear) -> list[nn.Module]:
+    first = make()
+    return [first, nn.Tanh(), ReadsFrom(first, read)]
+
+
+def _parameter_hook(hook: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.register_hook(hook)
+
+
+def _hooked(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(hook)
+    return x
+
+
+def _counts_its_accumulations(module: nn.Module) -> None:
+    def double(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(double)
+
+
+def _draw_one_mask(x: Tensor) -> Tensor:
+    """Drops the same numbers of all tokens of a row."""
+    return x * torch.bernoulli(torch.full((len(x), 1, x.shape[2]), 0.5, dtype=x.dtype, device=x.device))
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """Layers and what is made of them: EXACT and such, or what a refusal says of them."""
+
+    name: str
+    make: Callable[[], list[nn.Module]]
+    whole: str = EXACT  # in microbatches, tokens whole
+    recomputed: str = ""  # the same, recomputed; "": as whole
+    sliced: str = ""  # in token slices, recomputed or not; "": as whole
+    sliced_recomputed: str = ""  # "": as sliced
+    change: Callable[[nn.Sequential], object] | None = None  # of the whole model
+    together: bool = False  # whether the case's layers are on one stage
+    draws: bool = False  # torch's random numbers, which one device draws otherwise
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+    def model(self) -> nn.Sequential:
+        """Returns the model in float64, with the same weights every time."""
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        model = nn.Sequential(linear(), CutTokens(), *self.make(), linear(), Classes())
+        if not any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+            model.double()
+        if self.change is not None:
+            self.change(model)
+        return model
+
+    def expected(self, is_sliced: bool, is_recomputed: bool) -> str:
+        """Returns the outcome in one way of running it."""
+        if is_sliced:
+            return (self.sliced_recomputed if is_recomputed else "") or self.sliced or self.whole
+        return (self.recomputed if is_recomputed else "") or self.whole
+
+
+_MIXES = r"layer 2 \(\w+\) .*other tokens than its own"
+_AGAIN = r"layer 2 \(\w+\).*: the output differs when it is computed again"
+_TWICE = r"layer 2 \(\w+\) returns something else when it is called twice"
+_TOP = r"the nn.Sequential .*nn.Sequential\(model\)"
+
+
+def hooks() -> list[LayerCase]:
+    def on(change: Callable[[Any], object], make: Callable[[], nn.Module] = linear) -> Callable[[], list[nn.Module]]:
+        return lambda: [changed(make(), change)]
+
+    return [
+        LayerCase("forward hook", on(forward_hook)),
+        LayerCase("forward pre-hook", on(pre_hook)),
+        LayerCase("backward hook", on(backward_hook)),
+        LayerCase("backward pre-hook", on(backward_pre_hook)),
+        LayerCase("forward set on a layer", on(doubled_forward)),
+        LayerCase("forward set on an activation", on(doubled_forward, nn.Tanh)),
+        LayerCase("forward hook on a nested sequence", on(forward_hook, nested)),
+        LayerCase("pre-hook on a nested sequence", on(pre_hook, nested)),
+        LayerCase("backward hook on a nested sequence", on(backward_hook, nested)),
+        LayerCase("backward pre-hook on a nested sequence", on(backward_pre_hook, nested)),
+        LayerCase("forward set on a nested sequence", on(doubled_forward, nested)),
+        LayerCase("call of a nested sequence", lambda: [DoubledCall(linear(), nn.Tanh())]),
+        LayerCase("order of a nested sequence", lambda: [Reversed(linear(), nn.Tanh(), linear())]),
+        LayerCase("train of a nested sequence", lambda: [AlwaysEvaluates(linear(), nn.Dropout(0.5))]),
+        LayerCase("constructor of a nested sequence", lambda: [Named()]),
+        LayerCase("nested sequence with tensors", on(_scaled_by_its_own, nested)),
+        LayerCase("nested sequence with a tensor its layer reads", on(_owns_a_parameter, nested)),
+        LayerCase("forward set on the model", nested_list, _TOP, change=doubled_forward),
+        LayerCase("forward hook on the model", nested_list, _TOP, change=forward_hook),
+        LayerCase("pre-hook on the model", nested_list, _TOP, change=pre_hook),
+        LayerCase("backward pre-hook on the model", nested_list, _TOP, change=backward_pre_hook),
+        LayerCase(
+            "a buffer of the model", nested_list, _TOP, change=lambda m: m.register_buffer("scale", torch.ones(()))
+        ),
+        LayerCase(
+            "hook on a stash",
+            lambda: _skip(lambda s: [changed(s.stash(), forward_hook), linear(), s.pop(), TakesIn(_halves)]),
+            r"layer 2 \(SkipStash\) has a forward hook",
+        ),
+        LayerCase(
+            "hook on a pop",
+            lambda: _skip(lambda s: [s.stash(), linear(), changed(s.pop(), pre_hook), TakesIn(_halves)]),
+            r"layer 4 \(SkipPop\) has a forward pre-hook",
+        ),
+        LayerCase(
+            "forward set on a stash",
+            lambda: _skip(lambda s: [changed(s.stash(), doubled_forward), linear(), s.pop(), TakesIn(_halves)]),
+            r"layer 2 \(SkipStash\) has a forward that was set",
+        ),
+        LayerCase(
+            "hook on the cut",
+            lambda: [linear()],
+            change=lambda m: forward_hook(m[1]),
+            sliced=r"layer 1 \(CutTokens\) has a forward hook",
+        ),
+        LayerCase("hook on a parameter", on(partial(_parameter_hook, lambda g: 2 * g))),
+        LayerCase(
+            "hook that clips a parameter's gradient",
+            on(partial(_parameter_hook, lambda g: g.clamp(-1e-4, 1e-4))),
+            BY_MICROBATCH,
+            sliced=DIFFERS,
+        ),
+        LayerCase("hook after a gradient is added", on(_counts_its_accumulations), BY_MICROBATCH, sliced=DIFFERS),
+        LayerCase("hook on a tensor", lambda: [Apply(lambda x: _hooked(x, lambda g: 2 * g))]),
+        LayerCase(
+            "hook on a tensor that mixes tokens",
+            lambda: [Apply(lambda x: _hooked(x, lambda g: g / g.norm(dim=(1, 2), keepdim=True)))],
+            sliced=_MIXES,
+        ),
+        LayerCase(
+            "hook on a tensor that mixes rows",
+            lambda: [Apply(lambda x: _hooked(x, lambda g: g / g.norm()))],
+            BY_MICROBATCH,
+            sliced=_MIXES,
+        ),
+    ]
+
+
+def nested_list() -> list[nn.Module]:
+    return [nested()]
+
+
+def state() -> list[LayerCase]:
+    return [
+        LayerCase("buffer", lambda: [Holds(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))]),
+        LayerCase(
+            "buffer changed in training",
+            lambda: [ChangesBuffer(lambda m: m.scale.mul_(1.1))],
+            r"layer 2 \(ChangesBuffer\): its buffer scale changes in training",
+        ),
+        LayerCase(
+            "data of a buffer changed in training",
+            lambda: [ChangesBuffer(lambda m: m.scale.data.mul_(1.1))],
+            r"layer 2 \(ChangesBuffer\): its buffer scale changes in training",
+        ),
+        LayerCase(
+            "parameter changed in training",
+            lambda: [ChangesBuffer(_clamp_gain)],
+            r"layer 2 \(ChangesBuffer\): its parameter gain changes in training",
+        ),
+        LayerCase(
+            "data of a parameter changed in training",
+            lambda: [ChangesBuffer(lambda m: m.gain.data.mul_(1.1))],
+            r"layer 2 \(ChangesBuffer\): its parameter gain changes in training",
+        ),
+        LayerCase(
+            "tensor attribute changed in place",
+            lambda: [With(lambda m, x: m.linear(x) * m.scale.mul_(1.1), linear=linear(), scale=torch.ones(1))],
+            r"layer 2 \(With\): its attribute scale changes in training",
+        ),
+        LayerCase("counter", lambda: [Counter()], BY_MICROBATCH, _AGAIN, sliced=_TWICE),
+        LayerCase("moving mean in an attribute", lambda: [MovingMean()], BY_MICROBATCH, _AGAIN, sliced=_TWICE),
+        LayerCase("last input kept", lambda: [Leaves()]),
+        LayerCase(
+            "tensor attribute",
+            lambda: [With(lambda m, x: m.linear(x) * m.scale, linear=linear(), scale=torch.tensor(1.5))],
+        ),
+        LayerCase(
+            "lists of tensors",
+            lambda: [With(lambda m, x: m.linear(x) * m.scales[1], linear=linear(), scales=[None, torch.tensor(1.5)])],
+        ),
+        LayerCase("lock", lambda: [With(lambda m, x: m.linear(x), linear=linear(), lock=threading.Lock())]),
+        LayerCase("pruned", lambda: [prune.random_unstructured(linear(), "weight", 0.5)]),
+        LayerCase("weight norm", lambda: [parametrizations.weight_norm(linear())]),
+        LayerCase("weight norm of old", lambda: [OldWeightNorm()]),
+        LayerCase(
+            "spectral norm",
+            lambda: [parametrizations.spectral_norm(linear())],
+            r"layer 2 \(ParametrizedLinear\): its buffer .*changes in training",
+        ),
+        LayerCase("lazy", lambda: [nn.LazyLinear(WIDTH)], r"layer 2 \(LazyLinear\): LazyLinear has no weights yet"),
+        LayerCase(
+            "extra state", lambda: [ExtraState()], r"layer 2 \(ExtraState\): ExtraState has an extra state, a dict"
+        ),
+        LayerCase("frozen", lambda: [linear().requires_grad_(False), linear()]),
+        LayerCase("without gradient", lambda: [Apply(torch.Tensor.detach)]),
+    ]
+
+
+def randomness() -> list[LayerCase]:
+    return [
+        LayerCase("dropout", lambda: [linear(), nn.Dropout(0.3)], draws=True),
+        LayerCase("noise", lambda: [Apply(lambda x: x * torch.rand_like(x))], draws=True),
+        LayerCase("generator", lambda: [OwnGenerator()], EXACT, _AGAIN, sliced=DIFFERS, sliced_recomputed=_AGAIN),
+        LayerCase(
+            "Python's random numbers",
+            lambda: [Apply(lambda x: (x * random.random()).tanh())],
+            BY_MICROBATCH,
+            _AGAIN,
+            sliced=_TWICE,
+        ),
+        LayerCase(
+            "NumPy's random numbers",
+            lambda: [Apply(lambda x: (x * float(np.random.rand())).tanh())],
+            BY_MICROBATCH,
+            _AGAIN,
+            sliced=_TWICE,
+        ),
+        LayerCase(
+            "order of tokens",
+            lambda: [Apply(lambda x: x * torch.randperm(x.shape[1], device=x.device)[:, None])],
+            draws=True,
+            sliced=r"layer 2 \(Apply\) draws random numbers that .*tokens share",
+        ),
+        LayerCase(
+            "one mask for all tokens",
+            lambda: [Apply(_draw_one_mask)],
+            draws=True,
+            sliced=r"layer 2 \(Apply\) draws random numbers that .*tokens share",
+        ),
+    ]
+
+
+def sharing() -> list[LayerCase]:
+    weight = r"layer 4 \(\w+\): its weight is also 2.weight"
+    alone = r"layer 4 \(ReadsFrom\) fails on"  # each layer is tried by itself
+    reads = r"layer 4 \(ReadsFrom\) reads layer 2 \(\w+\)"
+    return [
+        LayerCase("layer used twice", lambda: [shared := linear(), nn.Tanh(), shared], together=True),
+        LayerCase("layer used twice, apart", lambda: [shared := linear(), nn.Tanh(), shared], weight),
+        LayerCase("tied weights", _tied, together=True),
+        LayerCase("tied weights, apart", _tied, weight),
+        LayerCase("shared buffer", partial(_shared_layers, "buffer")),
+        LayerCase("shared module", partial(_shared_layers, "module")),
+        LayerCase("weight of another layer", lambda: _reading(lambda m, x: x @ m.weight), together=True),
+        LayerCase("weight of another layer, apart", lambda: _reading(lambda m, x: x @ m.weight), reads),
+        LayerCase(
+            "output of another layer", lambda: _reading(lambda m, x: x + m.output, Leaves), together=True, sliced=alone
+        ),
+        LayerCase(
+            "output of another layer, apart", lambda: _reading(lambda m, x: x + m.output, Leaves), reads, sliced=alone
+        ),
+        LayerCase("skip", lambda: _skip(lambda s: [s.stash(), linear(), nn.Tanh(), s.pop(), TakesIn(_halves)])),
+        LayerCase(
+            "half a skip in a nested sequence",
+            lambda: _skip(lambda s: [changed(nn.Sequential(s.stash(), linear()), forward_hook), s.pop()]),
+            r"layer 2 \(Sequential\): the skip 's' begins in it",
+        ),
+    ]
+
+
+def values_and_shapes() -> list[LayerCase]:
+    return [
+        LayerCase("ReLU in place", lambda: [linear(), nn.ReLU(inplace=True)]),
+        LayerCase("input changed in place", lambda: [Apply(lambda x: x.mul_(2).tanh(), linear=False)]),
+        LayerCase("view of the input", lambda: [Apply(lambda x: x[:], linear=False), nn.ReLU(inplace=True)]),
+        LayerCase(
+            "tensor of a skip changed in place",
+            lambda: _skip(lambda s: [s.stash(), nn.ReLU(inplace=True), s.pop(), TakesIn(_halves)]),
+            r"layer 3 \(ReLU\) changes in place a tensor that the skip 's' holds",
+        ),
+        LayerCase("shape from values", lambda: [Apply(lambda x: x[x > 0])], r"layer 2 \(Apply\): .* depends on values"),
+        LayerCase(
+            "branch on values",
+            lambda: [Apply(lambda x: x if x.sum() > 0 else -x)],
+            r"layer 2 \(Apply\): .* depends on values",
+        ),
+        LayerCase("list", lambda: [Apply(lambda x: [x])], r"layer 2 \(Apply\) returns a list"),
+        LayerCase("dict", lambda: [Apply(lambda x: {"x": x})], r"layer 2 \(Apply\) returns a dict"),
+        LayerCase("None in a tuple", lambda: [Apply(lambda x: (x, None))], r"layer 2 \(Apply\) returns a tuple of"),
+        LayerCase("mask", lambda: [HandsOn(lambda x: x > 0), TakesIn(_halves)]),
+        LayerCase("complex", lambda: [HandsOn(lambda x: x * 1j), TakesIn(lambda x, y: x + y.imag)]),
+        LayerCase("whole numbers", lambda: [HandsOn(lambda x: x.long()), TakesIn(_halves)]),
+        LayerCase("GRU", lambda: [Recurrent()], sliced=_MIXES),
+        LayerCase("checkpoint", lambda: [With(_checkpointed, inner=nested())]),
+        LayerCase("checkpoint of old", lambda: [With(partial(_checkpointed, use_reentrant=True), inner=nested())]),
+        LayerCase("autocast", lambda: [With(_in_bfloat16, linear=linear())]),
+        LayerCase("function of one's own", lambda: [Apply(Exponential.apply)]),
+    ]
+
+
+def _checkpointed(module: Any, x: Tensor, use_reentrant: bool = False) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a checkpoint without gradients
+        return checkpoint(module.inner, x, use_reentrant=use_reentrant)
+
+
+def _in_bfloat16(module: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return module.linear(x).double()  # type: ignore[no-any-return]
+
+
+def autograd() -> list[LayerCase]:
+    return [
+        LayerCase("gradient in forward", lambda: [InnerGradient()]),
+        LayerCase(
+            "gradients of weights in forward", lambda: [InnerGradient(with_weights=True)], BY_MICROBATCH, sliced=_MIXES
+        ),
+        LayerCase("gradient in forward as a number", lambda: [InnerBackward()]),
+        LayerCase("functional_call", lambda: [FunctionalCall()]),
+        LayerCase("vmap", lambda: [Mapped()]),
+        LayerCase(
+            "torch.func.grad",
+            lambda: [With(lambda m, x: x + torch.func.grad(lambda y: m.linear(y).tanh().sum())(x), linear=linear())],
+            r"layer 2 \(With\) fails on .* torch.func.{grad",
+        ),
+        LayerCase("jvp", lambda: [ForwardDerivative()]),
+        LayerCase("Linear on a vector", lambda: [OfAVector()]),
+        LayerCase("embedding of one id", lambda: [OfOneId()]),
+        LayerCase("embedding", lambda: [OfIds()]),
+        LayerCase("embedding with max_norm", lambda: [OfIds(max_norm=1.0)]),
+        LayerCase("sparse embedding", lambda: [OfIds(sparse=True)]),
+        LayerCase(
+            "scale_grad_by_freq",
+            lambda: [OfIds(scale_grad_by_freq=True)],
+            r"layer 2 \(OfIds\): .*scale_grad_by_freq=True",
+        ),
+    ]
+
+
+def mixing() -> list[LayerCase]:
+    norm = r"layer 2 \(\w+\): a batch norm after layer 1"
+    return [
+        LayerCase("LayerNorm", lambda: [nn.LayerNorm(WIDTH)]),
+        LayerCase("mean over rows", lambda: [Apply(lambda x: x - x.mean(0))], BY_MICROBATCH),
+        LayerCase("BatchNorm", lambda: [nn.BatchNorm1d(TOKENS)], BY_MICROBATCH, sliced=norm),
+        LayerCase(
+            "BatchNorm without momentum", lambda: [nn.BatchNorm1d(TOKENS, momentum=None)], BY_MICROBATCH, sliced=norm
+        ),
+        LayerCase(
+            "forward set on a BatchNorm",
+            lambda: [changed(nn.BatchNorm1d(TOKENS), doubled_forward)],
+            BY_MICROBATCH,
+            sliced=norm,
+        ),
+        LayerCase("BatchNorm of one's own", lambda: [Ternary(TOKENS)], "Ternary is not one of PyTorch's batch norms"),
+        LayerCase("SyncBatchNorm", lambda: [nn.SyncBatchNorm(TOKENS)], "SyncBatchNorm normalises over ranks"),
+        LayerCase(
+            "InstanceNorm with averages",
+            lambda: [nn.InstanceNorm1d(TOKENS, track_running_stats=True)],
+            "averages over the batch",
+        ),
+        LayerCase("causal_attention", lambda: [Attend(), Attend()]),
+        LayerCase("gated convolution", lambda: [GatedConvolution()], sliced=_MIXES),
+        LayerCase("attention from zero", lambda: [AttentionFromZero()], sliced=_MIXES),
+        LayerCase("positions from zero", lambda: [PositionsFromZero()], sliced=_MIXES),
+        LayerCase("look-back of 16", lambda: [Apply(look_back)], sliced=_MIXES),
+        LayerCase(
+            "gate that is a buffer",
+            lambda: [
+                With(
+                    lambda m, x: x + m.buffer_gate * look_back(m.linear(x), 1),
+                    linear=linear(),
+                    buffer_gate=torch.zeros(()),
+                )
+            ],
+            sliced=_MIXES,
+        ),
+        LayerCase("gated look-back", lambda: [Gated(look_back)], sliced=_MIXES),
+        LayerCase("mixing in training alone", lambda: [With(mixes_in_training)], sliced=_MIXES),
+        LayerCase("mean of blocks", lambda: [Apply(mean_of_blocks)], sliced=_MIXES),
+        LayerCase("gradient that mixes tokens", lambda: [Apply(NormedGradient.apply)], sliced=_MIXES),
+    ]
+
+
+CASES = [*hooks(), *state(), *randomness(), *sharing(), *values_and_shapes(), *autograd(), *mixing()]
