@@ -82,7 +82,7 @@ class Unsplit:
         return torch.stack(losses).sum().detach()
 
     def gradients(self) -> Numbers:
-        named = self.model.named_parameters()
+        named = self.model.named_parameters(remove_duplicate=False)
         return {name.removeprefix(LORA_PREFIX): p.grad.clone() for name, p in named if p.grad is not None}
 
     def clip(self, max_norm: float) -> Tensor:
@@ -175,7 +175,7 @@ def _of_group(group: str, wanted: Numbers, got: Numbers, piped: Piped) -> tuple[
     is_state, is_gradient = group == "state", group.startswith("gradients")
     if is_state and dist.is_initialized() and dist.get_rank() > 0:
         return 0.0, ""
-    if missing := _missing(wanted, got, is_state, is_gradient):
+    if missing := _missing(wanted, got, is_gradient):
         return math.inf, f"{missing} is missing"
     places = piped.places() if is_gradient else {}
     floor = FLOOR * max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=1.0)
@@ -204,8 +204,8 @@ def _of_group(group: str, wanted: Numbers, got: Numbers, piped: Piped) -> tuple[
     return worst, where
 
 
-def _missing(wanted: Numbers, got: Numbers, is_state: bool, is_gradient: bool) -> str:
-    """Returns the first name that no rank has; a state may leave out the second name of a shared weight."""
+def _missing(wanted: Numbers, got: Numbers, is_gradient: bool) -> str:
+    """Returns the first name that no rank has; the second name of a shared weight may be left out."""
     names = set(got)
     if is_gradient and dist.is_initialized():
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -215,7 +215,7 @@ def _missing(wanted: Numbers, got: Numbers, is_state: bool, is_gradient: bool) -
     for name, each in wanted.items():
         if name in names or not each.count_nonzero():
             continue
-        if is_state and any(other.shape == each.shape and torch.equal(other, each) for other in values):
+        if any(other.shape == each.shape and torch.equal(other, each) for other in values):
             continue
         return name
     return ""

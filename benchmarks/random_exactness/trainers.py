@@ -38,7 +38,7 @@ class TrainerCase:
             "warmup_steps": dice.choice([0, 2]),
             "weight_decay": dice.choice([0.0, 0.1]),
             "max_grad_norm": dice.choice([0.0, 0.9, 1e3]),
-            "optim": dice.choice(["adamw_torch", "sgd", "adagrad", "rmsprop", "adafactor"]),
+            "optim": dice.choice(["adamw_torch", "sgd", "adagrad", "rmsprop"]),
             **dice.choice([{}, {"eval_strategy": "epoch"}, {"eval_strategy": "no"}, {"eval_on_start": True}]),
             "dataloader_drop_last": happens(dice, 0.3),
             "include_num_input_tokens_seen": dice.choice(["no", "all", "non_padding"]),

@@ -35,6 +35,7 @@ def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(run_results, "load_tokenizer", lambda *_: Tokenizer())
     run, lock = RunFolder(tmp_path), FolderLock(tmp_path, pytest.fail)
     lock.take()
+    run.inputs.mkdir(parents=True)  # where the tokenizer is
     write_export(run, "first")
     assert run.listed.is_itemised(run.model)
 
