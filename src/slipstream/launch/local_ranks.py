@@ -21,9 +21,10 @@ from types import FrameType
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.launch.forked_ranks import ForkedRank, ForkServer
-from slipstream.launch.network import listen_at
 from slipstream.launch.slurm import is_task
 from slipstream.launch.stop_request import STOP_SIGNALS
+from slipstream.launch.watched_run import kept_hub
+from slipstream.watchdog import listen_at, loopback_address
 
 LocalRank = subprocess.Popen[bytes] | ForkedRank
 
@@ -32,7 +33,6 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "858
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PARENT = "SLIPSTREAM_PARENT"
 _PR_SET_NAME = 15
-_LOOPBACK = "127.0.0.1"
 _PASSED_ON: dict[str, type[Exception]] = {
     each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
 }
@@ -78,15 +78,22 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
 
     # The parent keeps the store, so that the port is free: the system chose it. By itself the store would listen on all
     # interfaces, and it lets anybody who reaches it write.
-    listening = listen_at(_LOOPBACK)
+    address = loopback_address()
+    listening = listen_at(address)
     port = listening.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, _own_signals():
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        kept_hub(store, address, num_ranks),
+        _own_signals(),
+    ):
         error_files = {rank: Path(folder, f"error-{rank}.json") for rank in range(num_ranks)}
         parent = os.getpid() if server is None else server.pid
-        environments = [_environment(rank, num_ranks, port, parent, error_files[rank]) for rank in range(num_ranks)]
+        environments = [
+            _environment(rank, num_ranks, address, port, parent, error_files[rank]) for rank in range(num_ranks)
+        ]
         ranks: list[LocalRank] = []
         try:
             if server is None:
@@ -109,7 +116,7 @@ def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> sub
     return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
 
 
-def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: Path) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, address: str, port: int, parent: int, error_file: Path) -> dict[str, str]:
     """Returns this environment with what torchrun would set, the memory settings, and one thread per rank; what the
     user has set stays."""
     chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
@@ -119,7 +126,7 @@ def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: 
     return {
         **chosen,
         **os.environ,
-        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

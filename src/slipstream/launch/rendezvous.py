@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch.agreement import differences, name_ranks, ranks_by_value
-from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback, listen_at
+from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
+from slipstream.watchdog import listen_at, loopback_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -24,7 +25,6 @@ _SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
 _DEFAULT_SECONDS = 120.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT_SECONDS = 10.0
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
     if given is not None:
         return find_address(given.partition(",")[0]) or mine
     if len(set(all_addresses)) == 1:
-        mine = _LOOPBACK  # all are on this machine, and no other should reach them
+        mine = loopback_address()  # all are on this machine, and no other should reach them
     elif is_loopback(mine):
         mine = address_towards(next(address for address in all_addresses if not is_loopback(address)), port=9)
     interface = find_interface(mine)
