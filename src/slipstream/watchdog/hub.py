@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from slipstream.watchdog.judgement import Fault, Report, describe_fault, find_fault, stall_limit
+from slipstream.watchdog.process_state import state_of
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, wait_for
 
@@ -161,6 +162,9 @@ class Hub:
             self._closed = {rank: since + pause for rank, since in self._closed.items()}
             self._paused_at = now
         self._looked_at = now
+        if (starter := state_of(self._parent)) is not None and starter.is_stopped:  # by Ctrl-Z, perhaps with all ranks
+            for report in self._reports.values():
+                report.came = now
         for rank, report in self._reports.items():
             report.has_own_line, report.has_watcher = rank in self._ranks, rank in self._watchers
             both_closed = rank in self._closed and not report.has_own_line and not report.has_watcher
