@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -332,8 +333,12 @@ def test_a_stranger_at_the_masters_port(place: Callable[..., None], answers: boo
 
         def answer() -> None:
             while True:
-                with suppress(BrokenPipeError, ConnectionResetError):
-                    stranger.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                try:
+                    near = stranger.accept()[0]
+                except OSError:
+                    return
+                with near, suppress(OSError):
+                    near.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         if answers:
             threading.Thread(target=answer, daemon=True).start()

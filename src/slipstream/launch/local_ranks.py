@@ -95,6 +95,8 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             _environment(rank, num_ranks, address, port, parent, error_files[rank]) for rank in range(num_ranks)
         ]
         ranks: list[LocalRank] = []
+        ended: dict[int, int] = {}
+        asked: list[int] = []
         try:
             if server is None:
                 ranks.extend(_start_anew([*_ENDS_WITH_PARENT, "-m", module, *arguments], each) for each in environments)
@@ -104,7 +106,7 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             ended = _wait(ranks)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
-            _end(ranks)
+            _end(ranks, at_once=any(code < 0 and -code not in asked for code in ended.values()))
         del store
         if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
             name = signal.Signals(asked[0]).name if asked else "a signal"
@@ -192,9 +194,10 @@ def _wait(ranks: Sequence[LocalRank]) -> dict[int, int]:
     return ended
 
 
-def _end(ranks: Sequence[LocalRank]) -> None:
-    """Asks the ranks that still run to end, with all that they have started, and kills them if they don't."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _end(ranks: Sequence[LocalRank], at_once: bool) -> None:
+    """Asks the ranks that still run to end, with all that they have started, and kills them if they don't, or at once
+    where one was killed: nothing is left that they could save."""
+    for number in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
         running = [rank for rank in ranks if rank.poll() is None]
         for rank in running:
             with suppress(ProcessLookupError):

@@ -207,8 +207,8 @@ def _describe_silence(place: RendezvousPoint, reason: str) -> str:
     if _accepts(place):
         return (
             f"rank {place.rank} on {host} reached {place} ({_resolve(place)}), but what listens there doesn't "
-            f"answer as the store of rank 0 does ({reason}): another program holds that port on the master, or rank 0 is "
-            "stopped. See rank 0's output, and choose a free port there with MASTER_PORT"
+            f"answer as the store of rank 0 does ({reason}): another program holds that port on the master, or rank 0 "
+            "is stopped. See rank 0's output, and choose a free port there with MASTER_PORT"
         )
     return (
         f"rank {place.rank} on {host} got no answer from the master at {place} ({_resolve(place)}) within "

@@ -98,12 +98,13 @@ def start_watch(
     descriptors = {"board": watch.board.descriptor, "order": watch.order, "verdict": watch.verdict, "stack": stack}
     run: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "limit": limit, "token": settings.token}
     given = descriptors | vars(settings) | run | {"error_file": error_file, "stack_signal": _dump_stacks_to(stack)}
-    watch.watcher = Supervised(f"the watcher of rank {rank}", "watcher", given, list(descriptors.values()))
     me = run | {"host": socket.gethostname(), "process": os.getpid(), "doing": "before it was watched"}
     link = Link(settings.address, settings.port, lambda: me)
     if hub is not None:
         hub.start()
     link.keep()  # so that the end of this process is seen before its watcher has started
+    given["is_reached"] = link.line is not None
+    watch.watcher = Supervised(f"the watcher of rank {rank}", "watcher", given, list(descriptors.values()))
     watch.watcher.start()
     watch.supervisor = Supervisor([watch.watcher, *([] if hub is None else [hub])], link)
     watch.supervisor.start()

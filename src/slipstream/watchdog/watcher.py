@@ -48,6 +48,7 @@ class Watcher:
         self._hub_may_leave = self._is_heard = False
         self._ending: dict[str, Any] = {}  # once the rank has ended
         self._hub = Link(settings["address"], settings["port"], self._hello)
+        self._hub.has_heard = settings["is_reached"]  # by the rank, so that from now on its silence says something
 
     def run(self) -> None:
         """Watches until the rank has ended."""
