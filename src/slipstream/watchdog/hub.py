@@ -24,6 +24,7 @@ _SECONDS_FOR_DETAILS = 0.8
 _SECONDS_TO_SETTLE = 0.3  # after a death: of several that come at once all are named
 _SECONDS_TO_LEAVE = 2.0  # that others have to take the verdict
 _SECONDS_TO_RETURN = 1.0  # for a rank whose lines were both closed, as by a proxy that was started again
+_SECONDS_TO_COME = 5.0  # for the watcher of a rank that has ended, which may just be starting
 _BREATH_SECONDS = 0.01  # between looks, so that a flood of messages leaves others the processor
 _MOST_STRANGERS = 256  # that haven't said who they are; a watcher does that at once
 _SECONDS_TO_INTRODUCE = 10.0
@@ -168,8 +169,10 @@ class Hub:
         for rank, report in self._reports.items():
             report.has_own_line, report.has_watcher = rank in self._ranks, rank in self._watchers
             both_closed = rank in self._closed and not report.has_own_line and not report.has_watcher
-            if both_closed and not report.ending and now - self._closed[rank] > _SECONDS_TO_RETURN:
-                report.ending = "gone"
+            report.was_watched |= report.has_watcher
+            patience = _SECONDS_TO_RETURN if report.was_watched else _SECONDS_TO_COME
+            if both_closed and not report.ending and now - self._closed[rank] > patience:
+                report.ending = "gone" if report.was_watched else "dead"
         if any(not report.is_counted and not report.ending for report in self._reports.values()):
             self._paused_at = now
         if len(self._reports) < self._num_ranks and not any(each.ending for each in self._reports.values()):

@@ -25,6 +25,7 @@ class Report:
         came: when the last message came, by the hub's clock.
         has_own_line: whether the rank itself is connected, as it is for as long as its process lives.
         has_watcher: whether its watcher is.
+        was_watched: whether its watcher has ever been.
         silent: seconds in which the rank didn't get on.
         idle: seconds in which it neither got on nor computed, read or wrote.
         is_counted: whether its silence counts: not while it compiles, loads, saves, validates or exports.
@@ -45,6 +46,7 @@ class Report:
     came: float = 0.0
     has_own_line: bool = False
     has_watcher: bool = False
+    was_watched: bool = False
     silent: float = 0.0
     idle: float = 0.0
     is_counted: bool = False
