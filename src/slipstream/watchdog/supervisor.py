@@ -30,7 +30,7 @@ from slipstream.watchdog.wire import Line, Link, listen_at, wait_for
 LOOK_SECONDS = 1.0
 PAUSED_SECONDS = 2.5  # a longer look was no look: this process was stopped itself, or found no processor
 _MOST_SILENCE = 4.0  # seconds; one that is only slow is started again in vain, which costs nothing
-_SECONDS_TO_START = 60.0  # for the first word, in which Python starts
+_SECONDS_TO_START = 20.0  # for the first word, in which Python starts
 _SECONDS_TO_END = 1.0  # after its end of the line is closed
 _LEAST_LIFE = 0.5  # seconds between two starts; four times as long after each that came to nothing
 _MOST_FAILURES = 5  # in a row, without a word
