@@ -254,10 +254,10 @@ def accept_settings() -> tuple[dict[str, Any], Line]:
         # A helper that is stopped when its supervisor ends goes on then, so as to end too.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     line = Line(socket.socket(fileno=sys.stdin.fileno()))
-    line.send({})
     while line.is_open:
         wait_for([line], LOOK_SECONDS)
         if messages := line.receive():
+            line.send({})  # only now: a supervisor that has ended meanwhile has left its settings
             return messages[0], line
     sys.exit()
 
