@@ -344,10 +344,9 @@ print("alive")
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_rank_that_ends_well_blames_nobody(tmp_path: Path, is_stopped: bool) -> None:
     with two_ranks(tmp_path, "leaves", limit=500) as ranks:
-        lost = helper(ranks[0], "hub")
         for rank in (1, 0):
-            if is_stopped and lost is not None:
-                lost.suspend()  # who leaves says good-bye to the next one, or once this one goes on as rank 0 has ended
+            if is_stopped and (hub := helper(ranks[0], "hub")) is not None:
+                hub.suspend()  # who leaves says good-bye to the next one, or once this one goes on as rank 0 has ended
             (tmp_path / f"leave{rank}").touch()
             assert ranks[rank].communicate(timeout=SOON)[1] == ""
         assert [rank.returncode for rank in ranks] == [0, 0]

@@ -123,6 +123,7 @@ class Hub:
         lines[rank] = line
         self._closed.pop(rank, None)
         report = self._reports.setdefault(rank, Report(str(first.get("host"))))
+        report.was_watched |= lines is self._watchers
         self._take(report, line, messages)
         if self._verdict is not None:  # another rank has ended before this one was watched
             line.send(self._verdict)
@@ -169,7 +170,6 @@ class Hub:
         for rank, report in self._reports.items():
             report.has_own_line, report.has_watcher = rank in self._ranks, rank in self._watchers
             both_closed = rank in self._closed and not report.has_own_line and not report.has_watcher
-            report.was_watched |= report.has_watcher
             patience = _SECONDS_TO_RETURN if report.was_watched else _SECONDS_TO_COME
             if both_closed and not report.ending and now - self._closed[rank] > patience:
                 report.ending = "gone" if report.was_watched else "dead"
