@@ -4,8 +4,8 @@ python -m benchmarks.soak                                  # 2000 steps, 200 fau
 python -m benchmarks.soak --steps 120 --faults 8 --seed 1  # a short one
 
 Four processes, two replicas of two stages, are killed, stopped, held up, left without a disk, robbed of their newest
-checkpoint and asked to end, at random; `slipstream train` starts its ranks again by itself, and is started again with
-`--checkpoint.resume=last-good` where it has ended.
+checkpoint and asked to end, at random, and their watchers and hub are killed, stopped and flooded alike; `slipstream
+train` starts its ranks again by itself, and is started again with `--checkpoint.resume=last-good` where it has ended.
 """
 
 from __future__ import annotations

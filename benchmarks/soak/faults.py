@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ import psutil
 from slipstream.checkpoint import step_named
 
 KINDS = ("slow", "kill", "stop", "full disk", "damaged checkpoint", "TERM", "launcher killed")
+KINDS += ("rank and watcher killed", "watcher killed", "watcher stopped", "hub killed", "hub stopped", "hub flooded")
+KINDS += ("slow by turns",)
 ENDS_THE_LAUNCHER = {"TERM", "launcher killed"}
+GOES_ON = {"slow", "slow by turns", "full disk", "hub flooded"}
+LOSES_A_HELPER = {"watcher killed", "watcher stopped", "hub killed", "hub stopped"}  # which is started again
 
 
 @dataclass
@@ -28,6 +33,30 @@ class Fault:
     named: bool | None = None  # whether it said the rank
     again: float | None = None  # seconds until the next step was complete
     lost: int = 0  # steps that ran again
+
+
+def flood(port: int, dice: random.Random) -> None:
+    """Sends the hub what no watcher sends, for a second: random lines, silence, and one without an end."""
+    ends = time.monotonic() + 1
+    connections = []
+    while time.monotonic() < ends:
+        connections.append(socket.create_connection(("127.0.0.1", port)))
+        with suppress(OSError):
+            connections[-1].sendall(dice.choice([b"", dice.randbytes(300) + b"\n", b"[" * 5000 + b"\n", b"x" * 2**18]))
+        if len(connections) > 300:
+            connections.pop(0).close()
+    for each in connections:
+        each.close()
+
+
+def slow_down(rank: psutil.Process, seconds: float) -> None:
+    """Lets a rank run for 50 ms of every 100."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        rank.suspend()
+        time.sleep(0.05)
+        rank.resume()
+        time.sleep(0.05)
 
 
 def fill_disk(ranks: list[psutil.Process]) -> None:

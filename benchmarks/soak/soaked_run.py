@@ -19,7 +19,16 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.soak.faults import ENDS_THE_LAUNCHER, Fault, damage, fill_disk
+from benchmarks.soak.faults import (
+    ENDS_THE_LAUNCHER,
+    GOES_ON,
+    LOSES_A_HELPER,
+    Fault,
+    damage,
+    fill_disk,
+    flood,
+    slow_down,
+)
 
 MARK = "SLIPSTREAM_SOAK"  # in the environment of every process of a soak
 POLL_SECONDS = 0.05
@@ -44,6 +53,7 @@ class Soak:
         self.mark = uuid.uuid4().hex
         self.log = self.folder / "log"
         self.launcher: subprocess.Popen[bytes] | None = None
+        self.lost = 0  # the process of the hub or the watcher that was lost last
 
     @property
     def output(self) -> Path:
@@ -118,8 +128,10 @@ class Soak:
         self.faults.append(fault)
         with suppress(psutil.Error, ProcessLookupError):
             self.act(fault, victim)
-        if kind in ("slow", "full disk"):
+        if kind in GOES_ON:
             fault.again = self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")
+        elif kind in LOSES_A_HELPER:
+            self.wait_for_a_helper(fault, said)
         else:
             self.recover(fault, victim, said)
 
@@ -141,8 +153,47 @@ class Soak:
             victim.kill()
         elif fault.kind == "TERM":
             self.launcher.send_signal(signal.SIGTERM)
+        elif fault.kind == "slow by turns":
+            slow_down(victim, SLOW_SECONDS)
+        elif fault.kind == "rank and watcher killed":
+            helpers = [each for each in victim.children() if is_helper(each, "watcher")]
+            for each in (victim, *helpers):
+                each.suspend()
+            for each in (*helpers, victim):
+                each.kill()
+        elif fault.kind == "hub flooded":
+            (hub,) = self.helpers("hub")
+            flood(
+                next(each.laddr.port for each in hub.net_connections() if each.status == psutil.CONN_LISTEN), self.dice
+            )
+        elif fault.kind in LOSES_A_HELPER:
+            name, _, how = fault.kind.partition(" ")
+            parent = victim if name == "watcher" else psutil.Process(self.launcher.pid)
+            for each in parent.children():
+                if is_helper(each, name):
+                    each.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+                    self.lost = each.pid
         elif fault.kind == "launcher killed":
             self.launcher.kill()
+
+    def helpers(self, name: str) -> list[psutil.Process]:
+        """Returns the hub of the run, or the watchers."""
+        assert self.launcher is not None
+        children = psutil.Process(self.launcher.pid).children(recursive=True)
+        return [each for each in children if is_helper(each, name)]
+
+    def wait_for_a_helper(self, fault: Fault, said: int) -> None:
+        """Waits until the run says that it has lost a helper, starts it again, and goes on."""
+        words = f"(process {self.lost}) was "
+
+        def is_said() -> bool:
+            return words in self.text()[said:] or self.has_ended()
+
+        fault.detected = self.wait_until(is_said, f"what the run says of {fault.kind}")
+        who = "the watchers' hub" if "hub" in fault.kind else f"the watcher of rank {fault.rank}"
+        text = self.text()[said:]
+        fault.named = f"{who} {words}" in text and "error: " not in text and "\nrestart " not in text
+        fault.again = self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")
 
     def recover(self, fault: Fault, victim: psutil.Process, said: int) -> None:
         """Waits until the run says what has happened and goes on; starts the launcher again where that has ended."""
@@ -165,6 +216,13 @@ class Soak:
     def processes(self) -> list[int]:
         """Returns all processes of this run, watchers too."""
         return [each.pid for each in psutil.process_iter() if self.mark in marks_of(each)]
+
+
+def is_helper(process: psutil.Process, name: str) -> bool:
+    """Whether a process is the hub, or a watcher."""
+    with suppress(psutil.Error):
+        return process.cmdline()[-1:] == [f"slipstream.watchdog.{name}"]
+    return False
 
 
 def marks_of(process: psutil.Process) -> str:

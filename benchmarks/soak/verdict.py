@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.soak.faults import ENDS_THE_LAUNCHER, KINDS, Fault
+from benchmarks.soak.faults import ENDS_THE_LAUNCHER, GOES_ON, KINDS, LOSES_A_HELPER, Fault
 from benchmarks.soak.soaked_run import Soak
 from slipstream.checkpoint.checkpoint_folder import MOST_ASIDE
 from slipstream.checkpoint.save_interval import best_interval
@@ -53,7 +53,7 @@ def problems_of(soak: Soak, undisturbed: Soak) -> Iterator[str]:
 
 def restarts_of(soak: Soak) -> tuple[int, int]:
     """Returns how often the run has started its ranks again by itself, and for how many faults it has to."""
-    ends_ranks = set(KINDS) - ENDS_THE_LAUNCHER - {"slow", "full disk"}
+    ends_ranks = set(KINDS) - ENDS_THE_LAUNCHER - GOES_ON - LOSES_A_HELPER
     return soak.text().count("\nrestart "), sum(fault.kind in ends_ranks for fault in soak.faults)
 
 

@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +324,31 @@ def test_a_port_that_is_taken(place: Callable[..., None]) -> None:
         place(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1)
         with pytest.raises(SlipstreamError, match=f"rank 0 on .* can't listen at .* MASTER_PORT={port} .*free port"):
             connect_ranks({})
+
+
+@pytest.mark.parametrize("answers", first_of([False, True]))
+def test_a_stranger_at_the_masters_port(place: Callable[..., None], answers: bool) -> None:
+    """It accepts and says nothing, or something that no store says; rank 1 waits no longer than it may."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer() -> None:
+            while True:
+                try:
+                    near = stranger.accept()[0]
+                except OSError:
+                    return
+                with near, suppress(OSError):
+                    near.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        if answers:
+            threading.Thread(target=answer, daemon=True).start()
+        port = stranger.getsockname()[1]
+        place(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, SLIPSTREAM_RENDEZVOUS_SECONDS=1)
+        with pytest.raises(SlipstreamError) as error:
+            connect_ranks({})
+        stranger.shutdown(socket.SHUT_RDWR)
+    assert f"reached MASTER_ADDR=127.0.0.1, MASTER_PORT={port} (127.0.0.1), but what listens there" in str(error.value)
+    assert "another program holds that port on the master, or rank 0 is stopped" in str(error.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found on Linux only")

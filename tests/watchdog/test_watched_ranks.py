@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,15 +33,19 @@ from slipstream import watchdog
 from slipstream.schedule import add_communication, one_f_one_b
 
 rank, folder, how, limit = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
-meet, listening = folder / "meet", None
+meet, hub = folder / "meet", None
 if rank == 0:
-    listening, settings = watchdog.open_hub("127.0.0.1")
+    hub, settings = watchdog.open_hub("127.0.0.1")
     (folder / "part").write_text(json.dumps(vars(settings)))
     (folder / "part").replace(meet)
 while not meet.exists():
     time.sleep(0.01)
+if rank == 1 and how == "by proxy":
+    meet = folder / "proxy"
+    while not meet.exists():
+        time.sleep(0.01)
 settings = watchdog.WatchSettings(**json.loads(meet.read_text()))
-watchdog.start_watch(settings, rank, 2, limit, listening)
+watchdog.start_watch(settings, rank, 2, limit, hub)
 schedule = add_communication(one_f_one_b(2, 1, 2))
 watchdog.note_order(rank, schedule)
 mine = watchdog.board()
@@ -48,6 +56,8 @@ def is_ready():
 
 def hang():
     is_ready()  # only now: the test may end or stop it at once
+    while how in ("breathes", "by proxy"):
+        time.sleep(0.05)
     while True:  # a signal ends a sleep
         ctypes.PyDLL(None).sleep(1000)  # holds the interpreter
 
@@ -90,12 +100,22 @@ def two_ranks(folder: Path, how: str, limit: float) -> Iterator[list[subprocess.
             time.sleep(0.02)
         watchers = [child for rank in ranks for child in psutil.Process(rank.pid).children()]
         yield ranks
+        watchers += [child for rank in ranks if rank.poll() is None for child in psutil.Process(rank.pid).children()]
         assert not psutil.wait_procs(watchers, timeout=SOON)[1], "a watcher is left"
     finally:
         for rank in ranks:
             with suppress(ProcessLookupError):
                 rank.kill()
             rank.communicate()
+
+
+def helper(rank: subprocess.Popen[str], name: str) -> psutil.Process | None:
+    """The rank's watcher, or the hub that it has started, while it runs."""
+    for child in psutil.Process(rank.pid).children():
+        with suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE and child.cmdline()[-1:] == [f"slipstream.watchdog.{name}"]:
+                return child
+    return None
 
 
 def test_a_killed_rank_ends_the_other_which_says_what_it_waited_for(tmp_path: Path) -> None:
@@ -160,18 +180,176 @@ def test_a_rank_that_fails_is_named_by_its_error(tmp_path: Path) -> None:
 def test_a_rank_whose_hub_is_lost_ends(tmp_path: Path) -> None:
     """As where the machine of rank 0 is gone; after `leaves`, rank 0 may end with its watcher before others."""
     with two_ranks(tmp_path, "waits", limit=500) as (first, other):
-        (watcher,) = psutil.Process(first.pid).children()
-        watcher.kill()
+        for each in (helper(first, "hub"), helper(first, "watcher"), first):
+            assert each is not None
+            each.send_signal(signal.SIGSTOP)  # so that none of them starts another again
+        for each in psutil.Process(first.pid).children():
+            each.kill()
         first.kill()
         _, said = other.communicate(timeout=SOON)
-    assert said.startswith("error: rank 0 has ended without a word, and its watcher with it")
+    assert said.startswith("error: rank 0 has ended without a word, and the hub of the watchers with it")
 
 
-def test_a_rank_that_ends_well_blames_nobody(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_with_its_watcher_is_named(tmp_path: Path) -> None:
+    """As by a control group out of memory: it hasn't finished, as it hasn't said good-bye."""
+    with two_ranks(tmp_path, "waits", limit=500) as (survivor, victim):
+        watcher = helper(victim, "watcher")
+        assert watcher is not None
+        for each in (victim, watcher):
+            each.send_signal(signal.SIGSTOP)
+        watcher.kill()
+        victim.kill()
+        _, said = survivor.communicate(timeout=SOON)
+    assert re.match(rf"error: rank 1 \(.*, process {victim.pid}\) has ended without a word", said)
+
+
+LOSSES = [
+    ("hub", 0, "KILL"),
+    ("hub", 0, "STOP"),
+    ("watcher", 0, "KILL"),
+    ("watcher", 1, "STOP"),
+    ("watcher", 1, "KILL"),
+]
+
+
+@pytest.mark.parametrize(("name", "rank", "how"), first_of(LOSSES))
+def test_a_lost_helper_is_named_and_started_again(tmp_path: Path, name: str, rank: int, how: str) -> None:
+    """Nobody is blamed for it, and who is killed later is named."""
+    with two_ranks(tmp_path, "breathes", limit=500) as ranks:
+        lost = helper(ranks[rank], name)
+        assert lost is not None
+        lost.send_signal(getattr(signal, f"SIG{how}"))
+        deadline = time.monotonic() + SOON
+        while (found := helper(ranks[rank], name)) is None or found.pid == lost.pid:
+            assert time.monotonic() < deadline, "it isn't started again"
+            time.sleep(0.02)
+        assert [each.poll() for each in ranks] == [None, None]
+        ranks[1].kill()
+        said = [each.communicate(timeout=SOON)[1] for each in ranks]
+    who = "the watchers' hub" if name == "hub" else f"the watcher of rank {rank}"
+    words = "was ended by SIGKILL" if how == "KILL" else r"was silent for \d+ s, as a stopped one is"
+    assert re.search(rf"{who} \(process {lost.pid}\) {words}; it is started again, and the run goes on", said[rank])
+    error = said[0][said[0].index("error: ") :]
+    assert re.match(rf"error: rank 1 \(.*, process {ranks[1].pid}\) has ended without a word", error)
+
+
+class Proxy(threading.Thread):
+    """Passes on what rank 1 and its watcher exchange with the hub: late, with stalls, corrupted, or not at all."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        super().__init__(daemon=True)
+        self.dice, self.delay, self.is_cut, self.corrupts = random.Random(seed), 0.0, False, False
+        self.num_corrupted = 0
+        self._settings = json.loads((folder / "meet").read_text())
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listening]
+        (folder / "part").write_text(json.dumps(self._settings | {"port": self._listening.getsockname()[1]}))
+        (folder / "part").replace(folder / "proxy")
+
+    def run(self) -> None:
+        with suppress(OSError):
+            while True:
+                near = self._listening.accept()[0]
+                far = socket.create_connection(("127.0.0.1", self._settings["port"]))
+                self._sockets += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                while self.is_cut:
+                    time.sleep(0.05)
+                time.sleep(self.delay * (self.dice.uniform(1, 10) if self.dice.random() < 0.01 else 1))
+                if self.corrupts and self.dice.random() < 0.5:
+                    data = data[:-2] + b'"' + data[-1:]
+                    self.num_corrupted += 1
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def ranks_by_proxy(folder: Path, limit: float) -> Iterator[tuple[list[subprocess.Popen[str]], Proxy]]:
+    """Two ranks, of which rank 1 reaches the hub through a proxy."""
+    made: list[Proxy] = []
+
+    def make() -> None:
+        while not (folder / "meet").exists():
+            time.sleep(0.01)
+        made.append(Proxy(folder))
+        made[0].start()
+
+    maker = threading.Thread(target=make, daemon=True)
+    maker.start()
+    with two_ranks(folder, "by proxy", limit) as ranks:
+        maker.join()
+        try:
+            yield ranks, made[0]
+        finally:
+            made[0].close()
+
+
+@pytest.mark.parametrize("what", first_of(["corrupt lines", "delays"]))
+def test_a_bad_network_blames_nobody(tmp_path: Path, what: str) -> None:
+    """A corrupt line costs its connection, which is made again; a delay of 200 ms and stalls of 2 s cost nothing."""
+    with ranks_by_proxy(tmp_path, limit=500) as (ranks, proxy):
+        proxy.corrupts, proxy.delay = what == "corrupt lines", 0.2 if what == "delays" else 0.0
+        began = time.monotonic()
+        while time.monotonic() - began < 5 or (proxy.corrupts and proxy.num_corrupted < 3):
+            assert [each.poll() for each in ranks] == [None, None]
+            time.sleep(0.1)
+        proxy.corrupts = False
+        ranks[1].kill()
+        _, said = ranks[0].communicate(timeout=SOON)
+    assert re.match(rf"error: rank 1 \(.*, process {ranks[1].pid}\) has ended without a word", said)
+
+
+def test_both_sides_of_a_cut_end_and_say_what_they_know(tmp_path: Path) -> None:
+    """Five seconds after the limit; the side without the hub doesn't blame itself."""
+    with ranks_by_proxy(tmp_path, limit=3) as (ranks, proxy):
+        proxy.is_cut = True
+        said = [each.communicate(timeout=SOON)[1] for each in ranks]
+        proxy.is_cut = False
+    assert re.match(r"error: rank \d \(.*, process \d+\) (doesn't answer since|isn't watched since|hangs)", said[0])
+    assert re.match(r"error: the watchers' hub, which rank 0 has started at .*, doesn't answer since \d+ s", said[1])
+
+
+def test_a_signal_for_a_stack_ends_no_rank_whose_handler_has_gone(tmp_path: Path) -> None:
+    """As Python takes it away at its end."""
+    program = """
+import faulthandler, os, signal, sys
+from slipstream import watchdog
+hub, settings = watchdog.open_hub("127.0.0.1")
+watchdog.start_watch(settings, 0, 2, 500.0, hub)
+faulthandler.unregister(signal.SIGUSR2)
+os.kill(os.getpid(), signal.SIGUSR2)
+watchdog.end_watch()
+print("alive")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=with_path(ROOT / "src"), capture_output=True, text=True, timeout=SOON
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "alive\n", "")
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_rank_that_ends_well_blames_nobody(tmp_path: Path, is_stopped: bool) -> None:
     with two_ranks(tmp_path, "leaves", limit=500) as ranks:
-        for rank in (1, 0):  # the hub, which ends with rank 0, is there until the other has said good-bye
+        for rank in (1, 0):
+            if is_stopped and (hub := helper(ranks[0], "hub")) is not None:
+                hub.suspend()  # who leaves says good-bye to the next one, or once this one goes on as rank 0 has ended
             (tmp_path / f"leave{rank}").touch()
-            assert ranks[rank].communicate(timeout=SOON)[1] == ""
+            said = ranks[rank].communicate(timeout=SOON)[1].splitlines()
+            assert [line for line in said if not (is_stopped and line.startswith("the watchers' hub"))] == []
         assert [rank.returncode for rank in ranks] == [0, 0]
 
 

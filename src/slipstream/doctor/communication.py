@@ -7,7 +7,6 @@ from datetime import timedelta
 
 from slipstream.doctor.finding import Finding, error_text
 
-_LOOPBACK = "127.0.0.1"
 _SECONDS = 5
 
 
@@ -30,16 +29,17 @@ def find_backends() -> Iterator[Finding]:
 
 
 def find_loopback() -> Iterator[Finding]:
-    """Yields whether a store at 127.0.0.1, through which local ranks find each other, answers."""
+    """Yields whether a store at the loopback address, through which local ranks find each other, answers."""
     import torch.distributed as dist
 
-    from slipstream.launch.network import listen_at
+    from slipstream.watchdog import listen_at, loopback_address
 
+    address = loopback_address()
     try:
-        listening = listen_at(_LOOPBACK)
+        listening = listen_at(address)
         port = listening.getsockname()[1]
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            _LOOPBACK,
+            address,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -49,11 +49,14 @@ def find_loopback() -> Iterator[Finding]:
         store.set("here", "yes")
         answer = store.get("here")
     except (OSError, RuntimeError) as error:
-        yield _unreachable(error_text(error))
+        yield _unreachable(address, error_text(error))
         return
-    yield Finding("loopback", f"a store at {_LOOPBACK} answers") if answer == b"yes" else _unreachable(repr(answer))
+    if answer == b"yes":
+        yield Finding("loopback", f"a store at {address} answers")
+    else:
+        yield _unreachable(address, repr(answer))
 
 
-def _unreachable(what: str) -> Finding:
+def _unreachable(address: str, what: str) -> Finding:
     how = "local ranks meet there: bring the interface up (ip link set lo up), and let firewalls pass it"
-    return Finding("loopback", f"no store answers at {_LOOPBACK}", f"{what}; {how}")
+    return Finding("loopback", f"no store answers at {address}", f"{what}; {how}")

@@ -21,9 +21,10 @@ from types import FrameType
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.launch.forked_ranks import ERROR_FILE, ForkedRank, ForkServer
-from slipstream.launch.network import listen_at
 from slipstream.launch.slurm import is_task
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount
+from slipstream.launch.watched_run import kept_hub
+from slipstream.watchdog import listen_at, loopback_address
 
 LocalRank = subprocess.Popen[bytes] | ForkedRank
 
@@ -31,7 +32,6 @@ LocalRank = subprocess.Popen[bytes] | ForkedRank
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _PARENT = "SLIPSTREAM_PARENT"
 _PR_SET_NAME = 15
-_LOOPBACK = "127.0.0.1"
 _PASSED_ON: dict[str, type[Exception]] = {
     each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
 }
@@ -77,18 +77,27 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
 
     # The parent keeps the store, so that the port is free: the system chose it. By itself the store would listen on all
     # interfaces, and it lets anybody who reaches it write.
-    listening = listen_at(_LOOPBACK)
+    address = loopback_address()
+    listening = listen_at(address)
     port = listening.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, _own_signals():
+    with (
+        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        kept_hub(store, address, num_ranks),
+        _own_signals(),
+    ):
         error_files = {rank: Path(folder, f"error-{rank}.json") for rank in range(num_ranks)}
         if server is not None and server.ending:  # it has died with the ranks that it had started before
             server = None
         parent = os.getpid() if server is None else server.pid
-        environments = [_environment(rank, num_ranks, port, parent, error_files[rank]) for rank in range(num_ranks)]
+        environments = [
+            _environment(rank, num_ranks, address, port, parent, error_files[rank]) for rank in range(num_ranks)
+        ]
         ranks: list[LocalRank] = []
+        ended: dict[int, int] = {}
+        asked: list[int] = []
         try:
             if server is None:
                 ranks.extend(_start_anew([*_ENDS_WITH_PARENT, "-m", module, *arguments], each) for each in environments)
@@ -100,7 +109,7 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             ended = _wait(ranks)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
-            _end(ranks)
+            _end(ranks, at_once=any(code < 0 and -code not in asked for code in ended.values()))
         del store
         if server is not None and server.ending:
             raise RankFailedError(f"{server.ending}, and its ranks have ended with it")
@@ -114,7 +123,7 @@ def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> sub
     return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
 
 
-def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: Path) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, address: str, port: int, parent: int, error_file: Path) -> dict[str, str]:
     """Returns this environment with what torchrun would set, the memory settings, and one thread per rank; what the
     user has set stays."""
     chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
@@ -124,7 +133,7 @@ def _environment(rank: int, num_ranks: int, port: int, parent: int, error_file: 
     return {
         **chosen,
         **os.environ,
-        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -207,9 +216,10 @@ def _wait(ranks: Sequence[LocalRank]) -> dict[int, int]:
     return ended
 
 
-def _end(ranks: Sequence[LocalRank]) -> None:
-    """Asks the ranks that still run to end, with all that they have started, and kills them if they don't."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _end(ranks: Sequence[LocalRank], at_once: bool) -> None:
+    """Asks the ranks that still run to end, with all that they have started, and kills them if they don't, or at once
+    where one was killed: nothing is left that they could save."""
+    for number in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
         running = [rank for rank in ranks if rank.poll() is None]
         _signal_groups(running, number)
         deadline = time.monotonic() + _SECONDS_TO_END

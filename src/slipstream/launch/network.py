@@ -26,13 +26,6 @@ def address_towards(host: str, port: int) -> str:
     raise problem
 
 
-def listen_at(address: str, port: int = 0) -> socket.socket:
-    """Returns a socket that listens at an address of this machine, so that only its interface is reached; port 0 lets
-    the system choose one. Raises OSError where the address isn't this machine's, or the port is taken."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
-
-
 def is_loopback(address: str) -> bool:
     """Returns whether an address can only be reached from this machine."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

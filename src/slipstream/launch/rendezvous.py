@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch.agreement import differences, name_ranks, ranks_by_value
-from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback, listen_at
+from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
+from slipstream.watchdog import listen_at, loopback_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -24,7 +26,7 @@ _SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
 _DEFAULT_SECONDS = 120.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT_SECONDS = 10.0
-_LOOPBACK = "127.0.0.1"
+_SECONDS_FOR_AN_ANSWER = 2.0  # after the store's own limit, which it mostly keeps
 
 
 @dataclass(frozen=True)
@@ -157,21 +159,31 @@ class ConnectedRanks:
 
 def _connect(place: RendezvousPoint) -> Store:
     """Returns the store at MASTER_ADDR; each restart by torchrun has separate keys."""
-    listening: int | None = None
-    try:
-        if place.keeps_store and (address := _listening_address(place)):
-            listening = listen_at(address, place.port).detach()
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            place.address,
-            place.port,
-            place.world_size,
-            is_master=place.keeps_store,
-            timeout=timedelta(seconds=place.seconds),
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
-    except (RuntimeError, OSError) as error:
-        raise SlipstreamError(_describe_silence(place, str(error).splitlines()[0])) from error
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            address = _listening_address(place) if place.keeps_store else ""
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                place.address,
+                place.port,
+                place.world_size,
+                is_master=place.keeps_store,
+                timeout=timedelta(seconds=place.seconds),
+                wait_for_workers=False,
+                master_listen_fd=listen_at(address, place.port).detach() if address else None,
+            )
+            found.append(store)
+        except (RuntimeError, OSError) as error:
+            found.append(error)
+
+    # In a thread, as no limit of the store holds once its connection is made: it waits for ever for the first answer.
+    thread = threading.Thread(target=connect, name="connecting to the store", daemon=True)
+    thread.start()
+    thread.join(place.seconds + _SECONDS_FOR_AN_ANSWER)
+    store = found[0] if found else TimeoutError("no answer")
+    if isinstance(store, Exception):
+        raise SlipstreamError(_describe_silence(place, str(store).splitlines()[0])) from store
     return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
 
 
@@ -192,12 +204,26 @@ def _describe_silence(place: RendezvousPoint, reason: str) -> str:
             f"rank 0 on {host} can't listen at {place} ({reason}); choose a free port with MASTER_PORT, and start "
             f"rank 0 on the machine that MASTER_ADDR names"
         )
+    if _accepts(place):
+        return (
+            f"rank {place.rank} on {host} reached {place} ({_resolve(place)}), but what listens there doesn't "
+            f"answer as the store of rank 0 does ({reason}): another program holds that port on the master, or rank 0 "
+            "is stopped. See rank 0's output, and choose a free port there with MASTER_PORT"
+        )
     return (
         f"rank {place.rank} on {host} got no answer from the master at {place} ({_resolve(place)}) within "
         f"{place.seconds:g} seconds ({reason}). Check that rank 0 has started there, that the name stands for its "
         f"address here (getent hosts {place.address}), and that firewalls pass the port (nc -vz {place.address} "
         f"{place.port}); to wait longer, set {_SECONDS}={2 * place.seconds:g}"
     )
+
+
+def _accepts(place: RendezvousPoint) -> bool:
+    """Returns whether somebody listens there."""
+    with suppress(OSError):
+        socket.create_connection((place.address, place.port), timeout=min(_CONNECT_SECONDS, place.seconds)).close()
+        return True
+    return False
 
 
 def _resolve(place: RendezvousPoint) -> str:
@@ -226,7 +252,7 @@ def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
     if given is not None:
         return find_address(given.partition(",")[0]) or mine
     if len(set(all_addresses)) == 1:
-        mine = _LOOPBACK  # all are on this machine, and no other should reach them
+        mine = loopback_address()  # all are on this machine, and no other should reach them
     elif is_loopback(mine):
         mine = address_towards(next(address for address in all_addresses if not is_loopback(address)), port=9)
     interface = find_interface(mine)

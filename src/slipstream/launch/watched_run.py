@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
-from slipstream.watchdog import WatchSettings, end_watch, explain_loss, open_hub, start_watch
+from slipstream.watchdog import WatchSettings, end_watch, explain_loss, open_hub, start_watch, supervised_hub
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -38,11 +38,11 @@ def watched_run(
         error_file: where our launcher reads why the rank has ended.
     """
     if limit != "off" and num_ranks > 1:
-        listening = None
-        if rank == 0:
-            listening, mine = open_hub(address)
+        hub = None
+        if rank == 0 and launched_error_file() is None:  # our launcher keeps the hub itself
+            hub, mine = open_hub(address)
             store.set(_KEY, json.dumps(vars(mine)))
-        start_watch(WatchSettings(**json.loads(store.get(_KEY))), rank, num_ranks, limit, listening, error_file)
+        start_watch(WatchSettings(**json.loads(store.get(_KEY))), rank, num_ranks, limit, hub, error_file)
     try:
         yield
     except _DECIDED_BY_ALL:
@@ -55,6 +55,17 @@ def watched_run(
             raise RankFailedError(verdict) from error
         raise
     end_watch()
+
+
+@contextmanager
+def kept_hub(store: Store, address: str, num_ranks: int) -> Iterator[None]:
+    """Keeps the hub of a launcher's ranks, and starts it again where it has ended, while the body runs."""
+    if num_ranks == 1:
+        yield
+        return
+    with supervised_hub(address) as settings:
+        store.set(_KEY, json.dumps(vars(settings)))
+        yield
 
 
 def launched_error_file() -> str | None:

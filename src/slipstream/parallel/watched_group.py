@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.watchdog import WatchSettings, end_watch, is_watched, open_hub, start_watch
+from slipstream.watchdog import WatchSettings, end_watch, is_watched, loopback_address, open_hub, start_watch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 NO_LIMIT = timedelta(days=1)
 """The limit of a process group itself: its watchers end a run far sooner, and know more."""
-_LOOPBACK = "127.0.0.1"
 _VARIABLE = "SLIPSTREAM_STALL_LIMIT"
 _meetings = count()  # of this program's ranks at a store, each of which needs keys of its own
 
@@ -61,11 +60,11 @@ def _watch(
         return
     assert limit != "off"
     hosts = gather(socket.gethostname())
-    listening, settings = None, None
+    hub, settings = None, None
     if rank == 0:
-        listening, settings = open_hub(_LOOPBACK if len(set(hosts)) == 1 else _address_on_the_network(hosts))
+        hub, settings = open_hub(loopback_address() if len(set(hosts)) == 1 else _address_on_the_network(hosts))
     found = gather(None if settings is None else vars(settings))[0]
-    start_watch(WatchSettings(**found), rank, size, limit, listening, is_provisional=is_provisional)
+    start_watch(WatchSettings(**found), rank, size, limit, hub, is_provisional=is_provisional)
 
 
 def _limit_of_the_environment() -> float | Literal["off"] | None:

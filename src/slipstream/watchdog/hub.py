@@ -1,113 +1,178 @@
-"""Collects what all watchers report, in the watcher of rank 0, and tells them all where the run can't go on."""
+"""Collects what all watchers report, in a process of its own, and tells them all where the run can't go on.
+
+Each rank has two lines to it, its own and its watcher's. A rank that has ended said so on one of them, or its watcher
+did; where both are closed without a word, the two were killed together.
+"""
 
 from __future__ import annotations
 
 import hmac
+import os
+import resource
 import socket
-import threading
 import time
+from contextlib import suppress
+from typing import Any
 
 from slipstream.watchdog.judgement import Fault, Report, describe_fault, find_fault, stall_limit
+from slipstream.watchdog.process_state import state_of
+from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, wait_for
 
-_LOOK_SECONDS = 1.0  # it looks as often as watchers report, too
 _ASKING_SECONDS = 0.25
 _SECONDS_FOR_DETAILS = 0.8
 _SECONDS_TO_SETTLE = 0.3  # after a death: of several that come at once all are named
-_SECONDS_TO_LEAVE = 2.0  # that others have to take the verdict, or to say good-bye
-_PAUSED_SECONDS = 2.5  # a longer look was no look: this process was stopped itself, or found no processor
+_SECONDS_TO_LEAVE = 2.0  # that others have to take the verdict
+_SECONDS_TO_RETURN = 1.0  # for a rank whose lines were both closed, as by a proxy that was started again
+_SECONDS_TO_COME = 5.0  # for the watcher of a rank that has ended, which may just be starting
+_BREATH_SECONDS = 0.01  # between looks, so that a flood of messages leaves others the processor
+_MOST_STRANGERS = 256  # that haven't said who they are; a watcher does that at once
+_SECONDS_TO_INTRODUCE = 10.0
+_MOST_BYTES_OF_A_STRANGER = 2**13
+_MOST_AT_ONCE = 64  # connections that one look takes
 
 
-class Hub(threading.Thread):
-    """Listens at `listening` for `num_ranks` watchers that know the token; `limit` is None for the default."""
+class Hub:
+    """Listens at `listening` for watchers and ranks that know the token, until its supervisor and they have gone."""
 
-    def __init__(self, listening: socket.socket, token: str, num_ranks: int, limit: float | None) -> None:
-        super().__init__(name="hub of the watchers", daemon=True)
-        self._listening, self._token, self._num_ranks, self._limit = listening, token, num_ranks, limit
-        self._strangers: list[Line] = []  # that haven't said who they are
-        self._lines: dict[int, Line] = {}
-        self._reports: dict[int, Report] = {}
-        self._paused_at = time.monotonic()  # when a rank was last in a phase whose silence doesn't count
-        self._looked_at = time.monotonic()
-        self._verdict: dict[str, object] | None = None
+    def __init__(self, listening: socket.socket, token: str, supervisor: Line, memory: dict[str, Any] | None) -> None:
+        self._listening, self._token, self._supervisor, self._parent = listening, token, supervisor, os.getppid()
+        self._strangers: dict[Line, float] = {}  # and when they came
+        self._watchers: dict[int, Line] = {}
+        self._ranks: dict[int, Line] = {}
+        self._closed: dict[int, float] = {}  # ranks that have closed their own line, and when both were closed
+        memory = memory or {"ranks": {}, "verdict": None}  # of the hub before this one
+        now = time.monotonic()
+        self._reports = {int(rank): Report(came=now, **each) for rank, each in memory["ranks"].items()}
+        self._verdict: dict[str, Any] | None = memory["verdict"]
         self._verdict_at = 0.0
-        self._leaves = False  # whether it may end before others, as rank 0 has ended well
+        self._remembered: Any = None
+        self._num_ranks, self._limit = 0, None  # which each of them says
+        self._paused_at = self._looked_at = now  # when a rank was last in a phase whose silence doesn't count
+        self._told_at = 0.0
         listening.setblocking(False)
 
     def run(self) -> None:
+        """Serves until nobody needs it any more."""
         while not self._has_ended():
-            self._exchange(_LOOK_SECONDS)
-            self._say_that_it_leaves()
+            self._exchange(LOOK_SECONDS)
             fault, limit = self._judge()
-            if fault is not None and not self._verdict_at:
+            if fault is not None and self._verdict is None:
                 self._tell(fault, limit)
-        for each in (self._listening, *(line.connection for line in (*self._strangers, *self._lines.values()))):
-            each.close()
-
-    @property
-    def has_watchers(self) -> bool:
-        """Whether any watcher has come."""
-        return bool(self._reports)
 
     def _has_ended(self) -> bool:
-        """Returns whether nobody needs it any more."""
-        is_over = bool(self._verdict_at) and time.monotonic() - self._verdict_at > _SECONDS_TO_LEAVE
-        return is_over or (0 in self._reports and not self._lines)  # rank 0's watcher, in this process, always comes
+        if self._supervisor.is_open and os.getppid() == self._parent:
+            return False
+        is_told = self._verdict_at and time.monotonic() - self._verdict_at > _SECONDS_TO_LEAVE
+        return bool(is_told) or not (self._watchers or self._ranks)
 
     def _exchange(self, seconds: float) -> None:
-        """Takes what watchers say within some seconds."""
-        lines = [*self._strangers, *self._lines.values()]
-        wait_for([self._listening, *(line.connection for line in lines)], seconds)
-        try:
-            while True:
-                self._strangers.append(Line(self._listening.accept()[0]))
-        except OSError:
-            pass
+        """Takes what has come within some seconds, and says every second that this process is there."""
+        wait_for(
+            [self._listening, self._supervisor, *self._strangers, *self._watchers.values(), *self._ranks.values()],
+            seconds,
+        )
+        time.sleep(_BREATH_SECONDS)
+        self._supervisor.receive()
+        now = time.monotonic()
+        with suppress(OSError):
+            for _ in range(_MOST_AT_ONCE):
+                self._strangers[Line(self._listening.accept()[0], _MOST_BYTES_OF_A_STRANGER)] = now
         for line in list(self._strangers):
             self._introduce(line)
-        now = time.monotonic()
-        for rank, line in list(self._lines.items()):
+        for line, came in list(self._strangers.items()):
+            if now - came > _SECONDS_TO_INTRODUCE or len(self._strangers) > _MOST_STRANGERS:
+                del self._strangers[line]
+                line.close()
+        for rank, line in list(self._ranks.items()):
+            self._hear(rank, line)
+            if not line.is_open:
+                line.close()
+                del self._ranks[rank]
+                if line.end == "closed":
+                    self._closed[rank] = now
+        for rank, line in list(self._watchers.items()):
             line.flush()
-            for message in line.receive():
-                self._reports[rank].update(message, now)
-            if not line.is_open:  # without a rank's watcher nothing more is known of it
-                line.connection.close()
-                del self._lines[rank]
-                report = self._reports[rank]
-                report.ending = report.ending or ("finished" if report.is_watched else "dead")
+            self._hear(rank, line)
+            if not line.is_open:
+                line.close()
+                del self._watchers[rank]
+                if rank in self._closed:
+                    self._closed[rank] = now
+        if now - self._told_at >= LOOK_SECONDS:
+            self._told_at = now
+            has_left = 0 in self._reports and self._reports[0].ending == "finished"
+            self._send({"limit": stall_limit(self._limit, self._reports), "leaves": has_left})
+            self._remember()
 
     def _introduce(self, line: Line) -> None:
-        """Lets a watcher in that says its rank and the token."""
+        """Lets a watcher or a rank in that says its rank and the token."""
         messages = line.receive()
-        if messages or not line.is_open:
-            self._strangers.remove(line)
-        if not messages:
+        if not line.is_open or messages:
+            del self._strangers[line]
+        if not messages or not self._is_known(messages[0]):
+            if not line.is_open or messages:
+                line.close()
             return
-        first, *others = messages
-        rank = first.get("rank")
-        if not hmac.compare_digest(str(first.get("token")), self._token) or not isinstance(rank, int):
-            line.connection.close()
-            return
-        report = self._reports[rank] = Report(str(first.get("host")))
-        self._lines[rank] = line
-        for message in (first, *others):
-            report.update(message, time.monotonic())
+        first, rank = messages[0], messages[0]["rank"]
+        self._num_ranks, self._limit = first["num_ranks"], first.get("limit")
+        line.most_bytes = 2**20
+        lines = self._watchers if first.get("is_watcher") else self._ranks
+        if rank in lines:  # by a connection that was lost without a word
+            lines[rank].close()
+        lines[rank] = line
+        self._closed.pop(rank, None)
+        report = self._reports.setdefault(rank, Report(str(first.get("host"))))
+        report.was_watched |= lines is self._watchers
+        self._take(report, line, messages)
         if self._verdict is not None:  # another rank has ended before this one was watched
             line.send(self._verdict)
 
-    def _say_that_it_leaves(self) -> None:
-        """Tells all watchers that from now on the hub's end says nothing about rank 0."""
-        if not self._leaves and 0 in self._reports and self._reports[0].ending == "finished":
-            self._leaves = True
-            self._send({"leaves": True})
+    def _is_known(self, first: dict[str, Any]) -> bool:
+        """Returns whether a first message has the token, and says who it is from in a way that makes sense."""
+        token = str(first.get("token")).encode(errors="replace")  # text that isn't ASCII isn't comparable
+        is_token = hmac.compare_digest(token, self._token.encode())
+        rank, num_ranks, limit = (first.get(name) for name in ("rank", "num_ranks", "limit"))
+        if not is_token or type(rank) is not int or type(num_ranks) is not int:
+            return False
+        return 0 <= rank < num_ranks and (limit is None or isinstance(limit, int | float))
+
+    def _hear(self, rank: int, line: Line) -> None:
+        self._take(self._reports[rank], line, line.receive())
+
+    def _take(self, report: Report, line: Line, messages: list[dict[str, Any]]) -> None:
+        before = report.ending
+        for message in messages:
+            report.update(message, time.monotonic())
+        if report.ending != before:
+            self._remember()
+        if any("ending" in message for message in messages):  # which the next hub would know, too
+            line.send({"bye": True})
+
+    def _remember(self) -> None:
+        """Says that this process is there, and what the next one has to know, where that has changed."""
+        ranks = {rank: each.lasting() for rank, each in self._reports.items()}
+        memory = {"ranks": ranks, "verdict": self._verdict}
+        self._supervisor.send({} if memory == self._remembered else {"memory": memory})
+        self._remembered = memory
 
     def _judge(self) -> tuple[Fault | None, float]:
         now = time.monotonic()
-        if (pause := now - self._looked_at) > _PAUSED_SECONDS:  # nobody's silence says anything about it
+        if (pause := now - self._looked_at) > PAUSED_SECONDS:  # nobody's silence says anything about it
             for report in self._reports.values():
                 report.came += pause
+            self._closed = {rank: since + pause for rank, since in self._closed.items()}
             self._paused_at = now
         self._looked_at = now
+        if (starter := state_of(self._parent)) is not None and starter.is_stopped:  # by Ctrl-Z, perhaps with all ranks
+            for report in self._reports.values():
+                report.came = now
+        for rank, report in self._reports.items():
+            report.has_own_line, report.has_watcher = rank in self._ranks, rank in self._watchers
+            both_closed = rank in self._closed and not report.has_own_line and not report.has_watcher
+            patience = _SECONDS_TO_RETURN if report.was_watched else _SECONDS_TO_COME
+            if both_closed and not report.ending and now - self._closed[rank] > patience:
+                report.ending = "gone" if report.was_watched else "dead"
         if any(not report.is_counted and not report.ending for report in self._reports.values()):
             self._paused_at = now
         if len(self._reports) < self._num_ranks and not any(each.ending for each in self._reports.values()):
@@ -118,12 +183,15 @@ class Hub(threading.Thread):
     def _tell(self, fault: Fault, limit: float) -> None:
         """Asks all watchers what their ranks wait for, and sends the verdict."""
         if fault.is_death:
-            self._exchange(_SECONDS_TO_SETTLE)
+            deadline = time.monotonic() + _SECONDS_TO_SETTLE
+            while time.monotonic() < deadline:
+                self._exchange(_SECONDS_TO_SETTLE)
         self._send({"ask": True, "blamed": list(fault.reasons)})
-        for report in self._reports.values():
-            report.detail = ["?"]
+        asked = [rank for rank in self._watchers if not self._reports[rank].ending]
+        for rank in asked:
+            self._reports[rank].detail = ["?"]
         deadline = time.monotonic() + _SECONDS_FOR_DETAILS
-        while time.monotonic() < deadline and any(self._reports[rank].detail == ["?"] for rank in self._lines):
+        while time.monotonic() < deadline and any(self._reports[rank].detail == ["?"] for rank in asked):
             self._exchange(_ASKING_SECONDS)
         for report in self._reports.values():
             report.detail = [] if report.detail == ["?"] else report.detail
@@ -133,7 +201,17 @@ class Hub(threading.Thread):
         self._verdict = {"verdict": describe_fault(fault, self._reports, limit), "grace": grace}
         self._send(self._verdict)
         self._verdict_at = time.monotonic() + grace
+        self._remember()
 
-    def _send(self, message: dict[str, object]) -> None:
-        for line in self._lines.values():
+    def _send(self, message: dict[str, Any]) -> None:
+        for line in self._watchers.values():
             line.send(message)
+
+
+def main() -> None:
+    """Is the hub that this process's supervisor has started."""
+    settings, line = accept_settings()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two lines of each rank, of a thousand perhaps
+    listening = socket.socket(fileno=settings["listening"])
+    Hub(listening, settings["token"], line, settings["memory"]).run()

@@ -9,7 +9,8 @@ from typing import Any
 LEAST_LIMIT = 60.0
 _TIMES_THE_LONGEST = 5
 _BEFORE_THE_SECOND_STEP = 600.0  # nothing is known of how long an action takes, but that it computes
-_UNREACHABLE_AT_LEAST = 10.0
+UNREACHABLE_AFTER = 5.0
+"""Seconds after the limit from which on a machine, or the hub, counts as gone or out of reach."""
 _TIMES_THE_LIMIT = 10  # for a run that stands still while ranks load or save
 _MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
 
@@ -22,8 +23,10 @@ class Report:
         host: of the rank.
         process: its id there.
         came: when the last message came, by the hub's clock.
+        has_own_line: whether the rank itself is connected, as it is for as long as its process lives.
+        has_watcher: whether its watcher is.
+        was_watched: whether its watcher has ever been.
         silent: seconds in which the rank didn't get on.
-        is_watched: whether its watcher has said a word; until then the rank itself is at the other end of the line.
         idle: seconds in which it neither got on nor computed, read or wrote.
         is_counted: whether its silence counts: not while it compiles, loads, saves, validates or exports.
         may_be_long: whether it is in one of those phases that use a disk, which idleness of all ranks ends.
@@ -31,7 +34,8 @@ class Report:
         computes: whether it uses its processor.
         longest: the longest silence that has counted and has ended.
         step: that runs, 0 before the first.
-        ending: "" while it lives; "finished"; "dead", without a word; or the error by which it failed.
+        ending: "" while it lives; "finished"; "dead", without a word; "gone", together with its watcher; or the error
+            by which it failed.
         doing: where it is, as the end of a sentence.
         waits: whether it waits for others.
         detail: lines about what it waits for, or where its interpreter is.
@@ -40,9 +44,11 @@ class Report:
     host: str
     process: int = 0
     came: float = 0.0
+    has_own_line: bool = False
+    has_watcher: bool = False
+    was_watched: bool = False
     silent: float = 0.0
     idle: float = 0.0
-    is_watched: bool = False
     is_counted: bool = False
     may_be_long: bool = False
     stopped: float = 0.0
@@ -58,10 +64,19 @@ class Report:
         """Takes over what a message says."""
         self.came = now
         for name, value in message.items():
-            if name != "host" and name in self.__dataclass_fields__ and isinstance(value, type(getattr(self, name))):
+            if name in _TOLD and isinstance(value, type(getattr(self, name))):
                 setattr(self, name, value)
         if isinstance(message.get("detail"), list):
             self.detail = [str(line) for line in message["detail"]]
+
+    def lasting(self) -> dict[str, Any]:
+        """Returns what its watcher can't tell once more: who the rank is, and how it has ended."""
+        who = {"host": self.host, "process": self.process, "ending": self.ending}
+        return who | ({"doing": self.doing} if self.ending else {})
+
+
+_TOLD = {"process", "silent", "idle", "is_counted", "may_be_long", "stopped", "computes", "longest", "step", "ending"}
+_TOLD |= {"doing", "waits"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ def stall_limit(given: float | None, reports: Mapping[int, Report]) -> float:
     is_busy = any(not report.ending and report.idle <= LEAST_LIMIT for report in reports.values())
     if is_busy and all(report.step < 2 for report in reports.values()):
         return _BEFORE_THE_SECOND_STEP
-    return max(LEAST_LIMIT, _TIMES_THE_LONGEST * max(report.longest for report in reports.values()))
+    return max(LEAST_LIMIT, _TIMES_THE_LONGEST * max((report.longest for report in reports.values()), default=0.0))
 
 
 def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pause: float) -> Fault | None:
@@ -95,8 +110,8 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
         since_pause: seconds since any rank was in a phase whose silence doesn't count, for which others may have
             waited.
     """
-    if dead := [rank for rank, report in reports.items() if report.ending == "dead"]:
-        return Fault(dict.fromkeys(dead, "has ended without a word: it was killed, or crashed"), is_death=True)
+    if dead := {rank: _DEATHS[report.ending] for rank, report in reports.items() if report.ending in _DEATHS}:
+        return Fault(dead, is_death=True)
     failed = {rank: f"has failed ({each.ending})" for rank, each in reports.items() if each.ending not in _FINE}
     if failed:
         return Fault(failed, is_failure=True)
@@ -104,12 +119,9 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
     stopped = {rank: each for rank, each in alive.items() if each.stopped > limit}
     if stopped:
         return Fault({rank: _stopped(each) for rank, each in stopped.items()})
-    lost = {
-        rank: now - each.came for rank, each in alive.items() if now - each.came > max(limit, _UNREACHABLE_AT_LEAST)
-    }
+    lost = {rank: each for rank, each in alive.items() if now - each.came > limit + UNREACHABLE_AFTER}
     if lost:
-        text = "doesn't answer since {:.0f} s: its machine, the network or its watcher is gone"
-        return Fault({rank: text.format(seconds) for rank, seconds in lost.items()})
+        return Fault({rank: _lost(each, now - each.came) for rank, each in lost.items()})
     if all(each.is_counted or each.may_be_long for each in alive.values()):
         idle = min((each.idle for each in alive.values()), default=0.0)
         if idle > _TIMES_THE_LIMIT * limit:
@@ -125,6 +137,16 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
 
 
 _FINE = ("", "finished")
+_DEATHS = {
+    "dead": "has ended without a word: it was killed, or crashed",
+    "gone": "has ended without a word, and its watcher with it: they were killed together, or their machine is gone",
+}
+
+
+def _lost(report: Report, seconds: float) -> str:
+    if report.has_own_line and not report.has_watcher:
+        return f"isn't watched since {seconds:.0f} s: its watcher has ended, and it starts no other, as if stopped"
+    return f"doesn't answer since {seconds:.0f} s: its machine is gone, or the network between"
 
 
 def _stopped(report: Report) -> str:

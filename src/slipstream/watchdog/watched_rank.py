@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,26 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.watchdog.board import Board, Silence, State, anonymous_file
+from slipstream.watchdog.supervisor import Supervised, Supervisor, WatchSettings
+from slipstream.watchdog.wire import Link
 
 StallLimit = float | Literal["off"] | None
-_SOURCES = str(Path(__file__).parents[2])
-_WATCHER = "import sys; sys.path.insert(0, sys.argv.pop(1)); from slipstream.watchdog.watcher import main; main()"
-_SECONDS_TO_EXPLAIN = 2.5
+_SECONDS_TO_EXPLAIN = 3.0
 _SECONDS_TO_END = 3.0
-_SECONDS_TO_CONNECT = 5.0
-
-
-@dataclass(frozen=True)
-class WatchSettings:
-    """What the watchers of a run share: where rank 0's hub listens, and the token by which it knows them."""
-
-    address: str
-    port: int
-    token: str
 
 
 @dataclass
@@ -44,7 +31,8 @@ class _Watch:
     """This process as a watched rank, or not (the default)."""
 
     board: Board = field(default_factory=Board)
-    watcher: subprocess.Popen[bytes] | None = None
+    watcher: Supervised | None = None
+    supervisor: Supervisor | None = None
     order: int = -1  # descriptors of what the watcher reads, and of the verdict that it writes
     verdict: int = -1
     written_order: object = None
@@ -53,13 +41,14 @@ class _Watch:
     before: _Watch | None = None  # the provisional one, whose watcher ends by itself
 
     def finish(self) -> None:
-        """Tells the watcher to end."""
+        """Tells the watcher to end, and the hub if this process has started it, once nobody needs that."""
         self.board.set_state(State.FINISHED)
-        if self.watcher is not None and self.watcher.stdin is not None:
-            self.watcher.stdin.close()  # which it waits for
+        if self.supervisor is not None:
+            self.supervisor.stop()
 
 
 _watch: _Watch | None = None
+_dumps_stacks = False  # whether SIGUSR2 is this module's
 
 
 def board() -> Board | None:
@@ -80,19 +69,12 @@ def _is_own() -> bool:
     return _watch is not None and _watch.process == os.getpid()
 
 
-def open_hub(address: str) -> tuple[socket.socket, WatchSettings]:
-    """Returns a socket that listens at an address of this machine for the watchers, and what they have to know."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-    return listening, WatchSettings(address, listening.getsockname()[1], secrets.token_hex(16))
-
-
 def start_watch(
     settings: WatchSettings,
     rank: int,
     num_ranks: int,
     limit: float | None = None,
-    listening: socket.socket | None = None,
+    hub: Supervised | None = None,
     error_file: str | None = None,
     is_provisional: bool = False,
 ) -> None:
@@ -103,49 +85,34 @@ def start_watch(
         rank: of this process, of `num_ranks`.
         num_ranks: of the run.
         limit: seconds that a rank may wait; by default the larger of 60 and five times the longest wait so far.
-        listening: on rank 0, the socket of the hub; it is closed here.
+        hub: on rank 0, unless a launcher keeps it: this process does from now on.
         error_file: where a launcher reads why the rank has ended; by default it is written to standard error.
         is_provisional: whether another call may follow; until then deaths alone are noticed, and no silence.
     """
     global _watch
-    order, verdict = anonymous_file("slipstream-order"), anonymous_file("slipstream-verdict")
-    watch = _Watch(order=order, verdict=verdict, before=_watch if _is_own() else None)
+    watch = _Watch(order=anonymous_file("slipstream-order"), verdict=anonymous_file("slipstream-verdict"))
+    watch.before = _watch if _is_own() else None
     watch.process, watch.is_provisional = os.getpid(), is_provisional
     watch.board.set_state(State.RUNNING, Silence.ANY_LENGTH if is_provisional else Silence.COUNTED)
     stack = anonymous_file("slipstream-stack")
     descriptors = {"board": watch.board.descriptor, "order": watch.order, "verdict": watch.verdict, "stack": stack}
-    given: dict[str, Any] = {**descriptors, "listening": None if listening is None else listening.fileno()}
-    given |= {"rank": rank, "num_ranks": num_ranks, "limit": limit, "parent": os.getpid(), "error_file": error_file}
-    given |= vars(settings) | {"stack_signal": _dump_stacks_to(stack)}
-    connection = _connect(settings, rank)
-    given["connection"] = None if connection is None else connection.fileno()
-    sockets = [each for each in (listening, connection) if each is not None]
-    passed = [*descriptors.values(), *(each.fileno() for each in sockets)]
-    command = [sys.executable, "-I", "-S", "-c", _WATCHER, _SOURCES]
-    watch.watcher = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=passed, cwd="/"
-    )
-    assert watch.watcher.stdin is not None
-    watch.watcher.stdin.write(json.dumps(given).encode() + b"\n")  # a command line could be read by other users
-    watch.watcher.stdin.flush()  # and open: its end tells the watcher that of this process
-    for each in sockets:
-        each.close()
+    run: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "limit": limit, "token": settings.token}
+    given = descriptors | vars(settings) | run | {"error_file": error_file, "stack_signal": _dump_stacks_to(stack)}
+    me = run | {"host": socket.gethostname(), "process": os.getpid(), "doing": "before it was watched"}
+    link = Link(settings.address, settings.port, lambda: me)
+    if hub is not None:
+        hub.start()
+    link.keep()  # so that the end of this process is seen before its watcher has started
+    given["is_reached"] = link.line is not None
+    watch.watcher = Supervised(f"the watcher of rank {rank}", "watcher", given, list(descriptors.values()))
+    watch.watcher.start()
+    watch.supervisor = Supervisor([watch.watcher, *([] if hub is None else [hub])], link)
+    watch.supervisor.start()
     _watch = watch
     if watch.before is not None:  # only now, so that there is no moment without a watcher
         watch.before.finish()
     atexit.register(_end_at_exit)
     Finalize(None, _end_at_exit, exitpriority=0)  # a process of multiprocessing ends without the former
-
-
-def _connect(settings: WatchSettings, rank: int) -> socket.socket | None:
-    """Returns a connection to the hub on which this rank has said who it is, so that its end is seen before its watcher
-    has started; None where there is no way to the hub."""
-    with suppress(OSError):
-        connection = socket.create_connection((settings.address, settings.port), timeout=_SECONDS_TO_CONNECT)
-        who = {"rank": rank, "token": settings.token, "host": socket.gethostname(), "process": os.getpid()}
-        connection.sendall(json.dumps(who | {"doing": "before it was watched"}).encode() + b"\n")
-        return connection
-    return None
 
 
 def end_watch(failure: str = "") -> None:
@@ -154,7 +121,6 @@ def end_watch(failure: str = "") -> None:
     if _watch is None or not _is_own():
         return
     watch, _watch = _watch, None
-    assert watch.watcher is not None
     if failure:
         watch.board.set_phase(failure)
         watch.board.set_state(State.FAILED)
@@ -162,8 +128,8 @@ def end_watch(failure: str = "") -> None:
     watch.finish()
     for each in (watch, watch.before):
         with suppress(subprocess.TimeoutExpired):
-            if each is not None and each.watcher is not None:
-                each.watcher.wait(_SECONDS_TO_END)
+            if each is not None and each.watcher is not None and each.watcher.process is not None:
+                each.watcher.process.wait(_SECONDS_TO_END)
 
 
 def note_order(rank: int, schedule: object) -> None:
@@ -223,11 +189,26 @@ def explain_loss(problem: str) -> str:
 
 def _dump_stacks_to(descriptor: int) -> int:
     """Lets a signal write the stacks of all threads, by a handler in C; returns its number, 0 where it is in use."""
+    global _dumps_stacks
     number = getattr(signal, "SIGUSR2", 0)
-    if not number or signal.getsignal(number) is not signal.SIG_DFL:
+    is_main = threading.current_thread() is threading.main_thread()  # others may set no signals
+    if not number or not is_main or (signal.getsignal(number) is not signal.SIG_DFL and not _dumps_stacks):
         return 0
+    signal.signal(number, signal.SIG_IGN)  # what it does again once Python has taken its handler away, at the end
     faulthandler.register(number, file=descriptor, all_threads=True)
+    _dumps_stacks = True
     return int(number)
+
+
+def _leave_to_parent() -> None:
+    """Closes in a fork what its parent's end is noticed by."""
+    for each in (_watch, None if _watch is None else _watch.before):
+        if each is not None and each.supervisor is not None:
+            each.supervisor.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _end_at_exit() -> None:

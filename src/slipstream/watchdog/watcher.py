@@ -16,31 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.watchdog.board import Board, Sight, Silence, State
-from slipstream.watchdog.hub import Hub
+from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER
 from slipstream.watchdog.process_state import state_of
 from slipstream.watchdog.sight_text import doing_text, stack_lines, wait_lines
-from slipstream.watchdog.wire import Line, wait_for
+from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
+from slipstream.watchdog.wire import Line, Link, wait_for
 
-_LOOK_SECONDS = 1.0  # every look takes a core from a rank for a moment
-_PAUSED_SECONDS = 2.5
-_SECONDS_TO_CONNECT = 60.0
-_SECONDS_AFTER_ITS_RANK = 1.5  # to tell others of its death
+_SECONDS_TO_CONNECT = 60.0  # before the first word of the hub
+_SECONDS_AFTER_ITS_RANK = 15.0  # to tell the hub of its end, which may just be started again
 _SECONDS_FOR_A_STACK = 0.3
 _SOON_SECONDS = 0.1  # between tries to connect, and between looks at a rank that is about to be ended
+_GRACE_SECONDS = 1.5
 _MOST_STACK_BYTES = 65536
 _LEAST_BYTES = 2**24  # read or written, by which a rank counts as at work: a heartbeat in a file is less
 
 
-_HUB_IS_LOST = (
-    "rank 0 has ended without a word, and its watcher with it: they were killed together, or their machine is gone"
-)
-
-
 class Watcher:
-    """Looks at the rank `parent` through its board, and exchanges messages with the hub on `line`."""
+    """Looks at the rank `parent` through its board, and exchanges messages with the hub."""
 
-    def __init__(self, settings: dict[str, Any], line: Line) -> None:
-        self._settings, self._line, self._parent = settings, line, int(settings["parent"])
+    def __init__(self, settings: dict[str, Any], supervisor: Line) -> None:
+        self._settings, self._supervisor, self._parent = settings, supervisor, int(settings["parent"])
         self._board = Board(settings["board"])
         self._last: Sight = self._board.look()
         self._changed = self._reported = self._looked = self._active = time.monotonic()
@@ -49,51 +44,81 @@ class Watcher:
         self._longest, self._cpu = 0.0, (time.monotonic(), 0.0, False)
         self._end_by: float | None = None  # when the rank is ended
         self._verdict = ""
-        self._hub_may_leave = False
-        # Standard input, which ends when the rank closes it or is gone: then this needn't wait for the next look.
-        self._lifeline = [sys.stdin.fileno()]
+        self._limit = float(settings["limit"] or LEAST_LIMIT)  # as the hub has said last
+        self._hub_may_leave = self._is_heard = False
+        self._ending: dict[str, Any] = {}  # once the rank has ended
+        self._hub = Link(settings["address"], settings["port"], self._hello)
+        self._hub.has_heard = settings["is_reached"]  # by the rank, so that from now on its silence says something
 
     def run(self) -> None:
         """Watches until the rank has ended."""
-        who = {"rank": self._settings["rank"], "token": self._settings["token"], "is_watched": True}
-        self._line.send(who | self._facts())
         while os.getppid() == self._parent and self._board.look().state != State.FINISHED:
-            self._wait()
+            self._exchange(LOOK_SECONDS if self._end_by is None else _SOON_SECONDS)
             self._look()
-            for message in self._line.receive():
-                self._obey(message)
             if self._end_by is not None and time.monotonic() > self._end_by:
                 self._end_rank()
                 return
-            if not (self._line.is_open or self._hub_may_leave or self._end_by is not None):
-                self._decide(_HUB_IS_LOST, _SECONDS_AFTER_ITS_RANK)
+            if self._end_by is None and not self._hub_may_leave and (loss := self._loss_of_the_hub()):
+                self._decide(loss, _GRACE_SECONDS)
         self._say_how_it_ended()
 
-    def _wait(self) -> None:
-        """Waits for a message, for the rank's end, or for the time of the next look."""
-        sources = [*self._lifeline, *([self._line.connection] if self._line.is_open else [])]
-        seconds = _LOOK_SECONDS if self._end_by is None else _SOON_SECONDS
-        if set(self._lifeline) & set(wait_for(sources, seconds)):
-            self._lifeline = []
+    def _hello(self) -> dict[str, Any]:
+        names = ("rank", "num_ranks", "limit", "token")
+        who = {name: self._settings[name] for name in names} | {"host": socket.gethostname(), "is_watcher": True}
+        return who | self._facts() | self._ending
+
+    def _exchange(self, seconds: float) -> None:
+        """Waits for a message, for the rank's end, or for some seconds; connects and obeys."""
+        self._hub.keep()
+        if self._hub.line is None:
+            seconds = min(seconds, _SOON_SECONDS)
+        wait_for([self._supervisor, self._hub.line], seconds)
+        self._supervisor.receive()
+        for message in self._hub.receive():
+            self._obey(message)
+
+    def _loss_of_the_hub(self) -> str:
+        """Returns why this rank can't go on without the hub; "" where it can."""
+        starter, place = self._settings["starter"], f"{self._settings['address']}, port {self._settings['port']}"
+        silent = time.monotonic() - self._hub.heard
+        if self._hub.is_refused:
+            return (
+                f"{starter} has ended without a word, and the hub of the watchers with it: they were killed together, "
+                "or their machine is gone"
+            )
+        if self._hub.has_heard and silent > self._limit + UNREACHABLE_AFTER:
+            rank, host = self._settings["rank"], socket.gethostname()
+            state = "waiting" if self._last.waits else "not waiting"
+            return (
+                f"the watchers' hub, which {starter} has started at {place}, doesn't answer since {silent:.0f} s: its "
+                f"machine is gone, or the network between it and {host}\n  rank {rank} ({host}, process "
+                f"{self._parent}), {state}: {self._position(self._last)['doing']}"
+            )
+        if not self._hub.has_heard and silent > _SECONDS_TO_CONNECT:
+            sys.stderr.write(
+                f"rank {self._settings['rank']} isn't watched: its watcher can't reach the hub at {place}\n"
+            )
+            sys.exit()
+        return ""
 
     def _say_how_it_ended(self) -> None:
+        """Tells the hub, until it has heard that."""
         sight = self._board.look()
         ending = {State.RUNNING: "dead", State.FINISHED: "finished"}.get(sight.state, sight.phase)
-        self._line.send({"ending": ending} | self._position(sight))
+        self._ending = {"ending": ending} | self._position(sight)
+        self._hub.send(self._ending)
         deadline = time.monotonic() + _SECONDS_AFTER_ITS_RANK
-        while ending != "finished" and self._line.is_open and time.monotonic() < deadline:
-            wait_for([self._line.connection], _LOOK_SECONDS)
-            for message in self._line.receive():
-                if message.get("ask"):
-                    self._line.send({"detail": []})
-                if "verdict" in message:
-                    return
+        while not self._is_heard and not self._hub.is_refused and time.monotonic() < deadline:
+            self._exchange(LOOK_SECONDS)
 
     def _look(self) -> None:
         now, sight = time.monotonic(), self._board.look()
-        if now - self._looked > _PAUSED_SECONDS:  # this process was stopped with its rank, or found no processor
-            self._changed += now - self._looked
-            self._active += now - self._looked
+        if (
+            pause := now - self._looked
+        ) > PAUSED_SECONDS:  # this process was stopped with its rank, or found no processor
+            self._changed += pause
+            self._active += pause
+            self._hub.heard += pause
         self._looked = now
         if sight.counter != self._last.counter:
             if self._last.silence == Silence.COUNTED and self._last.step > 1:
@@ -105,20 +130,20 @@ class Watcher:
             self._stopped_since = None
         elif self._stopped_since is None:
             self._stopped_since = now
-        if process is not None and now - self._cpu[0] > _LOOK_SECONDS / 2:
+        if process is not None and now - self._cpu[0] > LOOK_SECONDS / 2:
             began, used, _ = self._cpu
             self._cpu = now, process.cpu_seconds, (process.cpu_seconds - used) > 0.3 * (now - began)
             if (self._cpu[2] and not sight.waits) or process.num_bytes - self._num_bytes > _LEAST_BYTES:
                 self._active, self._num_bytes = now, process.num_bytes
-        if now - self._reported > _LOOK_SECONDS / 2:
+        if now - self._reported > LOOK_SECONDS / 2:
             self._reported = now
-            self._line.send(self._facts())
+            self._supervisor.send({})
+            self._hub.send(self._facts())
 
     def _facts(self) -> dict[str, Any]:
         """Returns what the hub is told from time to time."""
         now = time.monotonic()
         return {
-            "host": socket.gethostname(),
             "process": self._parent,
             "silent": now - self._changed,
             "idle": now - self._active,
@@ -149,8 +174,10 @@ class Watcher:
             is_blamed = self._settings["rank"] in message.get("blamed", [])
             if is_blamed and self._stopped_since is None:
                 lines += self._stack()
-            self._line.send(self._facts() | {"detail": lines})
+            self._hub.send(self._facts() | {"detail": lines})
+        self._limit = float(message.get("limit", self._limit))
         self._hub_may_leave = self._hub_may_leave or bool(message.get("leaves"))
+        self._is_heard = self._is_heard or bool(message.get("bye"))
         if "verdict" in message and not self._verdict:
             self._decide(str(message["verdict"]), float(message.get("grace", 0.0)))
 
@@ -189,43 +216,6 @@ class Watcher:
                 os.kill(self._parent, signal.SIGKILL)
 
 
-def _connection(settings: dict[str, Any]) -> socket.socket:
-    """Returns that which the rank has made, if it could, or else a new one."""
-    if (descriptor := settings.pop("connection", None)) is not None:
-        return socket.socket(fileno=descriptor)
-    return socket.create_connection((settings["address"], settings["port"]), timeout=5)
-
-
 def main() -> None:
-    """Watches the process that has started this one; the settings are a line of standard input, which then stays open
-    for as long as the rank lives."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(each, signal.SIG_IGN)  # meant for the rank, with which this ends
-    settings = json.loads(sys.stdin.readline())
-    hub = None
-    if settings["listening"] is not None:
-        listening = socket.socket(fileno=settings["listening"])
-        hub = Hub(listening, settings["token"], settings["num_ranks"], settings["limit"])
-        hub.start()
-    deadline = time.monotonic() + _SECONDS_TO_CONNECT
-    while True:  # also for a rank that has ended meanwhile, which has to be told
-        with suppress(OSError):
-            connection = _connection(settings)
-            Watcher(settings, Line(connection)).run()
-            connection.close()
-            break
-        if os.getppid() != settings["parent"]:
-            deadline = min(deadline, time.monotonic() + _SECONDS_AFTER_ITS_RANK)
-        if time.monotonic() > deadline:
-            where = f"{settings['address']}, port {settings['port']}"
-            sys.stderr.write(
-                f"rank {settings['rank']} isn't watched: its watcher can't reach that of rank 0 at {where}\n"
-            )
-            return
-        time.sleep(_SOON_SECONDS)
-    if hub is not None and hub.has_watchers:
-        hub.join()
-
-
-if __name__ == "__main__":
-    main()
+    """Watches the process that has started this one."""
+    Watcher(*accept_settings()).run()

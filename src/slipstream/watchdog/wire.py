@@ -1,25 +1,45 @@
-"""Messages between watchers and their hub: JSON, a line each, over TCP; nothing is unpickled."""
+"""Messages between watchers, ranks and their hub: JSON, a line each, over TCP; nothing is unpickled.
+
+Whatever comes in is bounded and may be anything: a line that isn't a JSON object ends its own connection, and no other.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 import selectors
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 _MOST_BYTES = 2**20  # of a line; whoever sends more isn't a watcher
+_MOST_AT_ONCE = 2**16  # bytes that one look at a connection reads, so that no connection holds up the others
+_SECONDS_TO_CONNECT = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between tries to connect
 
 
 class Line:
-    """A connection that sends and receives dictionaries. `is_open` is False once the other end has gone."""
+    """A connection that sends and receives dictionaries.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Attributes:
+        connection: the socket, which doesn't block.
+        end: "" while the line is open; "closed" once the other end has closed it, as the system does at the end of a
+            process; "broken" after anything else, which says nothing of the other end.
+    """
+
+    def __init__(self, connection: socket.socket, most_bytes: int = _MOST_BYTES) -> None:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection, self.is_open = connection, True
+        self.connection, self.end, self.most_bytes = connection, "", most_bytes
         self._received, self._unsent = b"", b""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages may still come and go."""
+        return not self.end
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message, or keeps what the system doesn't take now for the next call."""
@@ -32,33 +52,128 @@ class Line:
             while self._unsent and self.is_open:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
         except (BlockingIOError, InterruptedError):
-            self.is_open = len(self._unsent) < _MOST_BYTES
+            if len(self._unsent) > _MOST_BYTES:  # the other end doesn't read
+                self.end = "broken"
         except OSError:
-            self.is_open = False
+            self.end = "broken"
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have come, without waiting, of a bounded number of bytes."""
+        if not self.is_open:
+            return []
+        try:
+            data = self.connection.recv(_MOST_AT_ONCE)
+        except (BlockingIOError, InterruptedError):
+            return []
+        except OSError:
+            self.end = "broken"
+            return []
+        if not data:
+            self.end = "closed"
+        *lines, self._received = (self._received + data).split(b"\n")
+        messages = []
+        for line in lines:
+            if (message := _parse(line, self.most_bytes)) is None:
+                self.end = "broken"
+                break
+            messages.append(message)
+        if len(self._received) > self.most_bytes:
+            self.end = "broken"
+        return messages
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self.connection.close()
+        self.end = self.end or "broken"
+
+
+def _parse(line: bytes, most_bytes: int) -> dict[str, Any] | None:
+    """Returns the JSON object that a line is; None where it is anything else."""
+    if len(line) > most_bytes:
+        return None
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, a number of a million digits; nested too deeply
+        return None
+    return message if isinstance(message, dict) else None
+
+
+class Link:
+    """A line to the hub, which is made again wherever it ends, after pauses that grow from try to try.
+
+    Attributes:
+        line: the present one; None where there is none.
+        heard: when something came from the hub, or this link was made.
+        has_heard: whether anything has come at all.
+    """
+
+    def __init__(self, address: str, port: int, hello: Callable[[], dict[str, Any]]) -> None:
+        """Makes no connection yet; `hello` returns what is said first on each."""
+        self._place, self._hello = (address, port), hello
+        self.line: Line | None = None
+        self.heard, self.has_heard = time.monotonic(), False
+        self._num_tries, self._next_try = 0, 0.0
+        self._refused: list[float] = []  # when the last tries in a row were refused
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether nobody listens any more: the hub has ended, and so has the process that would start it again."""
+        return len(self._refused) > 2 and self._refused[-1] - self._refused[0] > 1
+
+    def keep(self) -> None:
+        """Connects where there is no open line and it is time to try."""
+        if self.line is not None and not self.line.is_open:
+            self.line.close()
+            self.line = None
+        if self.line is not None or time.monotonic() < self._next_try:
+            return
+        try:
+            self.line = Line(socket.create_connection(self._place, timeout=_SECONDS_TO_CONNECT))
+            self.line.send(self._hello())
+            self._refused = []
+        except ConnectionRefusedError:
+            self._refused.append(time.monotonic())
+        except OSError:
+            self._refused = []
+        self._num_tries += 1
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._num_tries, 10))
+        self._next_try = time.monotonic() + pause * random.uniform(0.5, 1)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message where there is a line; the next line's hello makes up for what is lost."""
+        if self.line is not None:
+            self.line.send(message)
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have come, without waiting."""
-        try:
-            while data := self.connection.recv(65536):
-                self._received += data
-            self.is_open = False
-        except (BlockingIOError, InterruptedError):
-            pass
-        except OSError:
-            self.is_open = False
-        *lines, self._received = self._received.split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            messages, self.is_open = [], False
-        if len(self._received) > _MOST_BYTES or not all(isinstance(each, dict) for each in messages):
-            messages, self.is_open = [], False
+        messages = [] if self.line is None else self.line.receive()
+        if messages:
+            self.heard, self.has_heard, self._num_tries = time.monotonic(), True, 0
         return messages
 
 
-def wait_for(connections: Sequence[socket.socket | int], seconds: float) -> list[socket.socket | int]:
-    """Waits until something has come on one of the connections or descriptors, or for some seconds; returns those."""
+def wait_for(lines: Sequence[Line | socket.socket | None], seconds: float) -> None:
+    """Waits until something has come on one of the open lines or sockets, or for some seconds."""
     with selectors.DefaultSelector() as selector:
-        for each in connections:
-            selector.register(each, selectors.EVENT_READ)
-        return [key.fileobj for key, _ in selector.select(seconds)]  # type: ignore[misc]
+        for each in lines:
+            if isinstance(each, socket.socket):
+                selector.register(each, selectors.EVENT_READ)
+            elif each is not None and each.is_open:
+                selector.register(each.connection, selectors.EVENT_READ)
+        selector.select(seconds)
+
+
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """Returns a socket that listens at an address of this machine, so that only its interface is reached; port 0 lets
+    the system choose one. Raises OSError where the address isn't this machine's, or the port is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+
+
+def loopback_address() -> str:
+    """Returns the loopback interface's address: 127.0.0.1, or ::1 where it has that alone."""
+    for address in ("127.0.0.1", "::1"):
+        with suppress(OSError):
+            listen_at(address).close()
+            return address
+    return "127.0.0.1"

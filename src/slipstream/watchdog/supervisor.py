@@ -1,0 +1,269 @@
+"""Starts the hub and the watchers, hears from each every second, and starts those again that have ended or are silent.
+
+    launcher, or rank 0 --- hub <--- watcher --- rank
+                             ^-------------------'
+
+A stopped process and a killed one are one case: whoever is silent is killed. Nothing is lost with a watcher, as it
+reads all that it says; what a hub has to remember it tells its supervisor, which tells it the next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.watchdog.wire import Line, Link, listen_at, wait_for
+
+LOOK_SECONDS = 1.0
+PAUSED_SECONDS = 2.5  # a longer look was no look: this process was stopped itself, or found no processor
+_MOST_SILENCE = 4.0  # seconds; one that is only slow is started again in vain, which costs nothing
+_SECONDS_TO_START = 20.0  # for the first word, in which Python starts
+_SECONDS_TO_END = 1.0  # after its end of the line is closed
+_LEAST_LIFE = 0.5  # seconds between two starts; four times as long after each that came to nothing
+_MOST_FAILURES = 5  # in a row, without a word
+_SOURCES = str(Path(__file__).parents[2])
+_PROGRAM = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+importlib.import_module(sys.argv[2]).main()
+"""
+_PR_SET_PDEATHSIG = 1
+
+
+class Supervised:
+    """A helper process, and the line to it. All calls are the supervisor's, but for the first `start`."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        settings: Mapping[str, Any],
+        descriptors: Sequence[int],
+        listening: socket.socket | None = None,
+        has_own_session: bool = False,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: what messages call it.
+            module: of the watchdog, whose `main` runs.
+            settings: for its first line; a command line could be read by other users.
+            descriptors: that it inherits.
+            listening: which it inherits too: it is started only once somebody has come there.
+            has_own_session: whether signals from the terminal don't reach it.
+        """
+        self.name, self._module, self._settings, self._descriptors = name, module, dict(settings), list(descriptors)
+        self.listening, self._has_own_session = listening, has_own_session
+        self.process: subprocess.Popen[bytes] | None = None
+        self.line: Line | None = None
+        self._memory: Any = None
+        self._began = self._heard = 0.0
+        self._has_spoken = False
+        self._num_failures, self._next_start = 0, 0.0
+
+    @property
+    def source(self) -> Line | socket.socket | None:
+        """Where something comes when there is something to do."""
+        is_due = time.monotonic() >= self._next_start
+        return self.line if self.line is not None else self.listening if is_due else None
+
+    def start(self) -> None:
+        """Starts the process."""
+        mine, theirs = socket.socketpair()
+        passed = [*self._descriptors, *([] if self.listening is None else [self.listening.fileno()])]
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, _SOURCES, f"slipstream.watchdog.{self._module}"]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                pass_fds=passed,
+                cwd="/",
+                start_new_session=self._has_own_session,
+            )
+        self.line = Line(mine)
+        self._began = self._heard = time.monotonic()
+        self._has_spoken = False
+        self.line.send(self._settings | {"parent": os.getpid(), "memory": self._memory})
+
+    def look(self, pause: float) -> None:
+        """Hears what the process says; kills it where it is silent, and starts it where it has ended. Its silence in
+        the last `pause` seconds doesn't count."""
+        self._heard += pause
+        if self.line is not None and self.process is not None:
+            self._hear(self.line, self.process)
+        if self.line is None and time.monotonic() >= self._next_start and self._is_wanted():
+            try:
+                self.start()
+            except OSError as error:  # too many processes, or too few descriptors
+                self._note_loss(f"can't be started ({error})")
+
+    def _hear(self, line: Line, process: subprocess.Popen[bytes]) -> None:
+        now = time.monotonic()
+        for message in line.receive():
+            self._heard, self._has_spoken, self._num_failures = now, True, 0
+            self._memory = message.get("memory", self._memory)
+        if not line.is_open:  # it has ended, or is about to
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS_TO_END)
+            process.kill()
+            if code := process.wait():
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                self._note_loss(how)
+            else:
+                self._leave()
+        elif now - self._heard > (_MOST_SILENCE if self._has_spoken else _SECONDS_TO_START):
+            process.kill()
+            process.wait()
+            self._note_loss(f"was silent for {now - self._heard:.0f} s, as a stopped one is")
+
+    def close(self, kills: bool = False) -> None:
+        """Lets the process end by itself, which has work left, or ends it."""
+        self._leave()
+        if kills and self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        if self.listening is not None:
+            self.listening.close()
+
+    def _leave(self) -> None:
+        """Closes the line; the process isn't started again."""
+        if self.line is not None:
+            self.line.close()
+        self.line, self._next_start = None, float("inf")
+
+    def _is_wanted(self) -> bool:
+        """Returns whether somebody waits for it at its socket, if it has one."""
+        if self.listening is None:
+            return True
+        self.listening.setblocking(False)
+        return bool(_readable(self.listening))
+
+    def _note_loss(self, how: str) -> None:
+        """Says how the process has ended, which is started again, after a pause where it keeps ending."""
+        process = "" if self.process is None else f" (process {self.process.pid})"
+        self._num_failures += not self._has_spoken
+        self._leave()
+        if self._num_failures < _MOST_FAILURES:
+            self._next_start = self._began + _LEAST_LIFE * 4**self._num_failures
+            follows = "it is started again, and the run goes on"
+        else:
+            follows = "from now on the run goes on without it"
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{self.name}{process} {how}; {follows}\n")
+            sys.stderr.flush()
+
+
+class Supervisor(threading.Thread):
+    """Looks after some processes, and after this rank's own link to the hub, if this is a rank."""
+
+    def __init__(self, helpers: Sequence[Supervised], link: Link | None = None) -> None:
+        super().__init__(name="supervisor of the watch", daemon=True)
+        self._helpers, self._link, self._kills = list(helpers), link, False
+        self._ending, self._end = socket.socketpair()
+        self._is_over = False
+
+    def run(self) -> None:
+        looked = time.monotonic()
+        while not self._is_over:
+            lines = [None if self._link is None else self._link.line, *(each.source for each in self._helpers)]
+            wait_for([self._ending, *lines], LOOK_SECONDS)
+            self._is_over = bool(_readable(self._ending))
+            now = time.monotonic()
+            pause, looked = (now - looked if now - looked > PAUSED_SECONDS else 0.0), now
+            if self._link is not None and not self._is_over:
+                self._link.receive()
+                self._link.keep()
+            for each in [] if self._is_over else self._helpers:
+                each.look(pause)
+        if self._link is not None:
+            self._link.send({"ending": "finished"})
+            if self._link.line is not None:
+                self._link.line.close()
+        for each in self._helpers:
+            each.close(self._kills)
+
+    def stop(self, kills: bool = False) -> None:
+        """Lets the helpers end by themselves, or kills them."""
+        self._kills = kills
+        self._end.close()
+        self.join()
+        self._ending.close()
+
+    def leave_to_parent(self) -> None:
+        """Closes what a fork has inherited, so that the parent's end is noticed while the fork lives."""
+        lines = [None if self._link is None else self._link.line, *(each.line for each in self._helpers)]
+        for line in lines:
+            if line is not None:
+                line.connection.close()
+        for each in self._helpers:
+            if each.listening is not None:
+                each.listening.close()
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What the watchers of a run share: where the hub listens, the token by which it knows them, and who has started
+    it, "rank 0" or "the launcher"."""
+
+    address: str
+    port: int
+    token: str
+    starter: str = "rank 0"
+
+
+def open_hub(address: str, starter: str = "rank 0") -> tuple[Supervised, WatchSettings]:
+    """Returns a hub for the watchers at an address of this machine, which starts when the first one comes, and what
+    they have to know."""
+    listening = listen_at(address)
+    settings = WatchSettings(address, listening.getsockname()[1], secrets.token_hex(16), starter)
+    given = {"listening": listening.fileno(), "token": settings.token}
+    return Supervised("the watchers' hub", "hub", given, [], listening, starter != "rank 0"), settings
+
+
+@contextmanager
+def supervised_hub(address: str) -> Iterator[WatchSettings]:
+    """Has a launcher keep the hub of its ranks while the body runs."""
+    hub, settings = open_hub(address, "the launcher")
+    supervisor = Supervisor([hub])
+    supervisor.start()
+    try:
+        yield settings
+    finally:
+        supervisor.stop(kills=True)
+
+
+def accept_settings() -> tuple[dict[str, Any], Line]:
+    """Returns, in a helper process, its settings and the line to its supervisor."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)  # meant for the supervisor, with which this ends
+    if sys.platform == "linux":
+        # A helper that is stopped when its supervisor ends goes on then, so as to end too.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    line = Line(socket.socket(fileno=sys.stdin.fileno()))
+    while line.is_open:
+        wait_for([line], LOOK_SECONDS)
+        if messages := line.receive():
+            line.send({})  # only now: a supervisor that has ended meanwhile has left its settings
+            return messages[0], line
+    sys.exit()
+
+
+def _readable(connection: socket.socket) -> bool:
+    """Returns whether something has come, without waiting."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0))
