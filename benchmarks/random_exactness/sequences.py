@@ -239,7 +239,8 @@ class SequenceCase:
         for number in range(2):
             if number and not fixed and happens(self.dice, 0.5):
                 self.length = self.dice.randint(3, 20)
-            found.append(Step([[self._batch() for _ in range(self.place.dp)]], self.max_norm))
+            evaluates = not number or self.place.dp == 1  # replicas' batch norms have averages of their own afterwards
+            found.append(Step([[self._batch() for _ in range(self.place.dp)]], self.max_norm, evaluates))
         return found
 
     def _batch(self) -> Any:
