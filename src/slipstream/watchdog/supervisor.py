@@ -133,9 +133,12 @@ class Supervised:
     def close(self, kills: bool = False) -> None:
         """Lets the process end by itself, which has work left, or ends it."""
         self._leave()
-        if kills and self.process is not None:
+        if self.process is not None and kills:
             self.process.kill()
             self.process.wait()
+        elif self.process is not None:
+            # One that was stopped goes on, so as to end, also before it could ask to be told of this process's end.
+            self.process.send_signal(signal.SIGCONT)
         if self.listening is not None:
             self.listening.close()
 
