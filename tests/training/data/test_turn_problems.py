@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
+from slipstream.cli import main
 from slipstream.launch import Progress
-from slipstream.training.config.config_file import parse_config
+from slipstream.training.config import Config
+from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.data import train_tokenizer
-from slipstream.training.preflight.text_preparation import prepare_text
+from slipstream.training.preflight.text_preparation import check_turns, prepare_text
 from support.tiny_training import tiny_llama
 
 END = "no turn that counts ends with a special or added token in the first"
@@ -33,17 +35,22 @@ CONVERSATIONS = [{"messages": [QUESTION, ANSWER, QUESTION, OTHER]}] * 3
 PAIRS = [{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [OTHER]}] * 3
 
 
-def warnings(
+def configured(
     folder: Path, answer: str, rows: list[dict[str, Any]] = CONVERSATIONS, prompt: str = "", **more: Any
-) -> list[str]:
-    """What the preparation of a run's data warns of."""
+) -> Config:
+    """A run on these rows, whose assistant's turns the chat template writes as `answer`."""
     train_tokenizer(["<user> <assistant> <think> </think> say owl"] * 3, 290, Progress(None)).save_pretrained(folder)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "chat.jinja").write_text(FRAME.replace("ANSWER", answer).replace("PROMPT", prompt))
     given = {"dataset": str(folder / "rows.jsonl"), "tokenizer": str(folder), "validation_fraction": 0}
     given |= {"chat_template": str(folder / "chat.jinja"), **more.pop("data", {})}
     training = {"output": str(folder / "run"), "steps": 1, "seq_len": 64, **more.pop("training", {})}
-    config = parse_config({"model": {"config": tiny_llama()}, "data": given, "training": training, **more})
+    return parse_config({"model": {"config": tiny_llama()}, "data": given, "training": training, **more})
+
+
+def warnings(*given: Any, **more: Any) -> list[str]:
+    """What the preparation of a run's data warns of."""
+    config = configured(*given, **more)
     said: list[str] = []
     progress = Progress(Console(file=StringIO()))
     progress.warn = said.append  # type: ignore[method-assign]
@@ -114,6 +121,28 @@ def test_pairs_of_answers(tmp_path: Path) -> None:
     assert warnings(tmp_path, ENDED, PAIRS, preference={}) == []
 
 
+@pytest.mark.parametrize("rows", [CONVERSATIONS, PAIRS], ids=["conversations", "pairs"])
+def test_a_check_of_the_configuration_says_the_same(
+    rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"preference": {}} if rows is PAIRS else {}
+
+    def checked(answer: str, **changes: Any) -> list[str]:
+        (tmp_path / "config.yaml").write_text(dump_config(configured(tmp_path, answer, rows, **more, **changes)))
+        monkeypatch.setattr("sys.argv", ["slipstream", "check", str(tmp_path / "config.yaml")])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.split(maxsplit=1)[1].rstrip() for line in lines if line.startswith("turns ")]
+
+    found = checked("<think></think>{{ message.content }}")
+    assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
+    assert checked(ENDED) == ["those that count have an end, and none has an empty <think> block"]
+    (said,) = checked(ENDED, data={"dataset": str(tmp_path / "missing.jsonl")})
+    assert said.startswith("not looked at: ")
+
+
 def test_streams(tmp_path: Path) -> None:
     """Of several, each warning comes once."""
     named = {"dataset": str(tmp_path / "rows.jsonl"), "weight": 1}
@@ -128,4 +157,5 @@ def test_streams(tmp_path: Path) -> None:
 def test_tokens_and_texts_are_left_alone(streams: bool, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 3
     assert warnings(tmp_path, "", rows, data={"streaming": streams}) == []
+    assert check_turns(configured(tmp_path, "", rows)) is None
     assert warnings(tmp_path, "", [{"text": "<think></think>"}] * 9, data={"streaming": streams}) == []

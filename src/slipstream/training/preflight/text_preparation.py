@@ -20,7 +20,11 @@ from slipstream.training.data.samples import (
     show_example,
     stream_sequences,
 )
-from slipstream.training.preferences import PairSource
+from slipstream.training.data.samples.chat_template import LOOKED_AT
+from slipstream.training.data.samples.forms import WITH_ANSWERS, find_form, find_loss
+from slipstream.training.data.samples.row_stream import RowStream
+from slipstream.training.data.samples.tokenised_samples import SampleReader, read_samples
+from slipstream.training.preferences import PairReader, PairSource, read_pairs
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,37 @@ def _open_stream(
             f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
             f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
         )
-    chats = [stream.first_text for stream in streams if stream.origin["form"] in ("messages", "prompt-completion")]
+    chats = [stream.first_text for stream in streams if stream.origin["form"] in WITH_ANSWERS]
     return sequences, [stream.first_text for stream in streams], chats
+
+
+def check_turns(config: Config) -> list[str] | None:
+    """Returns what a run would warn of in its conversations, by their first rows alone; None where it has none.
+
+    Raises:
+        SlipstreamError: where rows or tokenizer can't be read, or the run itself makes the tokenizer.
+    """
+    sources = [(source, RowStream(source, LOOKED_AT)) for source in config.data.all_sources if source.has_rows]
+    pairs = config.preference is not None
+    forms = ["prompt-completion" if pairs else find_form(source, stream.columns) for source, stream in sources]
+    if {*forms}.isdisjoint(WITH_ANSWERS):
+        return None
+    name, seq_len = config.data.tokenizer or config.model.path, config.training.seq_len
+    if name is None or config.data.vocab_size is not None:
+        raise SlipstreamError("the run trains its tokenizer first, and warns itself")
+    tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+    template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
+    texts = []
+    for (source, stream), form in zip(sources, forms, strict=True):
+        if form in WITH_ANSWERS:
+            reader = SampleReader(source, form, "completion" if pairs else find_loss(source, form), tokenizer, template)
+            where, rows = stream.next_block()
+            texts.append(
+                read_pairs(rows, PairReader(reader, seq_len), where, lambda _line: None)
+                if pairs
+                else read_samples(rows, reader, where, seq_len)[0]
+            )
+    return find_turn_problems(texts, tokenizer, seq_len)
 
 
 def make_tokenizer(

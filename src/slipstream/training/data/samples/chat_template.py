@@ -14,7 +14,7 @@ from slipstream.model import IGNORED
 from slipstream.training.data.tokenised_text import TokenisedText
 
 Messages = Sequence[Mapping[str, Any]]
-_LOOKED_AT = 100  # conversations
+LOOKED_AT = 100  # conversations
 # Or what is left of one whose beginning is in the header.
 _NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -104,7 +104,7 @@ def find_turn_problems(texts: Sequence[TokenisedText], tokenizer: Any, seq_len: 
 
 def _problems(text: TokenisedText, tokenizer: Any, seq_len: int) -> dict[str, str]:
     marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    number = min(_LOOKED_AT, text.num_documents)
+    number = min(LOOKED_AT, text.num_documents)
     ends, num_thoughtless, last = [], 0, ""
     for document in range(number):
         turns = [*_counted_turns(text, document)]
