@@ -21,7 +21,7 @@ from slipstream.schedule import add_communication, gpipe
 from slipstream.terminal import make_console
 from slipstream.training.config.config_file import dump_config, parse_config
 from slipstream.training.configured_pipeline import make_pipeline
-from slipstream.training.data import load_texts, sequences_of
+from slipstream.training.data import load_texts, sequences_of, train_tokenizer
 from slipstream.training.preflight import preflight
 from slipstream.training.resuming import describe_data
 from slipstream.training.run_folder import RunFolder
@@ -158,6 +158,29 @@ def test_a_good_run_prepares_and_writes_what_ranks_need(values: dict[str, Any], 
         "train.tokens.npy",
         "validation.tokens.npy",
     }
+
+
+@pytest.mark.parametrize("is_the_models", [True, False], ids=["the model's tokenizer", "another"])
+def test_what_lies_beside_the_weights_waits_for_exports(
+    values: dict[str, Any], model_folder: Path, tmp_path: Path, is_the_models: bool
+) -> None:
+    """Of a tokenizer only where it is the run's: the other one would be read with the chat template of this one."""
+    of_tokenizer = ("chat_template.jinja", "added_tokens.json")
+    made = train_tokenizer(["some words"], 290, Progress(None))
+    for folder in (model_folder, tmp_path / "another"):
+        made.save_pretrained(folder)
+    (model_folder / "added_tokens.json").write_text("{}")
+    (model_folder / "chat_template.jinja").write_text("{{ messages }}")
+    (model_folder / "NOTICE").write_text("from elsewhere")
+    values["model"] = {"path": str(model_folder)}
+    values["data"]["tokenizer"] = None if is_the_models else str(tmp_path / "another")
+    config = parse_config(values)
+    preflight(config, Progress(None)).write()
+    run = RunFolder(config.training.output)
+    assert (run.beside / "NOTICE").read_text() == "from elsewhere"
+    assert [(run.beside / name).exists() for name in of_tokenizer] == [is_the_models] * 2
+    assert (run.inputs / "chat_template.jinja").exists() == is_the_models
+    assert not (run.beside / "config.json").exists()
 
 
 def test_more_stages_than_layers(refuse: Refuse, values: dict[str, Any]) -> None:

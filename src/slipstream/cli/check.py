@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit
@@ -27,6 +28,8 @@ def check(
 ) -> None:
     """Show how MODEL can be split, and compare a sliced and an unsliced toy of its architecture: exact or not, and why.
 
+    Of a training configuration it also says what a run would warn of in the turns of its first conversations.
+
     Exits with 0 if the model can be trained in token slices, and with 1 if it can't.
     """
     with spinner("running a toy of the architecture"):
@@ -39,7 +42,11 @@ def check(
         console.width = _FILE_COLUMNS
     if report.kinds:
         console.print(_layers(report))
-    console.print(_facts(report))
+    facts = _facts(report)
+    with spinner("reading conversations"):
+        for problem in _turns(Path(model)):
+            facts.add_row("turns", problem)
+    console.print(facts)
     if report.refusal:
         raise Exit(1)
 
@@ -111,6 +118,25 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         )
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"
+
+
+def _turns(file: Path) -> list[str]:
+    """Returns what is to be said of the conversations of a training configuration; nothing of anything else."""
+    import yaml
+
+    if file.suffix not in (".yaml", ".yml") or "data" not in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
+        return []
+    from slipstream.errors import SlipstreamError
+    from slipstream.training.config import load_config
+    from slipstream.training.preflight import check_turns
+
+    try:
+        problems = check_turns(load_config(file))
+    except SlipstreamError as error:
+        return [f"not looked at: {error}"]
+    if problems is None:
+        return []
+    return problems or ["those that count have an end, and none has an empty <think> block"]
 
 
 def _stages(report: ModelReport) -> str:

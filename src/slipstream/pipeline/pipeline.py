@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import load_config, pretrained_model, random_model
+from slipstream.model import random_model
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.answers import ANSWERS, summarise
@@ -23,7 +23,7 @@ from slipstream.pipeline.evaluation import PipelineEvaluation
 from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.saving import PipelineSaving
 from slipstream.pipeline.sequences import Lengths, Rows
-from slipstream.pipeline.weights import WeightSource, with_adapter, with_frozen
+from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
@@ -146,9 +146,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         `freeze` has patterns of parameters' names, as `fnmatch` has them, such as `model.layers.0.*`: these aren't
         trained. Raises SlipstreamError for one that matches nothing, and where nothing is left to train.
         """
-        config = load_config(str(path))
-        source = with_frozen(WeightSource(config, partial(pretrained_model, str(path), config)), freeze)
-        return cls(source if lora is None else with_adapter(source, lora, lora_seed, str(path)), **options)
+        return cls(pretrained_source(str(path), freeze, lora, lora_seed), **options)
 
     def step(
         self,

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
+from slipstream.pipeline.weights import pretrained_source
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.training.config import Config
 from slipstream.training.preferences import preference_loss
@@ -32,11 +33,13 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.preference is not None:
         settings["loss_fn"] = preference_loss(config.preference)
+    run = RunFolder(config.training.output)
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
-        adapter = {} if lora is None else {"lora": lora.source(path), "lora_seed": config.training.seed}
-        return Pipeline.from_pretrained(path, freeze=config.model.freeze, **adapter, **settings)
-    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
+        adapter = None if lora is None else lora.source(path)
+        source = pretrained_source(path, config.model.freeze, adapter, config.training.seed, run.beside)
+        return Pipeline(source, **settings)
+    model_config = AutoConfig.from_pretrained(run.inputs, trust_remote_code=False)
     return Pipeline.from_config(model_config, seed=config.training.seed, freeze=config.model.freeze, **settings)
 
 

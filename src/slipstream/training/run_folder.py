@@ -5,8 +5,8 @@ output/
                        run is writing, and the lines of its terminal since nobody reads them there any more
   config.yaml          the settings it ran with
   reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
-  inputs/              the tokens, the tokenizer and the model's configuration; run_id, by which ranks see that
-                       they share the folder
+  inputs/              the tokens, the tokenizer and the model's configuration; beside/, what lay beside the weights of
+                       the model's folder and comes with exports; run_id, by which ranks see that they share the folder
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
   plan.txt             the planned order, which plan.yaml names
   metrics.jsonl        one line per start, step, validation and checkpoint
@@ -51,6 +51,7 @@ class RunFolder:
         self.log = path / FOLDER / "output.log"
         self.config = path / "config.yaml"
         self.inputs = path / "inputs"
+        self.beside = self.inputs / "beside"
         self.run_id = self.inputs / "run_id"
         self.reference = path / "reference.safetensors"
         self.plan = path / "plan.yaml"

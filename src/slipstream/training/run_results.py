@@ -98,7 +98,7 @@ def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_cod
     """Adds the tokenizer, and gives the folder its name; what had it is `before` until then."""
     if run.inputs.exists():  # else somebody has removed the folder while the run was at work
         load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
-    for file in part.iterdir():
+    for file in filter(Path.is_file, part.rglob("*")):
         with file.open("rb") as written:
             os.fsync(written.fileno())
     run.listed.add_folder(folder)

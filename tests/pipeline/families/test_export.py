@@ -54,6 +54,46 @@ def test_how_a_model_generates_is_kept(kind: str, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "written").generation_config.eos_token_id == [5, 9]
 
 
+BESIDE = ("tokenizer.json", "chat_template.jinja", "merges.txt", "LICENSE", "configuration_own.py")
+OF_THE_WEIGHTS = (
+    "pytorch_model.bin",
+    "model-Q4.gguf",
+    "old.safetensors",
+    "pytorch_model.bin.index.json",
+    "optimizer.pt",
+)
+NOT_BESIDE = (*OF_THE_WEIGHTS, "adapter_config.json", ".gitattributes", "runs/events")
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter merged", "adapter"])
+def test_what_lies_beside_the_weights_of_a_folder_is_kept(kind: str, tmp_path: Path) -> None:
+    given, written = tmp_path / "given", tmp_path / "written"
+    build(ARCHITECTURES["llama"]).save_pretrained(given)
+    pipe = Pipeline.from_pretrained(
+        given, lora=None if kind == "model" else lora(), **grouped(slices=2, num_ranks=2, self_check=False)
+    )
+    (given / "runs").mkdir()
+    for name in (*BESIDE, *NOT_BESIDE):
+        (given / name).write_text(f"given {name}")
+    (given / "LICENSE").chmod(0o444)
+    written.mkdir()
+    (written / "merges.txt").write_text("there before")
+    pipe.save_pretrained(written, merged=kind == "adapter merged")
+    found = {file.name: file.read_text() for file in written.iterdir() if file.suffix != ".safetensors"}
+    if kind == "adapter":
+        assert not {*BESIDE} & found.keys() - {"merges.txt"}
+        return
+    expected = {name: f"given {name}" for name in BESIDE} | {"merges.txt": "there before"}
+    assert {name: found[name] for name in BESIDE} == expected
+    assert found.keys() == {*BESIDE, "config.json", "generation_config.json"}
+    assert [file.name for file in written.glob("*.safetensors")] == ["model.safetensors"]
+    (written / "LICENSE").write_text("can be replaced")
+    assert AutoModelForCausalLM.from_pretrained(written).config.hidden_size > 0
+    (given / "old.safetensors").unlink()
+    pipe.save_pretrained(given)
+    assert (given / "LICENSE").read_text() == "given LICENSE"
+
+
 def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
     """It would load with a random weight in the place of each that has an adapter."""
     model = build(ARCHITECTURES["llama"])

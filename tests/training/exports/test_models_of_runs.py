@@ -142,17 +142,28 @@ def test_whichever_mesh_wrote_it(num_ranks: int, changes: list[str], tmp_path: P
 
 @pytest.mark.more
 def test_of_a_run_that_began_with_a_model(run: RunFolder, tmp_path: Path) -> None:
-    """Its configuration has been loaded and saved once more often, and how it generates is kept."""
+    """Its configuration has been loaded and saved once more often; how it generates, and what lies beside the weights,
+    is kept, also where the given folder is gone."""
     given = tmp_path / "given"
     shutil.copytree(run.model, given)
     how = GenerationConfig(eos_token_id=[5, 9])
     (given / "generation_config.json").write_text(how.to_json_string())
+    (given / "LICENSE").write_text("MIT")
+    tokenizer = AutoTokenizer.from_pretrained(given)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(given)
+    (given / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     further = make_run(tmp_path, 1, "--pp=1", model={"path": str(given)})
+    shutil.rmtree(given)
     ended = slipstream_command("export", further.path, "--output", tmp_path / "model")
     assert ended.returncode == 0, ended.stderr
     check_same_model(tmp_path / "model", further.model)
-    for folder in (tmp_path / "model", further.model):
+    for folder in (tmp_path / "model", further.model, further.model_at(HALF)):
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [5, 9]
+        assert (folder / "LICENSE").read_text() == "MIT"
+        assert (folder / "special_tokens_map.json").exists()
+        assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+    assert not list(further.model.glob("*.npy"))
 
 
 @pytest.mark.more

@@ -92,6 +92,7 @@ class CausalLMFamily:
         if source.trained.adapter is not None:
             check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard_parameters)
         self.config: PretrainedConfig = source.config
+        self.beside = source.beside
         self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
         self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks

@@ -76,6 +76,7 @@ class PipelineSaving(PipelineFacts):
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
         """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
 
+        Of a `from_pretrained` folder it has what lies beside the weights, too, such as tokenizer and chat template.
         Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
         `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
         """
@@ -83,12 +84,13 @@ class PipelineSaving(PipelineFacts):
         state, config, adapter = self._engine.state_dict(), family.config, family.adapter
         stage = next(iter(self._engine.stages.values()))
         generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
+        beside, ranks = family.beside, self._engine.ranks
         if adapter is None:
-            save_on_leader(lambda: write_model(folder, config, state, generation), self._engine.ranks)
+            save_on_leader(lambda: write_model(folder, config, state, generation, beside), ranks)
         elif merged:
-            save_on_leader(lambda: write_merged(folder, config, adapter, state, generation), self._engine.ranks)
+            save_on_leader(lambda: write_merged(folder, config, adapter, state, generation, beside), ranks)
         else:
-            save_on_leader(lambda: write_adapter(folder, config, adapter, state), self._engine.ranks)
+            save_on_leader(lambda: write_adapter(folder, config, adapter, state), ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the

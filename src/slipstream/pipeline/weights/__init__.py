@@ -1,6 +1,7 @@
 """The weights of a pipeline: where they come from, and how they are gathered and written."""
 
 from slipstream.pipeline.weights.export import (
+    copy_beside,
     gather_state,
     read_generation,
     save_on_leader,
@@ -9,4 +10,4 @@ from slipstream.pipeline.weights.export import (
     write_generation,
     write_model,
 )
-from slipstream.pipeline.weights.weight_source import WeightSource, in_memory, with_adapter, with_frozen
+from slipstream.pipeline.weights.weight_source import WeightSource, in_memory, pretrained_source, with_frozen

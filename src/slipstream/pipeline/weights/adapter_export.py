@@ -72,9 +72,10 @@ def write_merged(
     adapter: Adapter,
     state: Mapping[str, Tensor],
     generation: GenerationConfig | None,
+    beside: Path | None,
 ) -> None:
     """Writes the merged model as `write_model` does."""
-    write_model(folder, config, merged_state(config, adapter, state), generation)
+    write_model(folder, config, merged_state(config, adapter, state), generation, beside)
 
 
 def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model, storage_id
@@ -20,6 +22,12 @@ from slipstream.model.toy.toy_model import quiet_transformers
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.stage import Stage
+
+# Weights and their optimizers of any library, and what is written anew or would make the folder that of an adapter.
+_NOT_BESIDE = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.index.json"),
+    *(CONFIG_NAME, GENERATION_CONFIG_NAME, "adapter_config.json", ".*"),
+)
 
 
 def save_on_leader(write: Callable[[], None], ranks: Ranks) -> None:
@@ -46,9 +54,10 @@ def write_model(
     config: PretrainedConfig,
     state: Mapping[str, Tensor],
     generation: GenerationConfig | None = None,
+    beside: Path | None = None,
 ) -> None:
     """Writes config and safetensors of a whole model's state, as `AutoModelForCausalLM.from_pretrained` reads them, and
-    how it generates; by default what follows from the config.
+    how it generates; by default what follows from the config. What lies `beside` the weights of a folder comes along.
 
     Raises SlipstreamError where the state isn't that of the architecture, whose other weights would be random when the
     folder is loaded; then nothing is written. Also where a file can't be read back. Raises OSError where it can't be
@@ -71,6 +80,8 @@ def write_model(
         raise OSError(str(error)) from error
     if generation is not None:
         write_generation(folder, generation)
+    if beside is not None:
+        copy_beside(beside, Path(folder))
     _check_files(Path(folder))
 
 
@@ -86,6 +97,19 @@ def read_generation(path: str | Path) -> GenerationConfig | None:
 def write_generation(folder: str | Path, generation: GenerationConfig) -> None:
     """Writes generation_config.json as it is: transformers' own method refuses to write some that it reads."""
     Path(folder, GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
+
+
+def copy_beside(source: Path, folder: Path, left_out: Callable[[str], bool] | None = None) -> None:
+    """Copies what lies beside a model's weights, such as its tokenizer, chat template, licence and code, from the
+    `source`, if that is a folder. Nothing in `folder` is replaced. `left_out` says which names to leave out."""
+    if not source.is_dir():  # but a name on the hub
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        other = any(fnmatch(file.name, each) for each in _NOT_BESIDE) or (left_out is not None and left_out(file.name))
+        if file.is_file() and not other and not (folder / file.name).exists():
+            # Without the mode: the run's own couldn't replace a file that can't be written to.
+            shutil.copyfile(file, folder / file.name)
 
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy, StagePart, meta_model
+from slipstream.model import ModelAnatomy, StagePart, load_config, meta_model, pretrained_model
 from slipstream.model.adapters import (
     ALL_WEIGHTS,
     Adapter,
@@ -36,9 +37,21 @@ class WeightSource(NamedTuple):
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
     trained: TrainedWeights = ALL_WEIGHTS
     given: GivenModel | None = None  # how a model in memory differs from the configuration's
+    beside: Path | None = None  # the folder of what lies beside the weights, and comes with what is saved
 
 
-def with_adapter(source: WeightSource, lora: Any, seed: int, base: str) -> WeightSource:
+def pretrained_source(
+    path: str, freeze: Sequence[str], lora: Any = None, lora_seed: int = 0, beside: Path | None = None
+) -> WeightSource:
+    """Returns the model of a folder or of a name on the hub as a source, as `Pipeline.from_pretrained` takes it; what
+    lies beside its weights is in that folder, or in `beside`. Raises SlipstreamError where it can't be trained so."""
+    config = load_config(path)
+    source = WeightSource(config, partial(pretrained_model, path, config), beside=beside or Path(path))
+    source = with_frozen(source, freeze)
+    return source if lora is None else _with_adapter(source, lora, lora_seed, path)
+
+
+def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str) -> WeightSource:
     """Returns a source whose model, which is at `base`, gets an adapter: by a LoraConfig of PEFT, or of a saved folder.
 
     Raises SlipstreamError where it can't be trained, or a folder's isn't one of this model.

@@ -169,6 +169,11 @@ class Config(Record):
             raise ValueError(f"plan.rates: {error}") from None
 
     @property
+    def has_models_tokenizer(self) -> bool:
+        """Whether the tokenizer is the one that comes with the model."""
+        return self.data.vocab_size is None and self.data.tokenizer in (None, self.model.path)
+
+    @property
     def num_processes(self) -> int:
         """Ranks of the whole mesh."""
         return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor

@@ -18,7 +18,13 @@ from slipstream.training.data.tokenised_text import (
     save_texts,
     unigram_entropy,
 )
-from slipstream.training.data.tokenizer import has_tokenizer, load_tokenizer, tokenise, train_tokenizer
+from slipstream.training.data.tokenizer import (
+    has_tokenizer,
+    is_of_tokenizer,
+    load_tokenizer,
+    tokenise,
+    train_tokenizer,
+)
 from slipstream.training.data.whole_documents import WholeDocuments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,18 @@ from slipstream.training.data.tokenised_text import DocumentWriter, TokenisedTex
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_FURTHER = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 _GROUP = 64  # documents that the tokenizer gets at a time, to show progress in between
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Returns whether the folder has a file that a tokenizer may be read from."""
     return any(file for pattern in _FILES for file in folder.glob(pattern))
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Returns whether a file of this name belongs to a tokenizer."""
+    return any(fnmatch(name, pattern) for pattern in (*_FILES, *_FURTHER))
 
 
 def load_tokenizer(name: str, trusts_code: bool = False) -> Any:

@@ -58,7 +58,7 @@ def export_checkpoint(run: RunFolder, saved: SavedCheckpoint, output: Path, trus
         output.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as part:
             written = Path(part, "model")
-            write_model(written, config, state, read_generation(run.inputs))
+            write_model(written, config, state, read_generation(run.inputs), run.beside)
             tokenizer.save_pretrained(written)
             written.rename(output)
     except OSError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.pipeline.weights import read_generation, write_generation
+from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
 from slipstream.training.config import Config, dump_config
-from slipstream.training.data import save_texts
+from slipstream.training.data import is_of_tokenizer, save_texts
 from slipstream.training.metrics import check_trackers
 from slipstream.training.ownership import FolderLock
 from slipstream.training.planned_start import what_prevents_a_plan
@@ -54,9 +55,14 @@ class RunInputs:
                 part.mkdir()
                 self.model_config.save_pretrained(part)
                 model = self.config.model
-                generation = read_generation(str(model.path)) if model.pretrained else None
-                if generation is not None:
-                    write_generation(part, generation)
+                if model.pretrained:
+                    if (generation := read_generation(str(model.path))) is not None:
+                        write_generation(part, generation)
+                    # Files of a tokenizer that isn't the run's would be read with the run's own.
+                    beside = part / folder.beside.name
+                    copy_beside(
+                        Path(str(model.path)), beside, None if self.config.has_models_tokenizer else is_of_tokenizer
+                    )
                 self.text.tokenizer.save_pretrained(part)
                 save_texts(self.text.train, part, "train")
                 save_texts(self.text.validation, part, "validation")

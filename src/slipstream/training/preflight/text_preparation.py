@@ -12,8 +12,19 @@ from slipstream.launch import Progress
 from slipstream.model import longest_sequence
 from slipstream.training import data
 from slipstream.training.config import Config, SampleSection, SourceSection
-from slipstream.training.data.samples import ChatTemplate, MixedStreams, OpenSource, show_example, stream_sequences
-from slipstream.training.preferences import PairSource
+from slipstream.training.data.samples import (
+    ChatTemplate,
+    MixedStreams,
+    OpenSource,
+    find_turn_problems,
+    show_example,
+    stream_sequences,
+)
+from slipstream.training.data.samples.chat_template import LOOKED_AT
+from slipstream.training.data.samples.forms import WITH_ANSWERS, find_form, find_loss
+from slipstream.training.data.samples.row_stream import RowStream
+from slipstream.training.data.samples.tokenised_samples import SampleReader, read_samples
+from slipstream.training.preferences import PairReader, PairSource, read_pairs
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,8 @@ class PreparedText:
 
 
 def prepare_text(config: Config, model_config: Any, progress: Progress) -> PreparedText:
-    """Reads and tokenises all sources, and shows a sample of which not every token counts.
+    """Reads and tokenises all sources, and shows a sample of which not every token counts. Warns of turns
+    without an end, and of empty thoughts.
 
     A tokenizer that is trained here sets the special tokens of `model_config`.
 
@@ -49,15 +61,17 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
         parts = [text.split(section.validation_fraction, training.seed) for text in texts]
         texts, validation = [train for train, _ in parts], [other for _, other in parts]
     if section.streaming:
-        sequences, read = _open_stream(config, tokenizer, progress)
+        sequences, read, chats = _open_stream(config, tokenizer, progress)
     else:
-        read = texts
+        read, chats = texts, [text for text, source in zip(texts, sources, strict=True) if source.has_messages]
         number = sum(len(text.tokens) for text in [*texts, *validation])
         progress.say(f"tokens: {number:,}, vocabulary {len(tokenizer):,}")
         sequences = data.sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
     check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
     if sample := next((text for text in read if text.labels is not None), None):
         show_example(sample, tokenizer, progress)
+    for problem in find_turn_problems(chats, tokenizer, training.seq_len):
+        progress.warn(problem)
     return PreparedText(tokenizer, texts, validation, sequences)
 
 
@@ -79,8 +93,8 @@ def _open_validation(config: Config, progress: Progress) -> list[OpenSource | Pa
 
 def _open_stream(
     config: Config, tokenizer: Any, progress: Progress
-) -> tuple[data.TrainingSequences, list[data.TokenisedText]]:
-    """Returns the sequences of the streams, and the text of the first block of each."""
+) -> tuple[data.TrainingSequences, list[data.TokenisedText], list[data.TokenisedText]]:
+    """Returns the sequences of the streams, the text of the first block of each, and those which have answers."""
     with progress.waiting("reading the first rows"):
         sequences = stream_sequences(config, tokenizer, progress.warn)
     streams = sequences.parts if isinstance(sequences, MixedStreams) else [sequences]
@@ -90,7 +104,37 @@ def _open_stream(
             f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
             f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
         )
-    return sequences, [stream.first_text for stream in streams]
+    chats = [stream.first_text for stream in streams if stream.origin["form"] in WITH_ANSWERS]
+    return sequences, [stream.first_text for stream in streams], chats
+
+
+def check_turns(config: Config) -> list[str] | None:
+    """Returns what a run would warn of in its conversations, by their first rows alone; None where it has none.
+
+    Raises:
+        SlipstreamError: where rows or tokenizer can't be read, or the run itself makes the tokenizer.
+    """
+    sources = [(source, RowStream(source, LOOKED_AT)) for source in config.data.all_sources if source.has_rows]
+    pairs = config.preference is not None
+    forms = ["prompt-completion" if pairs else find_form(source, stream.columns) for source, stream in sources]
+    if {*forms}.isdisjoint(WITH_ANSWERS):
+        return None
+    name, seq_len = config.data.tokenizer or config.model.path, config.training.seq_len
+    if name is None or config.data.vocab_size is not None:
+        raise SlipstreamError("the run trains its tokenizer first, and warns itself")
+    tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+    template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
+    texts = []
+    for (source, stream), form in zip(sources, forms, strict=True):
+        if form in WITH_ANSWERS:
+            reader = SampleReader(source, form, "completion" if pairs else find_loss(source, form), tokenizer, template)
+            where, rows = stream.next_block()
+            texts.append(
+                read_pairs(rows, PairReader(reader, seq_len), where, lambda _line: None)
+                if pairs
+                else read_samples(rows, reader, where, seq_len)[0]
+            )
+    return find_turn_problems(texts, tokenizer, seq_len)
 
 
 def make_tokenizer(
@@ -100,8 +144,7 @@ def make_tokenizer(
     `model_config` gets."""
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
     if name is not None and vocab_size is None:
-        is_the_models = config.data.tokenizer in (None, config.model.path)
-        tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and is_the_models)
+        tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
     else:
         vocab_size = vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)

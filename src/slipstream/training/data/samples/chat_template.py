@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slipstream.errors import SlipstreamError
+from slipstream.model import IGNORED
+from slipstream.training.data.tokenised_text import TokenisedText
 
 Messages = Sequence[Mapping[str, Any]]
+LOOKED_AT = 100  # conversations
+# Or what is left of one whose beginning is in the header.
+_NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -86,3 +93,56 @@ class ChatTemplate:
             return self._tokenizer.apply_chat_template([*messages], tools=tools or None, return_dict=True, **options)
         except (TemplateError, TypeError, ValueError) as error:
             raise SlipstreamError(f"the chat template can't write this conversation: {error}") from error
+
+
+def find_turn_problems(texts: Sequence[TokenisedText], tokenizer: Any, seq_len: int) -> list[str]:
+    """Returns what is probably wrong with what counts in the first conversations of texts, which were cut after
+    `seq_len` tokens: turns without an end, and empty thoughts. Each is said of the first text that has it."""
+    found = [_problems(text, tokenizer, seq_len) for text in texts]
+    return [said for kind in ("end", "thoughts") if (said := next((each[kind] for each in found if kind in each), ""))]
+
+
+def _problems(text: TokenisedText, tokenizer: Any, seq_len: int) -> dict[str, str]:
+    marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    number = min(LOOKED_AT, text.num_documents)
+    ends, num_thoughtless, last = [], 0, ""
+    for document in range(number):
+        turns = [*_counted_turns(text, document)]
+        ends += [_is_ended(tokens, tokenizer, marks) for tokens, end in turns if end < seq_len]
+        written = [str(tokenizer.decode(tokens)) for tokens, _ in turns]
+        num_thoughtless += any(_NO_THOUGHTS.search(each) for each in written)
+        last = written[-1] if written else last
+    problems = {}
+    if ends and not any(ends):
+        end = tokenizer.eos_token
+        problems["end"] = (
+            f"no turn that counts ends with a special or added token in the first {number:,} conversations (the last "
+            f"ends with {last[-20:]!r}), so the model doesn't learn to stop. Let the chat template close the "
+            "assistant's turns with {{ eos_token }}"
+            + (f" ({end})" if end else ", of a tokenizer that has one (data.tokenizer)")
+            + ", before {% endgeneration %} where it has that, and give its file with --data.chat_template=chat.jinja"
+        )
+    if num_thoughtless:
+        problems["thoughts"] = (
+            f"an empty <think> block counts in {num_thoughtless:,} of the first {number:,} conversations, so the model "
+            "learns to answer without thinking. If it shouldn't, leave the block out of the chat template, or let "
+            "{% generation %} begin after it, and give its file with --data.chat_template=chat.jinja"
+        )
+    return problems
+
+
+def _counted_turns(text: TokenisedText, document: int) -> Iterator[tuple[list[int], int]]:
+    """Yields the tokens of each turn that counts, and where it ends in the document."""
+    tokens = text.document(document).tolist()
+    counts = np.concatenate([[False], text.labels_of(document) != IGNORED, [False]])
+    places = np.flatnonzero(np.diff(counts)).tolist()
+    for begin, end in zip(places[::2], places[1::2], strict=True):
+        yield tokens[begin:end], end
+
+
+def _is_ended(tokens: Sequence[int], tokenizer: Any, marks: set[int]) -> bool:
+    """Returns whether a turn ends with one of the tokens `marks`; white space, such as a line break, may follow."""
+    for token in reversed(tokens):
+        if str(tokenizer.decode([token])).strip():
+            return token in marks
+    return False

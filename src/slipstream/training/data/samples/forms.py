@@ -15,6 +15,9 @@ _LOSSES = {
     "tokens": ("all",),
 }
 
+# The forms that may be conversations.
+WITH_ANSWERS = ("messages", "prompt-completion")
+
 _SHAREGPT = "conversations"
 
 

@@ -35,6 +35,8 @@ class StreamedSequences(TrainingSequences):
     asked for in their order; `state` says where a run that is resumed has to begin.
     """
 
+    origin: dict[str, Any]
+
     def __init__(
         self,
         stream: RowStream,

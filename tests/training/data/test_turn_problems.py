@@ -1,0 +1,161 @@
+"""Before a run starts it says where a model wouldn't learn to end its turns, or would learn not to think."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import LlamaConfig
+
+from slipstream.cli import main
+from slipstream.launch import Progress
+from slipstream.training.config import Config
+from slipstream.training.config.config_file import dump_config, parse_config
+from slipstream.training.data import train_tokenizer
+from slipstream.training.preflight.text_preparation import check_turns, prepare_text
+from support.tiny_training import tiny_llama
+
+END = "no turn that counts ends with a special or added token in the first"
+THOUGHTS = "an empty <think> block counts in"
+FRAME = (
+    "{% for message in messages %}<{{ message.role }}>\n{% if message.role == 'assistant' %}ANSWER"
+    "{% else %}{{ message.content }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\nPROMPT{% endif %}"
+)
+ENDED = "{{ message.content }}{{ eos_token }}"
+MARKED = "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+QUESTION, ANSWER, OTHER = (
+    {"role": role, "content": text} for role, text in [("user", "say"), ("assistant", "owl"), ("assistant", "fox")]
+)
+CONVERSATIONS = [{"messages": [QUESTION, ANSWER, QUESTION, OTHER]}] * 3
+PAIRS = [{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [OTHER]}] * 3
+
+
+def configured(
+    folder: Path, answer: str, rows: list[dict[str, Any]] = CONVERSATIONS, prompt: str = "", **more: Any
+) -> Config:
+    """A run on these rows, whose assistant's turns the chat template writes as `answer`."""
+    train_tokenizer(["<user> <assistant> <think> </think> say owl"] * 3, 290, Progress(None)).save_pretrained(folder)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "chat.jinja").write_text(FRAME.replace("ANSWER", answer).replace("PROMPT", prompt))
+    given = {"dataset": str(folder / "rows.jsonl"), "tokenizer": str(folder), "validation_fraction": 0}
+    given |= {"chat_template": str(folder / "chat.jinja"), **more.pop("data", {})}
+    training = {"output": str(folder / "run"), "steps": 1, "seq_len": 64, **more.pop("training", {})}
+    return parse_config({"model": {"config": tiny_llama()}, "data": given, "training": training, **more})
+
+
+def warnings(*given: Any, **more: Any) -> list[str]:
+    """What the preparation of a run's data warns of."""
+    config = configured(*given, **more)
+    said: list[str] = []
+    progress = Progress(Console(file=StringIO()))
+    progress.warn = said.append  # type: ignore[method-assign]
+    prepare_text(config, LlamaConfig(vocab_size=300), progress)
+    return said
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [ENDED, MARKED, "{{ message.content }}<|endoftext|>\n"],
+    ids=["by prefixes", "by generation tags", "as text, and a line break"],
+)
+def test_turns_with_an_end(answer: str, tmp_path: Path) -> None:
+    assert warnings(tmp_path, answer) == []
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{{ message.content }}",
+        "{{ message.content }}</s>",  # which is no token of this tokenizer
+        "{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}",
+        "{% generation %}{{ eos_token }}{{ message.content }}{% endgeneration %}",
+    ],
+    ids=["none", "text", "after what counts", "before it"],
+)
+def test_turns_without_an_end(answer: str, tmp_path: Path) -> None:
+    (said,) = warnings(tmp_path, answer)
+    assert said.startswith(f"{END} 3 conversations")
+    assert "close the assistant's turns with {{ eos_token }} (<|endoftext|>), before {% endgeneration %}" in said
+    assert said.endswith("--data.chat_template=chat.jinja")
+
+
+def test_what_is_cut_off_has_no_end_of_its_own(tmp_path: Path) -> None:
+    assert warnings(tmp_path, MARKED, [{"messages": [QUESTION, ANSWER]}], training={"seq_len": 20}) == []
+    long = [{"messages": [QUESTION, ANSWER | {"content": "owl " * 90}]}]
+    assert [each for each in warnings(tmp_path, MARKED, long) if END in each] == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt", "warns"),
+    [
+        ("<think>\n\n</think>\n\n" + ENDED, "", True),
+        ("<think></think>" + ENDED, "", True),
+        ("<think>\n\n</think>\n\n" + ENDED, "<think>\n", True),  # of which the end counts
+        ("<think>\n\n</think>\n\n" + ENDED, "<think>\n\n</think>\n\n", False),
+        ("<think>\n\n</think>\n\n" + MARKED, "", False),
+        ("<think>\nhm\n</think>\n\n" + ENDED, "", False),
+    ],
+    ids=["counts", "without a line", "begins in the header", "in the header", "before the tag", "a thought"],
+)
+def test_empty_thoughts(answer: str, prompt: str, warns: bool, tmp_path: Path) -> None:
+    said = warnings(tmp_path, answer, prompt=prompt)
+    assert [each.partition(" 3 of the first 3 conversations")[0] for each in said] == [THOUGHTS] * warns
+    assert all(each.endswith("--data.chat_template=chat.jinja") for each in said)
+
+
+@pytest.mark.parametrize("loss", ["completion", "all"])
+def test_whatever_counts(loss: str, tmp_path: Path) -> None:
+    found = warnings(tmp_path, "<think>\n</think>{{ message.content }}", data={"loss": loss})
+    assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
+    assert warnings(tmp_path, ENDED, data={"loss": loss}) == []
+
+
+def test_pairs_of_answers(tmp_path: Path) -> None:
+    found = warnings(tmp_path, "<think></think>{{ message.content }}", PAIRS, preference={})
+    assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
+    assert warnings(tmp_path, ENDED, PAIRS, preference={}) == []
+
+
+@pytest.mark.parametrize("rows", [CONVERSATIONS, PAIRS], ids=["conversations", "pairs"])
+def test_a_check_of_the_configuration_says_the_same(
+    rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {"preference": {}} if rows is PAIRS else {}
+
+    def checked(answer: str, **changes: Any) -> list[str]:
+        (tmp_path / "config.yaml").write_text(dump_config(configured(tmp_path, answer, rows, **more, **changes)))
+        monkeypatch.setattr("sys.argv", ["slipstream", "check", str(tmp_path / "config.yaml")])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.split(maxsplit=1)[1].rstrip() for line in lines if line.startswith("turns ")]
+
+    found = checked("<think></think>{{ message.content }}")
+    assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
+    assert checked(ENDED) == ["those that count have an end, and none has an empty <think> block"]
+    (said,) = checked(ENDED, data={"dataset": str(tmp_path / "missing.jsonl")})
+    assert said.startswith("not looked at: ")
+
+
+def test_streams(tmp_path: Path) -> None:
+    """Of several, each warning comes once."""
+    named = {"dataset": str(tmp_path / "rows.jsonl"), "weight": 1}
+    several = {"dataset": None, "sources": [named, named], "streaming": True}
+    for data in ({"streaming": True}, several):
+        found = warnings(tmp_path, "<think></think>{{ message.content }}", data=data)
+        assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
+        assert warnings(tmp_path, ENDED, data=data) == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_and_texts_are_left_alone(streams: bool, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}] * 3
+    assert warnings(tmp_path, "", rows, data={"streaming": streams}) == []
+    assert check_turns(configured(tmp_path, "", rows)) is None
+    assert warnings(tmp_path, "", [{"text": "<think></think>"}] * 9, data={"streaming": streams}) == []
