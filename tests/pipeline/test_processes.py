@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from support.forked import launch
@@ -56,6 +58,18 @@ def test_batches_of_different_shapes_are_found_out() -> None:
     ended = launch(2, WORKER, "mismatch")
     assert "rank 1 found the mismatch" in ended.stdout, ended.stderr[-3000:]
     assert "rank 0 found the mismatch" in ended.stdout, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("options", first_of([["pp"], ["dp"], ["tp"], ["pp", "1e9"]], 1), ids=" ".join)
+def test_ranks_in_different_calls_are_told_which(options: list[str], tmp_path: Path) -> None:
+    axis, *limit = options
+    ended = launch(2, WORKER, "other calls", axis, tmp_path, *limit)
+    assert all(f"rank {rank} found the other calls" in ended.stdout for rank in range(2)), ended.stderr[-3000:]
+
+
+def test_a_rank_that_never_calls_is_named() -> None:
+    ended = launch(2, WORKER, "never called")
+    assert "rank 0 reported" in ended.stdout, ended.stderr[-3000:]
 
 
 def test_a_rank_that_waits_in_vain_reports() -> None:

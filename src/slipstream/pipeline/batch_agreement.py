@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.messages import TransportError
-from slipstream.parallel import PendingWork, Ranks
+from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
+from slipstream.pipeline.call_agreement import CallAgreement, named
 from slipstream.pipeline.sequences import Sequences
-from slipstream.watchdog import explain_loss, waiting
 
 _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
 _REFUSED = -1
@@ -37,17 +36,17 @@ class BatchAgreement:
     """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, how many targets count
     in all, which position is the largest, and whether anything is trained.
 
-    One all-gather of five numbers for each rank. On CPUs, where there are no replicas and no ranks that share layers,
-    it travels while the first stage computes its first slice: call `finish` before anything else is sent. Every method
-    is collective, and called in the same order.
+    The numbers travel in the message with which the call begins. On CPUs, where there are no replicas, no ranks that
+    share layers and no memory limit, it travels while the first stage computes its first slice: call `finish` before
+    anything else is sent. Every method is collective, and called in the same order.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, calls: CallAgreement, has_limit: bool) -> None:
+        """`has_limit` where ranks exchange what a step would hold before it sends anything."""
+        self._ranks, self._calls = ranks, calls
         # Without it a GPU would have to be waited for later, when it has work.
-        self._waits = ranks.data.size > 1 or ranks.tensor.size > 1 or ranks.device.type != "cpu"
+        self._waits = has_limit or ranks.data.size > 1 or ranks.tensor.size > 1 or ranks.device.type != "cpu"
         self._whole: WholeBatch | Sequences | None = None
-        self._asked: tuple[Tensor, PendingWork | None] | None = None  # what is being gathered
 
     def on(
         self,
@@ -84,17 +83,17 @@ class BatchAgreement:
 
     def finish(self) -> _Totals:
         """Waits for the comparison, where that hasn't been done; returns what all replicas have, 0 targets where there
-        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ or nothing is
-        trained, and TransportError where a rank doesn't take part in time."""
+        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, ranks call
+        different methods or nothing is trained, and TransportError where a rank has ended."""
         replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         totals: dict[int, _Totals] = {}
-        for rank, (replica, checksum, num_valid, largest, trains) in self._answers():
+        for rank, replica, (checksum, num_valid, largest, trains) in self._calls.finish():
             replicas[replica].append((checksum, rank))
             others = totals.get(replica)
             totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
         refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
         if refused:
-            raise SlipstreamError(f"the step can't run, as {_named(refused)} refused its batch: see the message there.")
+            raise SlipstreamError(f"the step can't run, as {named(refused)} refused its batch: see the message there.")
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
         found = [*totals.values()] or [_NOTHING]
@@ -115,25 +114,11 @@ class BatchAgreement:
         """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
         if self._ranks.world.size > 1:
             self._ask(_REFUSED, _NOTHING)
-            self._answers()
+            self._calls.finish()
 
     def _ask(self, checksum: int, own: _Totals) -> None:
         self.finish()
-        mine = torch.tensor([self._ranks.data.rank, checksum, *own], device=self._ranks.device)
-        self._asked = self._ranks.world.start_all_gather(mine)
-
-    def _answers(self) -> list[tuple[int, list[int]]]:
-        """Returns every rank and its numbers; nothing where that was done before."""
-        if self._asked is None:
-            return []
-        (gathered, work), self._asked = self._asked, None
-        try:
-            if work is not None:
-                with waiting(b"the agreement on batches"):
-                    work.wait()
-        except RuntimeError as error:
-            raise TransportError(explain_loss(f"a rank's part in the step did not arrive: {error}")) from error
-        return list(zip(self._ranks.world.global_ranks, gathered.tolist(), strict=True))
+        self._calls.start([checksum, *own])
 
     def _raise_difference(self, replicas: dict[int, list[tuple[int, int]]]) -> None:
         """Raises the error that names the ranks that differ, and what each was given."""
@@ -145,7 +130,7 @@ class BatchAgreement:
             for checksum, rank in found:
                 by_checksum[checksum].append(rank)
             if len(by_checksum) > 1:
-                lines += [f"{_named(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
+                lines += [f"{named(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
         raise SlipstreamError(
             "the ranks of one pipeline were given different batches:\n  "
             + "\n  ".join(lines)
@@ -162,10 +147,6 @@ def _check_trained(is_trained: bool) -> None:
             "requires_grad_() of what is to be trained before the Pipeline is made. pipe.evaluate(...) takes batches "
             "as step does, and gives the loss alone."
         )
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _tensors(whole: WholeBatch | Sequences) -> Iterator[tuple[str, Tensor]]:

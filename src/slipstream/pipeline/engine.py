@@ -16,6 +16,7 @@ from slipstream.keyed_draws import keyed_seed
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
+from slipstream.pipeline.call_agreement import CallAgreement
 from slipstream.pipeline.execution import Losses, TokenOutputs
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.frozen_stages import FrozenStages
@@ -51,7 +52,8 @@ class Engine:
         self.device = self.ranks.device if options.device is None else torch.device(options.device)
         if self.ranks.world.size > 1:
             check_transport(options.runtime.transport, self.device, self.ranks.world.gpu_backend)
-        self._agreement = BatchAgreement(self.ranks)
+        self.calls = CallAgreement(self.ranks)
+        self._agreement = BatchAgreement(self.ranks, self.calls, options.memory.limit is not None)
         watch_group(self.ranks.world, options.runtime.stall_limit)
         with counted_off("loading and checking the model"):
             self.family = family_of(model, options, self.ranks, self.device)
@@ -76,7 +78,7 @@ class Engine:
         if isinstance(self.family, CausalLMFamily) and self._frozen.may_be_left_out(self.layout, options.schedule):
             self.layout = replace(self.layout, num_frozen_stages=self._frozen.number)
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
-        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks)
+        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks, self.calls)
         holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.tensor_parallel = tensor
         self.parameters = Parameters(self.stages, self.ranks, tensor, holders, options)
@@ -111,9 +113,12 @@ class Engine:
         """Returns the batch as an evaluation splits it, and the plan of sequences; where it needs no targets, also of a
         batch in which none counts. Collective. `plan` is for sequences alone."""
         if isinstance(whole, Sequences):
-            return self._split_sequences(whole, plan, needs_targets)
-        self._adopt(self.tuner.schedule)
-        return self._split(whole, self.family.length(whole), needs_targets), None
+            batch, plan = self._split_sequences(whole, plan, needs_targets)
+        else:
+            self._adopt(self.tuner.schedule)
+            batch = self._split(whole, self.family.length(whole), needs_targets)
+        self.parameters.publish()
+        return batch, plan
 
     def run_forward(self, batch: SplitBatch, num_targets: float | None = None) -> Tensor:
         """Runs forwards alone, and returns the global mean loss, or the sum over `num_targets`. Collective."""
@@ -136,10 +141,13 @@ class Engine:
         `plan` is for sequences alone."""
         if (mine := board()) is not None:
             mine.set_step(self.random_state[1] + 1)
-        self.parameters.publish()
+        self.calls.name = "step"
         length = 0
         microbatches: Sequence[SlicedMicrobatch]
         if isinstance(whole, Sequences):
+            if not self.limited_steps.knows_lengths:  # the ranks exchange what rows hold before they plan
+                self.calls.start((), of_list=True)
+                self.calls.finish()
             self.limited_steps.prepare_rows(self.tuner.splits)
             batch, plan = self._split_sequences(whole, plan, num_targets is None, self._frozen.trains_here)
             microbatches = plan.microbatches
@@ -149,6 +157,7 @@ class Engine:
             self._adopt(self.tuner.begin(length))
             batch = self._within_limit(whole, length, num_targets is None)
             microbatches = self._microbatches(whole, length)
+        self.parameters.publish()
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
@@ -169,6 +178,7 @@ class Engine:
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,). Collective."""
+        self.calls.begin("sequence_log_probabilities")
         found = self.runner.sequence_log_probabilities()
         if not len(found):
             raise SlipstreamError(
@@ -177,8 +187,10 @@ class Engine:
             )
         return found
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns the whole model's state on rank 0, an empty dict on the others. Collective."""
+    def state_dict(self, call: str = "state_dict") -> dict[str, Tensor]:
+        """Returns the whole model's state on rank 0, an empty dict on the others; `call` is the method that asks.
+        Collective."""
+        self.calls.begin(call)
         self.parameters.publish()
         return gather_state(self.stages.values(), self.ranks, self.parameters)
 
@@ -189,8 +201,11 @@ class Engine:
 
     def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
         """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
+        self.calls.name = "memory_table"
         length = self.family.length(whole)
-        return self._to_rehearse(whole, length, self._split(whole, length))
+        batch = self._split(whole, length)
+        self._agreement.finish()
+        return self._to_rehearse(whole, length, batch)
 
     def _within_limit(self, whole: WholeBatch, length: int, needs_targets: bool) -> SplitBatch:
         """Returns the batch as the next step splits it, after the tuner has skipped orders that hold too much.

@@ -13,6 +13,7 @@ from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks, all_reduce
 from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
 from slipstream.parallel.tensor import TensorParallel
+from slipstream.pipeline.call_agreement import CallAgreement
 from slipstream.pipeline.execution.fixed_gradients import FixedGradients
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 from slipstream.pipeline.stage import Stage
@@ -128,7 +129,7 @@ class Parameters:
                 copies += 0 if storage_id(master) == storage_id(tensor) else master.nbytes
         return copies, updated
 
-    def clip_(self, max_norm: float) -> Tensor:
+    def clip_(self, max_norm: float, calls: CallAgreement) -> Tensor:
         """Scales all gradients so that the norm of the whole model's is at most `max_norm`; returns the
         norm before. Each weight counts once, wherever it has copies. Collective."""
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
@@ -136,8 +137,12 @@ class Parameters:
         for name, gradient in named:
             if name not in self._tied.copies and self.shares[name].copy == 0:
                 square += gradient.double().square().sum().to(square.device)
-        self._ranks.tensor.sum(self._ranks.pipeline.sum(square))
-        norm = (self._ranks.data.sum(square) if self._is_sharded else square).sqrt()
+        found = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
+        if found:  # of all ranks, where this process isn't alone
+            added = [each for each in found if self._is_sharded or each.replica == self._ranks.data.rank]
+            bits = torch.tensor([each.values[0] for each in added])
+            square = bits.view(torch.float64).sum().to(square.device)
+        norm = square.sqrt()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             for _, gradient in named:

@@ -220,7 +220,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, a
         float64 scalar. A weight counts once, however many ranks have copies of it. Collective."""
-        return self._engine.parameters.clip_(max_norm)
+        return self._engine.parameters.clip_(max_norm, self._engine.calls)
 
     def refresh(self) -> None:
         """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""

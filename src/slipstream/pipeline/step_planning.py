@@ -8,10 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from zlib import crc32
 
-import torch
-
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
+from slipstream.pipeline.call_agreement import CallAgreement
 from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule
 
@@ -41,10 +40,14 @@ class StepPlanning:
     """
 
     def __init__(
-        self, find: Callable[[Sequence[int]], StepPlan], lay_out: Callable[[Schedule], object], ranks: Ranks
+        self,
+        find: Callable[[Sequence[int]], StepPlan],
+        lay_out: Callable[[Schedule], object],
+        ranks: Ranks,
+        calls: CallAgreement,
     ) -> None:
         """`find` returns the plan for some lengths, and `lay_out` lowers its schedule and keeps the result."""
-        self._find, self._lay_out, self._ranks = find, lay_out, ranks
+        self._find, self._lay_out, self._ranks, self._calls = find, lay_out, ranks, calls
         self._thread = ThreadPoolExecutor(1, "step-plan")
         self._waiting: OrderedDict[Lengths, Future[_PreparedPlan]] = OrderedDict()
 
@@ -98,12 +101,11 @@ class StepPlanning:
         """Returns whether the pipeline's ranks have the same lengths, and the same plan, and whether all ranks have
         one. Collective."""
         seen = [_checksum(lengths), prepared.checksum if prepared else 0]
-        ends = torch.tensor([*seen, *(-number for number in seen), prepared is None], device=self._ranks.device)
-        self._ranks.tensor.max(self._ranks.pipeline.max(ends))
-        failures = self._ranks.data.max(ends[-1:].clone())
-        largest, smallest = ends[:-1].view(2, -1).tolist()
-        same = [high == -low for high, low in zip(largest, smallest, strict=True)]
-        return same[0], same[1], not int(failures)
+        self._calls.start([*seen, prepared is None], of_list=True)
+        others = self._calls.finish()
+        mine = [each.values for each in others if each.replica == self._ranks.data.rank]
+        same = [all(values[place] == number for values in mine) for place, number in enumerate(seen)]
+        return same[0], same[1], not any(each.values[2] for each in others)
 
     def _first_ranks(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of the pipeline's first rank. Collective."""

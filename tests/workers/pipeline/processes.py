@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import slipstream
-from slipstream import Memory, Pipeline, Precision, Runtime, SlipstreamError
+from slipstream import Memory, Parallelism, Pipeline, Precision, Runtime, SlipstreamError
+from slipstream.checkpoint import CheckpointFolder
 from slipstream.messages import StagedTransport
 from slipstream.messages.transport import TransportError
 from slipstream.model import causal_cross_entropy
@@ -185,6 +188,64 @@ def mismatch() -> None:
     print(f"rank {rank} found the mismatch", flush=True)
 
 
+def other_calls(axis: str, folder: str, limit: str = "") -> None:
+    """Ranks that call different methods are told which, whatever comes first, and can go on."""
+    rank, inputs = dist.get_rank(), tokens()
+    pipe = Pipeline.from_config(
+        ARCHITECTURES["llama"],
+        slices=4,
+        mesh=slipstream.make_mesh(**{axis: 2}),
+        parallel=Parallelism(shard_optimizer=axis == "dp"),
+        memory=Memory(limit=float(limit) if limit else None),
+        runtime=Runtime(self_check=False),
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+    loss = pipe.step(inputs, inputs)
+    pipe.save(folder, 1, optimizer=optimizer)
+    calls = calls_of(pipe, optimizer, Path(folder))
+    pairs = [*pairwise([*calls, "step"]), *(("state_dict", name) for name in calls if name != "state_dict")]
+    for pair in pairs + [(other, one) for one, other in pairs]:
+        optimizer.step()  # so that some of the calls have parameters to gather first
+        with pytest.raises(SlipstreamError, match="the ranks call different methods of the Pipeline") as error:
+            calls[pair[rank]]()
+        assert f"\n  rank 0: {pair[0]}\n  rank 1: {pair[1]}\nCall {pair[0]} and {pair[1]} on " in str(error.value)
+    assert not Path(folder, "pretrained").exists()
+    assert CheckpointFolder(Path(folder)).steps() == [1]
+    assert abs(pipe.step(inputs, inputs) - loss) < 1e-6
+    for call in calls.values():
+        call()
+    print(f"rank {rank} found the other calls", flush=True)
+
+
+def calls_of(pipe: Pipeline, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Callable[[], object]]:
+    """Returns a call of each collective method."""
+    inputs = tokens()
+    return {
+        "step": lambda: pipe.step(inputs, inputs),
+        "step of a list of sequences": lambda: pipe.step([*inputs], [*inputs]),
+        "evaluate": lambda: pipe.evaluate(inputs, inputs),
+        "state_dict": pipe.state_dict,
+        "save_pretrained": lambda: pipe.save_pretrained(folder / "pretrained"),
+        "save": lambda: pipe.save(folder, 2, optimizer=optimizer),
+        "load": lambda: pipe.load(folder),
+        "clip_grad_norm_": lambda: pipe.clip_grad_norm_(1.0),
+        "logits": lambda: pipe.logits(inputs),
+        "log_probabilities": lambda: pipe.log_probabilities(inputs, inputs),
+        "timeline": pipe.timeline,
+        "memory_table": lambda: pipe.memory_table(inputs, inputs),
+    }
+
+
+def never_called() -> None:
+    """A rank that ends in place of a call is named, and the call that it lacks."""
+    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=2, runtime=Runtime(self_check=False))
+    if pipe.rank == 1:
+        return
+    with pytest.raises(TransportError, match=r"rank 0 waited in state_dict for rank 1: every rank must call it"):
+        pipe.state_dict()
+    print("rank 0 reported", flush=True)
+
+
 def absent() -> None:
     """A rank whose neighbour has ended says at which action it waits, for whom, and what is missing there."""
     pipe = Pipeline.from_config(
@@ -265,6 +326,8 @@ if __name__ == "__main__":
         "replicas": replicas,
         "auto": auto,
         "mismatch": mismatch,
+        "other calls": other_calls,
+        "never called": never_called,
         "absent": absent,
         "failing": failing,
         "buffers": buffers,
@@ -275,6 +338,6 @@ if __name__ == "__main__":
     if what != sys.argv[1]:  # as between GPUs that ranks share
         slow_copies.install()
     cases[what](*sys.argv[2:])
-    if what not in ("mismatch", "absent", "failing"):
+    if what not in ("mismatch", "absent", "never called", "failing"):
         dist.barrier()
     dist.destroy_process_group()

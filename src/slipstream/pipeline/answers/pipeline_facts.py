@@ -131,6 +131,7 @@ class PipelineFacts:
 
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
+        self._engine.calls.begin("timeline")
         return self._engine.runner.timeline()
 
     def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:

@@ -24,25 +24,25 @@ def mean_loss(
 ) -> Tensor:
     """Returns the global mean loss of a batch, or the sum over `num_targets`. Collective. `plan` is for sequences
     alone."""
-    with _evaluating(engine):
+    with _evaluating(engine, "evaluate"):
         batch, _ = engine.split_to_evaluate(whole, plan, num_targets is None)
         return engine.run_forward(batch, num_targets)
 
 
 def token_logits(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows | None:
     """Returns each token's logits on ranks that have the last stage, None on the others. Collective."""
-    outputs, batch, places = _kept(engine, whole, gathered_logits(engine.tensor_parallel))
+    outputs, batch, places = _kept(engine, whole, "logits", gathered_logits(engine.tensor_parallel))
     return places.joined(outputs, batch) if outputs else None
 
 
 def label_log_probabilities(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows:
     """Returns each label's log-probability, on every rank. Collective."""
-    outputs, batch, places = _kept(engine, whole, log_probabilities(engine.tensor_parallel))
+    outputs, batch, places = _kept(engine, whole, "log_probabilities", log_probabilities(engine.tensor_parallel))
     return aligned_with_labels(places.joined(sum_over_stages(outputs, batch, engine.ranks.pipeline), batch))
 
 
 def _kept(
-    engine: Engine, whole: WholeBatch | Sequences, function: TokenOutputs
+    engine: Engine, whole: WholeBatch | Sequences, call: str, function: TokenOutputs
 ) -> tuple[Mapping[tuple[int, int], Tensor], SplitBatch, RowPlaces]:
     """Returns what the function gives of each slice here, how the batch was split, and where its tokens are."""
     family = causal_lm(engine.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
@@ -51,7 +51,7 @@ def _kept(
             "no rank has all logits, as the rows of the head are spread over the ranks. Give "
             "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
         )
-    with _evaluating(engine):
+    with _evaluating(engine, call):
         batch, plan = engine.split_to_evaluate(whole, needs_targets=False)
         outputs = engine.keep_outputs(function, batch)
     if plan is None:
@@ -61,9 +61,9 @@ def _kept(
 
 
 @contextmanager
-def _evaluating(engine: Engine) -> Iterator[None]:
-    """Sets evaluation mode, without gradients; each stage's own mode is as before in the end."""
-    engine.parameters.publish()
+def _evaluating(engine: Engine, call: str) -> Iterator[None]:
+    """Sets evaluation mode, without gradients, for the method `call`; each stage's own mode is as before in the end."""
+    engine.calls.name = call
     modes = {stage: stage.model.training for stage in engine.stages.values()}
     engine.train(False)
     try:

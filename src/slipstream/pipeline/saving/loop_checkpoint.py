@@ -46,6 +46,7 @@ def save_loop(
 ) -> None:
     """Saves a checkpoint of a folder and a step, and returns when it is complete. Collective; see `Pipeline.save`."""
     folder, step, ranks = Path(place[0]), place[1], engine.ranks
+    engine.calls.begin("save")
 
     def prepared() -> tuple[list[TensorShard], dict[str, Any], Any]:
         if type(step) is not int or step < 0:
@@ -75,6 +76,7 @@ def load_loop(
 ) -> tuple[int, dict[str, Any]]:
     """Loads a checkpoint of a folder; returns its step and facts. Collective; see `Pipeline.load`."""
     folder, ranks = Path(place[0]), engine.ranks
+    engine.calls.begin("load")
     with counted_off("loading a checkpoint", uses_disk=True):
         checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
         saved = checkpoints.find(place[1])

@@ -81,7 +81,7 @@ class PipelineSaving(PipelineFacts):
         `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
         """
         family = causal_lm(self._engine.family, "save_pretrained")
-        state, config, adapter = self._engine.state_dict(), family.config, family.adapter
+        state, config, adapter = self._engine.state_dict("save_pretrained"), family.config, family.adapter
         stage = next(iter(self._engine.stages.values()))
         generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
         beside, ranks = family.beside, self._engine.ranks
