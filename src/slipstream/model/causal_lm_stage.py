@@ -33,7 +33,7 @@ from slipstream.model.hooks.router_loss import RouterLoss
 from slipstream.model.hooks.shared_layers import TensorParallelLayers
 from slipstream.model.hooks.slice_cache import SliceCache, cache_name
 from slipstream.model.hooks.text_masks import masks_of_text
-from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice
+from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice, noting_outputs
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.model_anatomy import ModelAnatomy, uses_randomness
@@ -206,8 +206,8 @@ class CausalLMStage:
     def find_carriers(self) -> list[nn.Module]:
         """Returns the modules that carry states, which are reset at documents from now on; runs a token for it once."""
         if self._carriers is None:
-            # the slice that finds them may be recorded, for instance to keep its matrix products
-            with recorded_carriers(self.layers) as found, _disable_current_modes():
+            # the slice that finds them may be recorded, for instance to keep its matrix products, and its outputs noted
+            with recorded_carriers(self.layers) as found, _disable_current_modes(), noting_outputs(None):
                 self._run_token(2)
             for module in found:
                 reset_at_documents(module)

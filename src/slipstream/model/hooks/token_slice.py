@@ -185,8 +185,8 @@ _note: Callable[[str, object], None] | None = None  # no context variable: a bac
 
 
 @contextmanager
-def noting_outputs(note: Callable[[str, object], None]) -> Iterator[None]:
-    """Makes `note` get what layers return from here on, with their names."""
+def noting_outputs(note: Callable[[str, object], None] | None) -> Iterator[None]:
+    """Makes `note` get what layers return from here on, with their names; None: nobody."""
     global _note
     before, _note = _note, note
     try:
