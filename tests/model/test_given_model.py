@@ -104,3 +104,13 @@ def test_what_a_hook_mixes_is_found(place: str, function: Any, mixes: str) -> No
     result = try_changes(found, model, find_anatomy(found.config), packs=True)
     reasons = " ".join((result.tokens, result.rows, result.again))
     assert mixes in reasons if mixes else not reasons.strip()
+
+
+def test_each_changed_layer_is_tried() -> None:
+    model = AutoModelForCausalLM.from_config(llama())
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + 0.1 * output.cumsum(1))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + output.flip(0))
+    found = compare_with_config(model)
+    result = try_changes(found, model, find_anatomy(found.config), packs=True)
+    assert "layers.0.mlp has a forward hook, which mixes tokens" in result.tokens
+    assert "layers.1.mlp has a forward hook, which mixes the sequences" in result.rows

@@ -51,6 +51,7 @@ _WIDE = (
     1 << 25
 )  # parameters of a layer that is compared in float64; larger ones in float32, which takes half the memory
 _NARROW_TOLERANCE = 1e-2  # there: far above rounding, far below what a place in a slice makes of a token
+_DIFFERS = "which draws random numbers or keeps a state, so that a second call gives another result"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -74,8 +75,8 @@ class TrialResult:
     again: str = ""
 
 
-class _MixingError(Exception):
-    """Raised with a TrialResult where something was found to depend on what it must not depend on."""
+class _EndedTrialError(Exception):
+    """Raised with a TrialResult where nothing more can be tried."""
 
     def __init__(self, result: TrialResult) -> None:
         super().__init__(result)
@@ -93,7 +94,7 @@ def try_changes(given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy
     with seed, _python_draws_kept():
         try:
             return trial.run()
-        except _MixingError as error:
+        except _EndedTrialError as error:
             return error.result
         except Exception as error:  # the user's own code
             reason = f"{_named(given.changes)}, and trying it failed ({type(error).__name__}: {error})"
@@ -127,43 +128,45 @@ class _Trial:
         kinds: dict[object, int] = {}
         for index in self._changes:
             kinds.setdefault(tuple(_described(self._layers[index])), index)
+        found = passing
         for index in kinds.values() or (0,):
-            self._try_layer(index)
-        return passing
+            tried = self._try_layer(index)
+            found = replace(found, tokens=found.tokens or tried.tokens, rows=found.rows or tried.rows)
+        return found
 
-    def _try_layer(self, index: int) -> None:
-        """Raises _MixingError unless a layer, with what is changed outside of the layers, computes tokens apart."""
+    def _try_layer(self, index: int) -> TrialResult:
+        """Returns why a layer, with what is changed outside of the layers, can't compute tokens or rows apart."""
         blamed = _named([*self._changes.get(index, ()), *self._elsewhere])
+        found = TrialResult()
         if self._packs:
-            try:
-                self._try_tokens(index, blamed, torch.equal, None)
-            except _MixingError as error:
-                if error.result.again:
-                    raise
+            found = self._try_tokens(index, blamed, torch.equal, None)
+            if found.tokens:
                 # Kernels may round a row in another way where another row is another: not in float64 to this degree.
-                self._try_tokens(index, blamed, _are_close, torch.float64)
+                found = self._try_tokens(index, blamed, _are_close, torch.float64)
         self._check_time(blamed)
         wide = self._dtype_to_compare(index)
+        bound = TOLERANCE if wide == torch.float64 else _NARROW_TOLERANCE
         with full_precision():
             model = self._copy({index}, wide, trains=True)
             if not self._anatomy.attends_itself:
                 use_attention(model, "eager", self._anatomy.layers_of(model))
             whole = run_whole(model, self._anatomy, self._tokens, _CUTS)
             rows = [run_whole(model, self._anatomy, row[None], _CUTS).outputs for row in self._tokens]
-            stages = [self._stage(copy_with_shared_weights(model))]
-            sliced = run_sliced(stages, self._anatomy, self._tokens, _CUTS)
-        bound = TOLERANCE if wide == torch.float64 else _NARROW_TOLERANCE
-        apart = {place: torch.cat([row[place] for row in rows]) for place in whole.outputs}
-        message = f"{blamed}, which computes a sequence alone in another way"
-        _check(apart, whole.outputs, bound, TrialResult(rows=message))
-        message = f"{blamed}, which computes a slice in another way than the whole sequence"
-        _check(sliced.outputs, whole.outputs, bound, TrialResult(tokens=message))
-        _check(sliced.gradients, whole.gradients, bound, TrialResult(tokens=message))
+            apart = {place: torch.cat([row[place] for row in rows]) for place in whole.outputs}
+            if not found.rows and _differ(apart, whole.outputs, bound):
+                found = replace(found, rows=f"{blamed}, which computes a sequence alone in another way")
+            if not found.tokens:
+                sliced = run_sliced([self._stage(copy_with_shared_weights(model))], self._anatomy, self._tokens, _CUTS)
+                pairs = (sliced.outputs, whole.outputs), (sliced.gradients, whole.gradients)
+                if any(_differ(*pair, bound) for pair in pairs):
+                    message = f"{blamed}, which computes a slice in another way than the whole sequence"
+                    found = replace(found, tokens=message)
+        return found
 
     def _try_tokens(
         self, index: int, blamed: str, same: Callable[[Tensor, Tensor], bool], dtype: torch.dtype | None
-    ) -> None:
-        """Raises _MixingError where a token, each a document of its own, has a part in another's output or gradient."""
+    ) -> TrialResult:
+        """Returns why tokens, each a document of its own, have a part in others' outputs or gradients."""
         model = self._copy({index}, dtype)
         stage = self._stage(model)
         inside = [each.module for each in (*self._changes.get(index, ()), *self._elsewhere) if each.module]
@@ -175,17 +178,15 @@ class _Trial:
         states = _states(model)
         again = run.outputs(hidden)
         if not all(map(torch.equal, first, again)):
-            reason = (
-                f"{blamed}, which draws random numbers or keeps a state, so that a second call gives another result"
-            )
-            raise _MixingError(TrialResult(again=reason))
+            raise _EndedTrialError(TrialResult(again=f"{blamed}, {_DIFFERS}"))
         if states != _states(model):
-            raise _MixingError(TrialResult(*[f"{blamed}, which keeps a state from call to call"] * 2))
+            return TrialResult(*[f"{blamed}, which keeps a state from call to call"] * 2)
         # 2. Two other tokens, one by a little and one by a lot, at the layer's input and at those of its changed parts,
         #    where no norm takes a factor away; and another word, where the changed parts are outside of the layers.
         row, places = _ROW, list(_PLACES)
-        mixes_tokens = TrialResult(f"{blamed}, which mixes tokens of a sequence")
+        mixes_tokens = f"{blamed}, which mixes tokens of a sequence"
         mixes_rows = TrialResult(*[f"{blamed}, which mixes the sequences of a batch"] * 2)
+        found = TrialResult()
         others = torch.ones(2, _TOKENS, dtype=torch.bool, device=self._device)
         others[row, places] = False
         trials = [(run.outputs(_scaled(hidden), scales_parts=True), first)]
@@ -193,17 +194,19 @@ class _Trial:
             changed = self._tokens.clone()
             changed[row, places] = self._tokens[row, places] % (_WORDS - 1) + 1
             trials.append((run.outputs(None, changed), run.outputs(None)))
-        for found, expected in trials:
-            for output, before in zip(found, expected, strict=True):
+        for outputs, expected in trials:
+            for output, before in zip(outputs, expected, strict=True):
                 if not same(output[1 - row], before[1 - row]):
-                    raise _MixingError(mixes_rows)
+                    return mixes_rows
                 if not same(output[others], before[others]):
-                    raise _MixingError(mixes_tokens)
+                    found = TrialResult(mixes_tokens)
         # 3. Gradients: none comes back from others' outputs.
         if not same(run.gradient(hidden, others)[row, places], torch.zeros_like(hidden[row, places])):
             others[row] = False
-            from_other_row = run.gradient(hidden, others)[row]
-            raise _MixingError(mixes_tokens if same(from_other_row, torch.zeros_like(hidden[row])) else mixes_rows)
+            if not same(run.gradient(hidden, others)[row], torch.zeros_like(hidden[row])):
+                return mixes_rows
+            found = TrialResult(mixes_tokens)
+        return found
 
     def _passing(self) -> TrialResult:
         """Returns why layers, or their halves, can't run on different ranks: what passes between those that differ."""
@@ -235,8 +238,11 @@ class _Trial:
                 self._check_time(_named(self._elsewhere))
                 if calls[name]:
                     args, kwargs, expected = calls[name]
-                    found = parts[name](*args, **kwargs)
-                    if not all(map(_is_same_leaf, tree_leaves(found), tree_leaves(expected))):
+                    found, again = (tree_leaves(parts[name](*args, **kwargs)) for _ in range(2))
+                    if not all(map(_is_same_leaf, found, again)):
+                        changes = self._given.changes_within(name) or self._given.changes
+                        raise _EndedTrialError(TrialResult(again=f"{_named(changes)}, {_DIFFERS}"))
+                    if not all(map(_is_same_leaf, found, tree_leaves(expected))):
                         reason = f"{name} takes more than its input from other modules, as through a hook"
                         return TrialResult(halves=reason, layers="" if name in children else reason)
         return TrialResult()
@@ -295,7 +301,7 @@ class _Trial:
     def _check_time(self, blamed: str) -> None:
         if time.thread_time() > self._deadline:
             reason = f"{blamed or _named(self._given.changes)}, and trying it took longer than {_SECONDS:.0f} s"
-            raise _MixingError(TrialResult(reason, reason, reason, reason))
+            raise _EndedTrialError(TrialResult(reason, reason, reason, reason))
 
 
 class _TokenRun:
@@ -358,11 +364,10 @@ class _TokenRun:
         self._output = first_output(output)
 
 
-def _check(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float, result: TrialResult) -> None:
-    """Raises _MixingError with the result where tensors differ, or one has none."""
+def _differ(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> bool:
+    """Returns whether tensors differ, or one has none."""
     errors = relative_errors(found, expected, floor=1e-6) if found.keys() >= expected.keys() else {"": 1.0}
-    if not all(error < bound for error in errors.values()):
-        raise _MixingError(result)
+    return not all(error < bound for error in errors.values())
 
 
 def _with_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
