@@ -31,23 +31,25 @@ FEW, SOME = list(CHANGES)[::10], list(CHANGES)[::4]
 ALONE = [use for use in USES if use not in ("processes", "fused")]
 
 
+def marks(use: str, name: str) -> list[pytest.MarkDecorator]:
+    """Every fourth change in two stages is tried always, every change in slices and every fourth in each use more
+    often than all of them."""
+    if use == "stages" and name in SOME:
+        return []
+    return [pytest.mark.more if use in ("stages", "sliced") or name in SOME else pytest.mark.grid]
+
+
 @pytest.mark.parametrize(
-    ("use", "name"),
-    [
-        pytest.param(use, name, marks=[pytest.mark.more] * (use != "stages" or name not in SOME))
-        for use in ALONE
-        for name in CHANGES
-    ],
+    ("use", "name"), [pytest.param(use, name, marks=marks(use, name)) for use in ALONE for name in CHANGES]
 )
 def test_one_process(use: str, name: str) -> None:
     change = CHANGES[name]
     assert not complaint(change, use, outcomes_of(change, **change.settings(use)))
 
 
-@pytest.mark.more
 @compiles
 @pytest.mark.usefixtures("compiler_caches", "in_float64")
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks("fused", name)) for name in CHANGES])
 def test_fused(name: str) -> None:
     change = CHANGES[name]
     assert not complaint(change, "fused", outcomes_of(change, **change.settings("fused")))
