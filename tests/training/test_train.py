@@ -321,7 +321,9 @@ def running(config: Path, *settings: str) -> Iterator[ForkedProgram]:
 
 
 def ranks_of(launcher: ForkedProgram) -> list[psutil.Process]:
-    (server,) = psutil.Process(launcher.pid).children()
+    """Returns what the launcher's fork server has made; the watchers' hub is the launcher's other child."""
+    children = psutil.Process(launcher.pid).children()
+    (server,) = (each for each in children if not any("watchdog" in part for part in each.cmdline()))
     return server.children()  # type: ignore[no-any-return]
 
 
