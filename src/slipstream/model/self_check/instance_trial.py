@@ -90,8 +90,7 @@ def try_changes(given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy
     attention. What fails when it is tried can't be computed apart either.
     """
     trial = _Trial(model, replace(anatomy, halves=(), separate_ends=frozenset(), shared=()), given, packs)
-    seed = torch.random.fork_rng(devices=[])
-    with seed, _python_draws_kept():
+    with torch.random.fork_rng(devices=[]), _python_draws_kept():
         try:
             return trial.run()
         except _EndedTrialError as error:
