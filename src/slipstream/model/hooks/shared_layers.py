@@ -16,7 +16,9 @@ class TensorParallelLayers(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    def install(
+        self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None], is_first: bool = True
+    ) -> None:
         """Installs the exchange between the ranks in the model.
 
         `enter` is called where computing becomes different on each rank, `leave` where it is the same on all again.

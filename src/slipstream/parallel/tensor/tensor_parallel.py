@@ -63,13 +63,15 @@ class TensorParallel:
                 done.add(id(parameter))
                 parameter.data = self.share(name).take(parameter.data)
 
-    def install(self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> None:
+    def install(
+        self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None], is_first: bool = True
+    ) -> None:
         """Puts the operators around the modules that are here, after `shard`, and adjusts their sizes.
 
-        Call it before installing other hooks: one that replaces the first layer's input provides an input that is
-        already split. `enter` is called where the ranks begin to compute different things, `leave` where they compute
-        the same again. Between regions they compute the same; with sequence parallelism each has its tokens from the
-        first layer to the last, so there the first call is `leave`.
+        Where the model is a stage that isn't the first (`is_first`), its first layer is given tokens that are already
+        split, and an embedding is here for a tied head alone. `enter` is called where the ranks begin to compute
+        different things, `leave` where they compute the same again. Between regions they compute the same; with spread
+        tokens each has its own from the first layer to the last, so there the first call is `leave`.
         """
         every = dict(model.named_modules())
         modules = {name: module for name, module in every.items() if next(module.parameters(), None) is not None}
@@ -79,13 +81,12 @@ class TensorParallel:
             if region.name in modules:
                 RegionHooks(region, self.group, self.sequence, lambda: self._length, whose).install(modules)
         first_layer = f"{self.plan.layers}.0"
-        is_read = first_layer in modules or self.plan.head not in modules  # else the embedding is here for the head
         embedding = modules.get(self.plan.embedding)
         if embedding is not None and isinstance(own_module(embedding), nn.Embedding):
             first_id = self._first_row(self.plan.embedding)
             sum_up_norms(embedding, self.group)
-            VocabularyEmbedding(self.group, first_id, is_read).install(embedding)
-        if self.sequence and is_read and self.plan.embedding in modules:
+            VocabularyEmbedding(self.group, first_id, is_first).install(embedding)
+        if self.sequence and is_first and self.plan.embedding in modules:
             every[first_layer].register_forward_pre_hook(self._split_tokens, with_kwargs=True)
         if self.sequence and self.plan.after_layers:
             change = self._gather_tokens if self.plan.head in modules else self._as_long_as_gathered
