@@ -109,7 +109,7 @@ class StepPlanning:
 
     def _first_ranks(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of the first of the ranks that share a batch. Collective."""
-        for axis, group in reversed(self._ranks.groups.items()):
+        for axis, group in reversed([*self._ranks.groups.items()]):
             if axis.shares_batch:
                 plan = group.gather(plan)[0]
         return plan
