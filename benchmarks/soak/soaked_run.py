@@ -45,6 +45,7 @@ NUM_HOSTS = 3
 _HOST_OF_RANK = (0, 0, 1, 2)
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # where tasks meet: another one at each start
 _POLL_SECONDS = 0.05
+_LISTENS = "0A"  # a state in /proc/net/tcp
 _IS_RANK = re.compile(r"rank (\d+)")  # what the launcher calls their processes
 _SLOW_SECONDS = 1.5
 _BAD_NETWORK_SECONDS = 4.0
@@ -167,8 +168,8 @@ class Soak:
                     self._move()
                 time.sleep(self.dice.random() * _LONGEST_STEP)
                 self._meet(fault, kinds[number + 1] if number + 1 < len(kinds) else kind)
-            except TimeoutError as error:
-                fault.problem = f"{error}; {self.text()[-3000:]}"
+            except (TimeoutError, OSError, StopIteration, psutil.Error) as error:
+                fault.problem = f"{error!r}; {self.text()[-3000:]}"
                 self.end()
                 self.start(self.is_apart)
             self.faults.append(fault)
@@ -221,7 +222,7 @@ class Soak:
 
     def _meet(self, fault: Fault, next_kind: str) -> None:
         """Lets one fault happen, and waits until the run is past it."""
-        self.wait_until(lambda: len(self.ranks()) == len(_HOST_OF_RANK) or self.has_ended(), "ranks")
+        self.wait_until(lambda: self._is_whole() or self.has_ended(), "ranks, their watchers and the hub")
         ranks, said, hosts = self.ranks(), len(self.text()), self._host_names()
         if not ranks:
             fault.problem = f"the run had ended before, with {self.exit_codes()}: {self.text()[-3000:]}"
@@ -246,6 +247,11 @@ class Soak:
         fault.named = is_named(fault, self.text()[said:], hosts)
         if not fault.named:
             fault.problem = fault.problem or f"isn't named rightly: {self.text()[said:][-3000:]}"
+
+    def _is_whole(self) -> bool:
+        num_ranks = len(_HOST_OF_RANK)
+        has_all = len(self.ranks()) == len(self._helpers("watcher")) == num_ranks
+        return has_all and len(self._helpers("hub")) == 1
 
     def _host_names(self) -> list[str]:
         if self.is_apart and self.hosts is not None:
@@ -284,7 +290,8 @@ class Soak:
                 each.kill()
         elif fault.kind in LOSES_A_HELPER:
             name, _, how = fault.kind.partition(" ")
-            lost = self._hub() if name == "hub" else next(each for each in victim.children() if is_helper(each, name))
+            helpers = self._helpers("hub") if name == "hub" else victim.children()
+            lost = next(each for each in helpers if is_helper(each, name))
             fault.process = lost.pid
             lost.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         elif fault.kind == "hub flooded":
@@ -319,12 +326,12 @@ class Soak:
                         for each in (*process.children(), process):
                             each.kill()
 
-    def _hub(self) -> psutil.Process:
-        return next(each for each in self._descendants() if is_helper(each, "hub"))
+    def _helpers(self, name: str) -> list[psutil.Process]:
+        """Returns the hub, or the watchers."""
+        return [each for each in self._descendants() if is_helper(each, name)]
 
     def _hub_address(self) -> tuple[str, int]:
-        listening = next(each for each in self._hub().net_connections() if each.status == psutil.CONN_LISTEN)
-        return listening.laddr.ip, listening.laddr.port
+        return listening_address(self._helpers("hub")[0].pid)
 
     def _recover(self, fault: Fault, said: int, next_kind: str) -> None:
         """Waits until the run says what has happened and goes on; starts it again where that has ended."""
@@ -363,6 +370,17 @@ def is_helper(process: psutil.Process, name: str) -> bool:
     with suppress(psutil.Error):
         return process.cmdline()[-1:] == [f"slipstream.watchdog.{name}"]
     return False
+
+
+def listening_address(pid: int) -> tuple[str, int]:
+    """Returns where a process listens in its own network, which psutil doesn't look at."""
+    inodes = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes:
+            address, port = fields[1].split(":")
+            return socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder)), int(port, 16)
+    raise OSError(f"process {pid} doesn't listen")
 
 
 def _marks_of(process: psutil.Process) -> str:
