@@ -12,7 +12,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -51,6 +50,7 @@ _SLOW_SECONDS = 1.5
 _BAD_NETWORK_SECONDS = 4.0
 _DELAY, _STALLS = 0.2, 0.01
 _MARGIN = 12  # steps without a fault at the end: some pass before one is met
+_MOST_STARTS_AT_THE_END = 10  # of a run that a fault has ended in its last steps
 _LONGEST_STEP = 0.1  # seconds: a fault meets any moment of a step
 _PATIENCE = 300.0  # seconds for a step, or for a fault's end; far above what either takes
 
@@ -72,14 +72,13 @@ class Soak:
         self.mark = uuid.uuid4().hex
         self.faults: list[Fault] = []
         self.is_apart = False  # whether it runs as tasks now
-        self.started: list[subprocess.Popen[bytes] | Task] = []  # the launcher, or the tasks by their ranks
+        self.started: list[Task] = []  # the launcher, or the tasks by their ranks
         self._num_starts = 0
         self._environment = os.environ | {MARK: self.mark}
-        self._task_hosts = []
-        if hosts is not None:
-            self._task_hosts = [TaskHost(hosts, index, self.log, self._environment) for index in range(NUM_HOSTS)]
-            for each in self._task_hosts:
-                each.wait()
+        places = [(hosts, index) for index in range(NUM_HOSTS)] if hosts is not None else []
+        self._task_hosts = [TaskHost(place, self.log, self._environment) for place in (None, *places)]
+        for each in self._task_hosts:
+            each.wait()
 
     def start(self, is_apart: bool) -> None:
         """Starts the run, or goes on with it."""
@@ -88,13 +87,11 @@ class Soak:
         self.is_apart, self.started = is_apart, []
         self._num_starts += 1
         if is_apart:
-            for index, host in enumerate(self._task_hosts):
+            for index, host in enumerate(self._task_hosts[1:]):
                 tasks = [self._task(rank, index) for rank, its_host in enumerate(_HOST_OF_RANK) if its_host == index]
                 self.started += host.start(arguments, tasks)
             return
-        with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "slipstream", *arguments]
-            self.started = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._environment)]
+        self.started = self._task_hosts[0].start(arguments, [self._environment])
 
     def _task(self, rank: int, host: int) -> dict[str, str]:
         """Returns the environment of a task, as a scheduler makes it."""
@@ -149,8 +146,11 @@ class Soak:
     def exit_codes(self) -> list[int | None]:
         return [each.returncode for each in self.started]
 
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
+    def text(self, start: int = 0) -> str:
+        """Returns what the run has written, from a byte of its log on."""
+        with self.log.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
 
     def run(self, kinds: list[str], note: Callable[[Fault], None]) -> float:
         """Runs to the end, with a fault of each of these kinds, and notes each that is over; returns the seconds."""
@@ -174,7 +174,9 @@ class Soak:
                 self.start(self.is_apart)
             self.faults.append(fault)
             note(fault)
-        while not self._reach(self.steps) or any(self.exit_codes()):
+        for _ in range(_MOST_STARTS_AT_THE_END):
+            if self._reach(self.steps) and not any(self.exit_codes()):
+                break
             self.start(self.is_apart)
         return time.monotonic() - began
 
@@ -223,7 +225,7 @@ class Soak:
     def _meet(self, fault: Fault, next_kind: str) -> None:
         """Lets one fault happen, and waits until the run is past it."""
         self.wait_until(lambda: self._is_whole() or self.has_ended(), "ranks, their watchers and the hub")
-        ranks, said, hosts = self.ranks(), len(self.text()), self._host_names()
+        ranks, said, hosts = self.ranks(), self.log.stat().st_size, self._host_names()
         if not ranks:
             fault.problem = f"the run had ended before, with {self.exit_codes()}: {self.text()[-3000:]}"
             self.start(self.is_apart)
@@ -237,16 +239,16 @@ class Soak:
             fault.again = self._wait_for_a_step(fault)
         elif fault.kind in LOSES_A_HELPER:
             words = f"(process {fault.process}) was "
-            fault.detected = self.wait_until(lambda: words in self.text()[said:] or self.has_ended(), "what it says")
+            fault.detected = self.wait_until(lambda: words in self.text(said) or self.has_ended(), "what it says")
             fault.again = self._wait_for_a_step(fault)
         else:
             self._recover(fault, said, next_kind)
         if self.has_ended() and self.last_step() < self.steps:
             fault.problem = f"the run ended with {self.exit_codes()}"
             self.start(self.is_apart)
-        fault.named = is_named(fault, self.text()[said:], hosts)
+        fault.named = is_named(fault, self.text(said), hosts)
         if not fault.named:
-            fault.problem = fault.problem or f"isn't named rightly: {self.text()[said:][-3000:]}"
+            fault.problem = fault.problem or f"isn't named rightly: {self.text(said)[-3000:]}"
 
     def _is_whole(self) -> bool:
         num_ranks = len(_HOST_OF_RANK)
@@ -279,7 +281,7 @@ class Soak:
         elif fault.kind == "TERM":
             self._ask_to_end()
         elif fault.kind == "launcher killed":
-            self.started[0].kill()
+            self.started[0].send_signal(signal.SIGKILL)
         elif fault.kind == "slow by turns":
             slow_down(victim, _SLOW_SECONDS)
         elif fault.kind == "rank and watcher killed":
@@ -338,14 +340,14 @@ class Soak:
         began = time.monotonic()
 
         def is_over() -> bool:
-            text = self.text()[said:]
+            text = self.text(said)
             return self.has_ended() or "\nrestart " in text or "error: " in text
 
         fault.detected = self.wait_until(is_over, f"what the run says of {fault.kind}")
         if self.is_apart or fault.kind in ENDS_THE_RUN:
             self.wait_until(lambda: self.has_ended() and not self.processes(), "the end of all processes")
         else:
-            self.wait_until(lambda: self.has_ended() or "\nrestart " in self.text()[said:], "a restart")
+            self.wait_until(lambda: self.has_ended() or "\nrestart " in self.text(said), "a restart")
         fault.ended = time.monotonic() - began
         if fault.kind == "TERM" and set(self.exit_codes()) != {75}:
             fault.problem = f"exit codes {self.exit_codes()}"
@@ -354,8 +356,8 @@ class Soak:
                 self.hosts.switch.cut = set()
             self.started = []  # so that chance decides on the way
             self.start(self._wants_hosts(next_kind))
-        self.wait_until(lambda: "resumed after step " in self.text()[said:] or self.has_ended(), "the resumption")
-        resumed = self.text()[said:].rpartition("resumed after step ")[2]
+        self.wait_until(lambda: "resumed after step " in self.text(said) or self.has_ended(), "the resumption")
+        resumed = self.text(said).rpartition("resumed after step ")[2]
         fault.lost = max(0, fault.step - int(resumed.split(",")[0])) if resumed[:1].isdigit() else fault.step
         fault.again = self._wait_for_a_step(fault)
 

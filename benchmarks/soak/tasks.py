@@ -1,7 +1,7 @@
-"""Tasks of a scheduler on a host, forked from a process there that has imported what they need.
+"""Launchers here, and tasks of a scheduler on a host, forked from a process there that has imported what they need.
 
-A new process takes eight seconds of a core until it has imported torch and transformers, and a soak starts four for
-each of its faults. The tasks are what `python -m slipstream` would be, without a launcher.
+A new process takes eight seconds of a core until it has imported torch and transformers, and a soak starts up to four
+after each of its faults. These are what `python -m slipstream` would be.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATIENCE = 300.0  # seconds until a host is ready
 
 
 class Task:
-    """A task as a subprocess.Popen shows it."""
+    """A launcher or a task as a subprocess.Popen shows it."""
 
     def __init__(self, host: TaskHost, pid: int) -> None:
         self.pid = pid
@@ -42,19 +42,19 @@ class Task:
 
 
 class TaskHost:
-    """The process that forks a host's tasks.
+    """The process that forks a host's tasks, or this machine's launchers.
 
     Attributes:
         pids: of this process and of its helper, which run for as long as the soak.
     """
 
-    def __init__(self, hosts: Hosts, index: int, log: Path, environment: Mapping[str, str]) -> None:
-        """Starts the process, whose tasks write to `log`."""
+    def __init__(self, host: tuple[Hosts, int] | None, log: Path, environment: Mapping[str, str]) -> None:
+        """Starts the process, on one of some hosts or on this machine; its tasks write to `log`."""
         mine, theirs = os.pipe(), os.pipe()
         command = [sys.executable, "-m", "benchmarks.soak.tasks", str(theirs[0]), str(mine[1])]
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                hosts.command(index, command),
+                command if host is None else host[0].command(host[1], command),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
