@@ -74,14 +74,15 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
     dice.shuffle(kinds)
     for name in ("undisturbed", "soak"):
         (folder / name).mkdir()
-    undisturbed = Soak(folder / "undisturbed", given.steps, given.stall_limit, dice)
+    undisturbed: Soak | None = None
     soak = Soak(folder / "soak", given.steps, given.stall_limit, dice, hosts, given.log)
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
     record: dict[str, Any] = {"of": provenance("soak"), "setting": setting(**asked), "is_complete": False}
     began, loads = time.monotonic(), [os.getloadavg()[0]]
 
     def keep(**more: object) -> None:
-        record.update(faults=[asdict(each) for each in soak.faults], seconds=time.monotonic() - began, **more)
+        record.update(faults=[asdict(each) for each in soak.faults], seconds=time.monotonic() - began)
+        record.update(more)
         record["loads"] = [round(each, 1) for each in (loads[0], loads[len(loads) // 2], loads[-1])]
         part = given.record.with_suffix(".part")
         part.write_text(json.dumps(record, indent=2) + "\n")
@@ -96,13 +97,13 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
 
     problems: list[str] = []
     try:
-        print("an undisturbed run first", flush=True)
-        undisturbed.run([], note)
-        began = time.monotonic()
         seconds = soak.run(kinds, note)
+        print("now an undisturbed run", flush=True)
+        undisturbed = Soak(folder / "undisturbed", given.steps, given.stall_limit, dice)
+        undisturbed.run([], note)
         problems = list(problems_of(soak, undisturbed))
         goodput = goodput_text(soak, undisturbed, seconds)
-        keep(is_complete=True, problems=problems, goodput=goodput, restarts=restarts_of(soak))
+        keep(seconds=seconds, is_complete=True, problems=problems, goodput=goodput, restarts=restarts_of(soak))
         print(table(record), goodput, given.record, sep="\n")
         restarts, wanted = restarts_of(soak)
         print(f"the launcher has started its ranks {restarts} times again by itself, for {wanted} faults that need it")
@@ -110,9 +111,14 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
             print(f"problem: {problem}")
     finally:
         for each in (undisturbed, soak):
-            each.close()
+            if each is not None:
+                each.close()
         if not record["is_complete"]:
-            keep(problems=[f"{each.kind}: {each.problem}" for each in soak.faults if each.problem], goodput="")
+            keep(
+                is_complete=False,
+                problems=[f"{each.kind}: {each.problem}" for each in soak.faults if each.problem],
+                goodput="",
+            )
             print(f"stopped: {len(soak.faults)} of {len(kinds)} faults are in {given.record}", flush=True)
             print(soak.text()[-3000:] if soak.log.exists() else "", file=sys.stderr)
     return problems, len(soak.faults)
