@@ -28,37 +28,40 @@ def table(record: dict[str, Any]) -> str:
         by_kind[fault["kind"]].append(fault)
     for kind, found in sorted(by_kind.items()):
         seconds = [fault["detected"] for fault in found if fault["detected"] is not None]
-        lost = [fault["lost"] for fault in found]
+        lost, named = [fault["lost"] for fault in found], [fault["named"] for fault in found]
         noticed = f"{statistics.median(seconds):.1f} s, {max(seconds):.1f} s" if seconds else "goes on"
-        named = f"{sum(fault['named'] for fault in found)} of {len(found)}"
-        rows.append(f"| {kind} | {len(found)} | {noticed} | {named} | {statistics.median(lost):g}, {max(lost)} |")
+        rightly = "" if None in named else f"{sum(named)} of {len(named)}"  # None in records of before
+        rows.append(f"| {kind} | {len(found)} | {noticed} | {rightly} | {statistics.median(lost):g}, {max(lost)} |")
     return "\n".join(rows)
 
 
 def text_of(record: dict[str, Any]) -> str:
     """Returns what the page says of a record."""
-    given, faults, problems = record["setting"], record["faults"], record["problems"]
-    load = ", ".join(f"{each:g}" for each in record["loads"])
-    apart = sum(fault["is_apart"] for fault in faults)
-    if not record["is_complete"]:
-        ended = f"The run was stopped after {len(faults)} of {given['faults']} faults."
-    elif problems:
-        differs = any("weights differ" in each for each in problems)
-        weights = "other weights than" if differs else "the weights of"
-        ended = f"It ended with {weights} an undisturbed run, and with problems: {len(problems)}."
-    else:
-        ended = (
-            "It ended with the weights of an undisturbed run, to the bit, with every step in the metrics once, no "
-            "process left, and no file more."
-        )
+    given, faults = record["setting"], record["faults"]
+    load = ", ".join(f"{each:g}" for each in record.get("loads", given["load_average"][:1]))
+    apart = sum(fault.get("is_apart", False) for fault in faults)
     said = (
-        f"Two replicas of two stages met {len(faults)} random faults in {given['steps']:,} steps: {apart} as tasks on "
-        f"three hosts (network namespaces), with two ranks on the first, the others under one launcher. {ended} With "
-        f"`training.stall_limit={given['stall_limit']:g}`, on {given['cores']} cores, in "
-        f"{record['seconds'] / 60:.0f} minutes; the load average at its beginning, middle and end: {load} (`soak` in "
-        "[the records](benchmarks.md#all-records))."
+        f"Two replicas of two stages met {len(faults)} of {given['faults']} random faults in {given['steps']:,} steps: "
+        f"{apart} as tasks on three hosts (network namespaces), with two ranks on the first, the others under one "
+        f"launcher. {_ending(record)}With `training.stall_limit={given['stall_limit']:g}`, on {given['cores']} cores, "
+        f"in {record['seconds'] / 60:.0f} minutes, at a load average of {load} (at the beginning, in the middle, at "
+        "the end; `soak` in [the records](benchmarks.md#all-records)):"
     )
-    return f"{said}\n\n{table(record)}\n\n{record['goodput']}\n"
+    return "\n\n".join(each for each in (said, table(record), record.get("goodput", "").capitalize()) if each)
+
+
+def _ending(record: dict[str, Any]) -> str:
+    """Returns a sentence on how the soak ended; "" for one that was stopped."""
+    problems = record.get("problems", [])
+    if not record.get("is_complete", True):
+        return ""
+    if problems:
+        weights = "other weights than" if any("weights differ" in each for each in problems) else "the weights of"
+        return f"It ended with {weights} an undisturbed run, and with problems: {len(problems)}. "
+    return (
+        "It ended with the weights of an undisturbed run, to the bit, with every step in the metrics once, no process "
+        "left, and no file more. "
+    )
 
 
 def main() -> None:
@@ -70,7 +73,7 @@ def main() -> None:
         kept.write_text(given.record.read_text())
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{text_of(json.loads(kept.read_text()))}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{text_of(json.loads(kept.read_text()))}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_a_cut_at_the_hub_is_named_by_both_sides() -> None:
 def test_the_page_is_made_from_the_record() -> None:
     record = json.loads((RESULTS / "soak.json").read_text())
     said = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert said == f"\n{text_of(record)}\n", "out of date: python -m benchmarks.soak.page"
+    assert said == f"\n{text_of(record)}\n\n", "out of date: python -m benchmarks.soak.page"
 
 
 @pytest.fixture
