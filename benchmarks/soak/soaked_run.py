@@ -52,7 +52,7 @@ _DELAY, _STALLS = 0.2, 0.01
 _MARGIN = 12  # steps without a fault at the end: some pass before one is met
 _MOST_STARTS_AT_THE_END = 10  # of a run that a fault has ended in its last steps
 _LONGEST_STEP = 0.1  # seconds: a fault meets any moment of a step
-_PATIENCE = 300.0  # seconds for a step, or for a fault's end; far above what either takes
+_PATIENCE = 900.0  # seconds for a step, or for a fault's end; far above what either takes
 
 
 class Soak:
