@@ -19,6 +19,7 @@ from benchmarks.hosts import Hosts
 
 _IMPORTED = ("cli.train", "training.training_rank", "pipeline.pipeline")
 _ALSO_IMPORTED = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+_PROGRAM = "from benchmarks.soak.tasks import main; main()"
 _PATIENCE = 1800.0  # seconds until a host is ready, on a machine that has much else to do
 
 
@@ -51,7 +52,7 @@ class TaskHost:
     def __init__(self, host: tuple[Hosts, int] | None, log: Path, environment: Mapping[str, str]) -> None:
         """Starts the process, on one of some hosts or on this machine; its tasks write to `log`."""
         mine, theirs = os.pipe(), os.pipe()
-        command = [sys.executable, "-m", "benchmarks.soak.tasks", str(theirs[0]), str(mine[1])]
+        command = [sys.executable, "-c", _PROGRAM, str(theirs[0]), str(mine[1])]
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 command if host is None else host[0].command(host[1], command),
@@ -110,7 +111,3 @@ def main() -> None:
                 found = server.start("slipstream.cli", *asked)
                 started |= {each.pid: each for each in found}
                 write.send([each.pid for each in found])
-
-
-if __name__ == "__main__":
-    main()
