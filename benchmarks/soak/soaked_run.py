@@ -1,4 +1,8 @@
-"""A run of four processes, its faults, and how it goes on after each."""
+"""A run of four processes, its faults, and how it goes on after each.
+
+It runs in two ways, and goes on in either: under `slipstream train`, which starts its ranks itself, or as a task for
+each rank on three hosts, two ranks on the first, with a switch between them that loses, delays and changes what passes.
+"""
 
 from __future__ import annotations
 
@@ -7,144 +11,267 @@ import os
 import random
 import re
 import signal
-import subprocess
+import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
+from benchmarks.harness import ENVIRONMENT
+from benchmarks.hosts import Hosts
 from benchmarks.soak.faults import (
-    ENDS_THE_LAUNCHER,
+    ENDS_THE_RUN,
     GOES_ON,
     LOSES_A_HELPER,
+    OF_THE_LAUNCHER,
+    OF_THE_NETWORK,
     Fault,
     damage,
     fill_disk,
     flood,
+    is_named,
     slow_down,
 )
+from benchmarks.soak.tasks import Task, TaskHost
 
 MARK = "SLIPSTREAM_SOAK"  # in the environment of every process of a soak
-POLL_SECONDS = 0.05
+NUM_HOSTS = 3
+_HOST_OF_RANK = (0, 0, 1, 2)
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # where tasks meet: another one at each start
+_POLL_SECONDS = 0.05
+_LISTENS = "0A"  # a state in /proc/net/tcp
 _IS_RANK = re.compile(r"rank (\d+)")  # what the launcher calls their processes
-SLOW_SECONDS = 1.5
-MARGIN = 12  # steps without a fault at the end: some pass before one is met
-LONGEST_STEP = 0.1  # seconds: a fault meets any moment of a step
-PATIENCE = 300.0  # for a step, or for a fault's end; far above what either takes
+_SLOW_SECONDS = 1.5
+_BAD_NETWORK_SECONDS = 4.0
+_DELAY, _STALLS = 0.2, 0.01
+_MARGIN = 12  # steps without a fault at the end: some pass before one is met
+_MOST_STARTS_AT_THE_END = 10  # of a run that a fault has ended in its last steps
+_LONGEST_STEP = 0.1  # seconds: a fault meets any moment of a step
+_PATIENCE = 900.0  # seconds for a step, or for a fault's end; far above what either takes
 
 
-@dataclass
 class Soak:
-    """A run in `folder`, with faults of some kinds at random steps."""
+    """A run in `folder`, with faults of some kinds at random steps; without `hosts` it has a launcher alone."""
 
-    folder: Path
-    steps: int
-    stall_limit: float
-    dice: random.Random
-    faults: list[Fault] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        stall_limit: float,
+        dice: random.Random,
+        hosts: Hosts | None = None,
+        log: Path | None = None,
+    ) -> None:
+        self.folder, self.steps, self.stall_limit, self.dice, self.hosts = folder, steps, stall_limit, dice, hosts
+        self.output, self.log = folder / "output", log or folder / "log"
         self.mark = uuid.uuid4().hex
-        self.log = self.folder / "log"
-        self.launcher: subprocess.Popen[bytes] | None = None
-        self.lost = 0  # the process of the hub or the watcher that was lost last
+        self.faults: list[Fault] = []
+        self.is_apart = False  # whether it runs as tasks now
+        self.started: list[Task] = []  # the launcher, or the tasks by their ranks
+        self._num_starts = 0
+        self._environment = os.environ | {MARK: self.mark}
+        places = [(hosts, index) for index in range(NUM_HOSTS)] if hosts is not None else []
+        self._task_hosts = [TaskHost(place, self.log, self._environment) for place in (None, *places)]
+        for each in self._task_hosts:
+            each.wait()
 
-    @property
-    def output(self) -> Path:
-        return self.folder / "output"
-
-    def start(self, *options: str) -> None:
+    def start(self, is_apart: bool) -> None:
         """Starts the run, or goes on with it."""
-        command = [sys.executable, "-m", "slipstream", "train", str(write_config(self.folder, self)), *options]
-        with self.log.open("ab") as log:
-            environment = os.environ | {MARK: self.mark}
-            self.launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        arguments = ["train", str(write_config(self))]
+        arguments += ["--checkpoint.resume=last-good"] if self._num_starts else []
+        self.is_apart, self.started = is_apart, []
+        self._num_starts += 1
+        if is_apart:
+            for index, host in enumerate(self._task_hosts[1:]):
+                tasks = [self._task(rank, index) for rank, its_host in enumerate(_HOST_OF_RANK) if its_host == index]
+                self.started += host.start(arguments, tasks)
+            return
+        self.started = self._task_hosts[0].start(arguments, [self._environment])
+
+    def _task(self, rank: int, host: int) -> dict[str, str]:
+        """Returns the environment of a task, as a scheduler makes it."""
+        assert self.hosts is not None
+        num_local = _HOST_OF_RANK.count(host)
+        place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": len(_HOST_OF_RANK), "LOCAL_RANK": rank % num_local}
+        place |= {"LOCAL_WORLD_SIZE": num_local, "MASTER_PORT": _FIRST_PORT + self._num_starts % _NUM_PORTS}
+        place["SLIPSTREAM_RENDEZVOUS_SECONDS"] = int(_PATIENCE / 2)
+        place["MASTER_ADDR"] = self.hosts.addresses[0]
+        return self._environment | ENVIRONMENT | {name: str(value) for name, value in place.items()}
 
     def last_step(self) -> int:
         """Returns the last step that is in the metrics, 0 before the first."""
-        with suppress(OSError, ValueError):
-            lines = (self.output / "metrics.jsonl").read_bytes().splitlines()
-            return max((int(json.loads(line).get("step", 0)) for line in lines if b"loss" in line), default=0)
+        with suppress(OSError), (self.output / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            for line in reversed(file.read().splitlines()):
+                with suppress(ValueError):
+                    if "loss" in (values := json.loads(line)):
+                        return int(values["step"])
         return 0
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Returns the processes of the ranks that run."""
-        found = {}
-        assert self.launcher is not None
-        with suppress(psutil.Error):
-            for child in psutil.Process(self.launcher.pid).children(recursive=True):
-                with suppress(psutil.Error):
-                    if is_rank := _IS_RANK.fullmatch(child.name()):
-                        found.setdefault(int(is_rank[1]), child)
+        if self.is_apart:
+            return {rank: psutil.Process(each.pid) for rank, each in enumerate(self.started) if each.poll() is None}
+        found: dict[int, psutil.Process] = {}
+        for child in self._descendants():
+            with suppress(psutil.Error):
+                if is_rank := _IS_RANK.fullmatch(child.name()):
+                    found.setdefault(int(is_rank[1]), child)
         return found
 
-    def wait_until(self, condition: Any, what: str) -> float:
-        """Returns the seconds until the condition holds; starts the launcher again wherever it has given up."""
+    def _descendants(self) -> list[psutil.Process]:
+        found = []
+        for each in self.started:
+            with suppress(psutil.Error):
+                found += psutil.Process(each.pid).children(recursive=True)
+        return found
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> float:
+        """Returns the seconds until the condition holds."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < PATIENCE, f"waited in vain for {what}; see {self.log}"
-            time.sleep(POLL_SECONDS)
+            if time.monotonic() - began > _PATIENCE:
+                raise TimeoutError(f"waited in vain for {what}")
+            time.sleep(_POLL_SECONDS)
         return time.monotonic() - began
 
     def has_ended(self) -> bool:
-        assert self.launcher is not None
-        return self.launcher.poll() is not None
+        return all(each.poll() is not None for each in self.started)
 
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
+    def exit_codes(self) -> list[int | None]:
+        return [each.returncode for each in self.started]
 
-    def run(self, kinds: list[str]) -> float:
-        """Runs to the end, with a fault of each of these kinds; returns the seconds that it took."""
+    def text(self, start: int = 0) -> str:
+        """Returns what the run has written, from a byte of its log on."""
+        with self.log.open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+
+    def run(self, kinds: list[str], note: Callable[[Fault], None]) -> float:
+        """Runs to the end, with a fault of each of these kinds, and notes each that is over; returns the seconds."""
         began = time.monotonic()
-        self.start()
+        self.start(bool(kinds) and self._wants_hosts(kinds[0]))
         for number, kind in enumerate(kinds):
             first = self.faults[-1].step + 1 if self.faults else 2
-            due = max(first, round((self.steps - MARGIN) * (number + self.dice.random()) / len(kinds)))
-            self.wait_until(lambda due=due: self.last_step() >= due or self.has_ended(), f"step {due}")
-            if self.last_step() >= self.steps:
+            due = max(first, round((self.steps - _MARGIN) * (number + self.dice.random()) / len(kinds)))
+            fault = Fault(kind, due)
+            try:
+                self._reach(due)
+                if self.last_step() >= self.steps:
+                    break
+                if self._wants_hosts(kind) != self.is_apart:
+                    self._move()
+                time.sleep(self.dice.random() * _LONGEST_STEP)
+                self._meet(fault, kinds[number + 1] if number + 1 < len(kinds) else kind)
+            except (TimeoutError, OSError, StopIteration, psutil.Error) as error:
+                fault.problem = f"{error!r}; {self.text()[-3000:]}"
+                self.end()
+                self.start(self.is_apart)
+            self.faults.append(fault)
+            note(fault)
+        for _ in range(_MOST_STARTS_AT_THE_END):
+            if self._reach(self.steps) and not any(self.exit_codes()):
                 break
-            time.sleep(self.dice.random() * LONGEST_STEP)
-            self.meet(kind)
-        self.wait_until(lambda: self.has_ended(), "the end")
-        while self.launcher is not None and self.launcher.returncode:
-            self.start("--checkpoint.resume=last-good")
-            self.wait_until(lambda: self.has_ended(), "the end")
+            self.start(self.is_apart)
         return time.monotonic() - began
 
-    def meet(self, kind: str) -> None:
-        """Lets one fault happen, and waits until the run is past it."""
-        self.wait_until(lambda: self.ranks() or self.has_ended(), "ranks")
-        ranks, fault = self.ranks(), Fault(kind, self.last_step())
-        if self.has_ended() or not ranks:
-            return
-        fault.rank = self.dice.choice(sorted(ranks))
-        victim, said = ranks[fault.rank], len(self.text())
-        self.faults.append(fault)
-        with suppress(psutil.Error, ProcessLookupError):
-            self.act(fault, victim)
-        if kind in GOES_ON:
-            fault.again = self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")
-        elif kind in LOSES_A_HELPER:
-            self.wait_for_a_helper(fault, said)
-        else:
-            self.recover(fault, victim, said)
+    def _reach(self, step: int) -> bool:
+        """Waits until a step is complete, or at the last one until the run has ended; returns whether it is."""
+        is_last = step == self.steps
+        self.wait_until(lambda: self.has_ended() or (not is_last and self.last_step() >= step), f"step {step}")
+        return self.last_step() >= step
 
-    def act(self, fault: Fault, victim: psutil.Process) -> None:
-        """Does to a process, or to the disk, what the fault is."""
-        assert self.launcher is not None
+    def _wants_hosts(self, kind: str) -> bool:
+        """Returns whether the run should be on several hosts when it meets a fault: where either will do, by chance."""
+        if kind in OF_THE_NETWORK or kind in OF_THE_LAUNCHER or self.hosts is None:
+            return kind in OF_THE_NETWORK
+        return self.is_apart if self.started else self.dice.random() < 0.5
+
+    def _move(self) -> None:
+        """Asks the run to end, and goes on with it in the other way."""
+        before = self.last_step()
+        self._ask_to_end()
+        self.wait_until(lambda: self.has_ended() and not self.processes(), "the end before a move")
+        self.start(not self.is_apart)
+        self.wait_until(lambda: self.last_step() > before + 1 or self.has_ended(), "a step after a move")
+
+    def _ask_to_end(self) -> None:
+        for each in self.started:
+            each.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Kills all that is left of the run."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait_until(self.has_ended, "the end of what was killed")
+        if self.hosts is not None and self.hosts.switch is not None:
+            self.hosts.switch.cut = set()
+
+    def close(self) -> None:
+        """Ends all that is left, also what would start more."""
+        for each in self._task_hosts:
+            each.close()
+        self._task_hosts = []
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _meet(self, fault: Fault, next_kind: str) -> None:
+        """Lets one fault happen, and waits until the run is past it."""
+        self.wait_until(lambda: self._is_whole() or self.has_ended(), "ranks, their watchers and the hub")
+        ranks, said, hosts = self.ranks(), self.log.stat().st_size, self._host_names()
+        if not ranks:
+            fault.problem = f"the run had ended before, with {self.exit_codes()}: {self.text()[-3000:]}"
+            self.start(self.is_apart)
+            return
+        fault.step, fault.is_apart, fault.rank = self.last_step(), self.is_apart, self.dice.choice(sorted(ranks))
+        fault.host = hosts[fault.rank]
+        fault.process = ranks[fault.rank].pid
+        with suppress(psutil.Error, ProcessLookupError):
+            self._act(fault, ranks[fault.rank])
+        if fault.kind in GOES_ON:
+            fault.again = self._wait_for_a_step(fault)
+        elif fault.kind in LOSES_A_HELPER:
+            words = f"(process {fault.process}) was "
+            fault.detected = self.wait_until(lambda: words in self.text(said) or self.has_ended(), "what it says")
+            fault.again = self._wait_for_a_step(fault)
+        else:
+            self._recover(fault, said, next_kind)
+        if self.has_ended() and self.last_step() < self.steps:
+            fault.problem = f"the run ended with {self.exit_codes()}"
+            self.start(self.is_apart)
+        fault.named = is_named(fault, self.text(said), hosts)
+        if not fault.named:
+            fault.problem = fault.problem or f"isn't named rightly: {self.text(said)[-3000:]}"
+
+    def _is_whole(self) -> bool:
+        num_ranks = len(_HOST_OF_RANK)
+        has_all = len(self.ranks()) == len(self._helpers("watcher")) == num_ranks
+        return has_all and len(self._helpers("hub")) == 1
+
+    def _host_names(self) -> list[str]:
+        if self.is_apart and self.hosts is not None:
+            return [self.hosts.names[host] for host in _HOST_OF_RANK]
+        return [socket.gethostname()] * len(_HOST_OF_RANK)
+
+    def _wait_for_a_step(self, fault: Fault) -> float:
+        return self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")
+
+    def _act(self, fault: Fault, victim: psutil.Process) -> None:
+        """Does to a process, to the disk or to the network what the fault is."""
         if fault.kind == "kill":
             victim.kill()
         elif fault.kind == "stop":
             victim.suspend()
         elif fault.kind == "slow":
             victim.suspend()
-            time.sleep(SLOW_SECONDS)
+            time.sleep(_SLOW_SECONDS)
             victim.resume()
         elif fault.kind == "full disk":
             fill_disk(list(self.ranks().values()))
@@ -152,70 +279,92 @@ class Soak:
             damage(self.output / "checkpoints", self.dice)
             victim.kill()
         elif fault.kind == "TERM":
-            self.launcher.send_signal(signal.SIGTERM)
+            self._ask_to_end()
+        elif fault.kind == "launcher killed":
+            self.started[0].send_signal(signal.SIGKILL)
         elif fault.kind == "slow by turns":
-            slow_down(victim, SLOW_SECONDS)
+            slow_down(victim, _SLOW_SECONDS)
         elif fault.kind == "rank and watcher killed":
             helpers = [each for each in victim.children() if is_helper(each, "watcher")]
             for each in (victim, *helpers):
                 each.suspend()
             for each in (*helpers, victim):
                 each.kill()
-        elif fault.kind == "hub flooded":
-            (hub,) = self.helpers("hub")
-            flood(
-                next(each.laddr.port for each in hub.net_connections() if each.status == psutil.CONN_LISTEN), self.dice
-            )
         elif fault.kind in LOSES_A_HELPER:
             name, _, how = fault.kind.partition(" ")
-            parent = victim if name == "watcher" else psutil.Process(self.launcher.pid)
-            for each in parent.children():
-                if is_helper(each, name):
-                    each.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-                    self.lost = each.pid
-        elif fault.kind == "launcher killed":
-            self.launcher.kill()
+            helpers = self._helpers("hub") if name == "hub" else victim.children()
+            lost = next(each for each in helpers if is_helper(each, name))
+            fault.process = lost.pid
+            lost.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        elif fault.kind == "hub flooded":
+            address = self._hub_address()
+            if self.is_apart and self.hosts is not None:
+                self.hosts.inside(_HOST_OF_RANK[fault.rank], lambda: flood(address, self.dice))
+            else:
+                flood(address, self.dice)
+        else:
+            self._act_on_the_network(fault)
 
-    def helpers(self, name: str) -> list[psutil.Process]:
-        """Returns the hub of the run, or the watchers."""
-        assert self.launcher is not None
-        children = psutil.Process(self.launcher.pid).children(recursive=True)
-        return [each for each in children if is_helper(each, name)]
+    def _act_on_the_network(self, fault: Fault) -> None:
+        assert self.hosts is not None
+        assert self.hosts.switch is not None
+        switch, host = self.hosts.switch, _HOST_OF_RANK[fault.rank]
+        if fault.kind == "corrupt line":
+            switch.corrupts_at = self._hub_address()[1]
+            self.wait_until(lambda: switch.corrupts_at is None or self.has_ended(), "a line to the hub")
+            time.sleep(_SLOW_SECONDS)
+        elif fault.kind in ("delays", "stalls"):
+            switch.delay, switch.stalls = (_DELAY, 0.0) if fault.kind == "delays" else (0.0, _STALLS)
+            time.sleep(_BAD_NETWORK_SECONDS)
+            switch.delay = switch.stalls = 0.0
+        else:
+            switch.cut = {host}
+            for rank, task in enumerate(self.started):
+                if fault.kind == "machine gone" and _HOST_OF_RANK[rank] == host:
+                    with suppress(psutil.Error):
+                        process = psutil.Process(task.pid)
+                        for each in (process, *process.children()):
+                            each.suspend()  # so that none can say a word of another's end
+                        for each in (*process.children(), process):
+                            each.kill()
 
-    def wait_for_a_helper(self, fault: Fault, said: int) -> None:
-        """Waits until the run says that it has lost a helper, starts it again, and goes on."""
-        words = f"(process {self.lost}) was "
+    def _helpers(self, name: str) -> list[psutil.Process]:
+        """Returns the hub, or the watchers."""
+        return [each for each in self._descendants() if is_helper(each, name)]
 
-        def is_said() -> bool:
-            return words in self.text()[said:] or self.has_ended()
+    def _hub_address(self) -> tuple[str, int]:
+        return listening_address(self._helpers("hub")[0].pid)
 
-        fault.detected = self.wait_until(is_said, f"what the run says of {fault.kind}")
-        who = "the watchers' hub" if "hub" in fault.kind else f"the watcher of rank {fault.rank}"
-        text = self.text()[said:]
-        fault.named = f"{who} {words}" in text and "error: " not in text and "\nrestart " not in text
-        fault.again = self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")
-
-    def recover(self, fault: Fault, victim: psutil.Process, said: int) -> None:
-        """Waits until the run says what has happened and goes on; starts the launcher again where that has ended."""
+    def _recover(self, fault: Fault, said: int, next_kind: str) -> None:
+        """Waits until the run says what has happened and goes on; starts it again where that has ended."""
+        began = time.monotonic()
 
         def is_over() -> bool:
-            return self.has_ended() or "\nrestart " in self.text()[said:] or "error: " in self.text()[said:]
+            text = self.text(said)
+            return self.has_ended() or "\nrestart " in text or "error: " in text
 
         fault.detected = self.wait_until(is_over, f"what the run says of {fault.kind}")
-        if fault.kind not in ENDS_THE_LAUNCHER:
-            fault.named = f"rank {fault.rank} (" in self.text()[said:]
-        if self.has_ended() or fault.kind in ENDS_THE_LAUNCHER:
-            self.wait_until(self.has_ended, "the launcher's end")
-            self.wait_until(lambda: not self.processes(), "the end of all ranks")
-            self.start("--checkpoint.resume=last-good")
-        self.wait_until(lambda: "resumed after step " in self.text()[said:] or self.has_ended(), "the resumption")
-        resumed = self.text()[said:].rpartition("resumed after step ")[2]
+        if self.is_apart or fault.kind in ENDS_THE_RUN:
+            self.wait_until(lambda: self.has_ended() and not self.processes(), "the end of all processes")
+        else:
+            self.wait_until(lambda: self.has_ended() or "\nrestart " in self.text(said), "a restart")
+        fault.ended = time.monotonic() - began
+        if fault.kind == "TERM" and set(self.exit_codes()) != {75}:
+            fault.problem = f"exit codes {self.exit_codes()}"
+        if self.has_ended():
+            if self.hosts is not None and self.hosts.switch is not None:
+                self.hosts.switch.cut = set()
+            self.started = []  # so that chance decides on the way
+            self.start(self._wants_hosts(next_kind))
+        self.wait_until(lambda: "resumed after step " in self.text(said) or self.has_ended(), "the resumption")
+        resumed = self.text(said).rpartition("resumed after step ")[2]
         fault.lost = max(0, fault.step - int(resumed.split(",")[0])) if resumed[:1].isdigit() else fault.step
-        fault.again = self.wait_until(lambda: self.last_step() > fault.step or self.has_ended(), "the next step")
+        fault.again = self._wait_for_a_step(fault)
 
     def processes(self) -> list[int]:
         """Returns all processes of this run, watchers too."""
-        return [each.pid for each in psutil.process_iter() if self.mark in marks_of(each)]
+        kept = {pid for host in self._task_hosts for pid in host.pids}
+        return [each.pid for each in psutil.process_iter() if each.pid not in kept and self.mark in _marks_of(each)]
 
 
 def is_helper(process: psutil.Process, name: str) -> bool:
@@ -225,16 +374,27 @@ def is_helper(process: psutil.Process, name: str) -> bool:
     return False
 
 
-def marks_of(process: psutil.Process) -> str:
+def listening_address(pid: int) -> tuple[str, int]:
+    """Returns where a process listens in its own network, which psutil doesn't look at."""
+    inodes = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes:
+            address, port = fields[1].split(":")
+            return socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder)), int(port, 16)
+    raise OSError(f"process {pid} doesn't listen")
+
+
+def _marks_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
             return process.environ().get(MARK, "")
     return ""
 
 
-def write_config(folder: Path, soak: Soak) -> Path:
+def write_config(soak: Soak) -> Path:
     """Writes the configuration of a tiny run on two replicas of two stages."""
-    text = folder / "text.txt"
+    text = soak.folder / "text.txt"
     if not text.exists():
         text.write_text("".join(f"{number}: the quick brown fox jumps over the lazy dog.\n" for number in range(900)))
     model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -249,6 +409,6 @@ def write_config(folder: Path, soak: Soak) -> Path:
         | {"stall_limit": soak.stall_limit, "max_restarts": 10_000},
         "checkpoint": {"every": 2, "keep": 3},
     }
-    path = folder / "config.yaml"
+    path = soak.folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path

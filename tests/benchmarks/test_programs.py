@@ -8,7 +8,7 @@ import pytest
 from benchmarks.__main__ import FOLDER, ON_REQUEST, TRIALS, first_line
 from benchmarks.records import SUBJECTS
 
-PAGES = {"records", "papers.page", "gpipe.page"}  # programs that write pages
+PAGES = {"records", "papers.page", "gpipe.page", "soak.page"}  # programs that write pages
 
 
 def programs() -> set[str]:

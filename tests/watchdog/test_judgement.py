@@ -71,6 +71,19 @@ def test_a_machine_that_does_not_answer_is_named_after_the_limit_and_ten_seconds
     assert set(fault.reasons) == {1}
 
 
+def test_who_waits_for_a_rank_that_is_not_heard_is_not_blamed() -> None:
+    """As where a link is cut: the others fall silent with it, and it is lost some seconds later."""
+    reports = {0: report(**WAITS), 1: report(silent=0.1), 2: report(**WAITS)}
+    assert find_fault(reports, limit=5.0, now=1001.0, since_pause=100.0) is not None
+    reports[0].came = reports[2].came = 1006.0
+    assert find_fault(reports, limit=5.0, now=1006.0, since_pause=100.0) is None
+    reports[0].came = reports[2].came = 1011.0
+    fault = find_fault(reports, limit=5.0, now=1011.0, since_pause=100.0)
+    assert fault is not None
+    assert set(fault.reasons) == {1}
+    assert "doesn't answer since 11 s" in describe_fault(fault, reports, 5.0)
+
+
 def test_the_default_limit_grows_with_the_longest_wait_and_is_long_while_first_steps_compute() -> None:
     assert stall_limit(7.0, {0: report()}) == 7.0
     assert stall_limit(None, {0: report(step=1, idle=90.0), 1: report(step=1, idle=50.0)}) == 600

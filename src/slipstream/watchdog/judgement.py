@@ -11,6 +11,7 @@ _TIMES_THE_LONGEST = 5
 _BEFORE_THE_SECOND_STEP = 600.0  # nothing is known of how long an action takes, but that it computes
 UNREACHABLE_AFTER = 5.0
 """Seconds after the limit from which on a machine, or the hub, counts as gone or out of reach."""
+_SECONDS_UNHEARD = 2.5  # since a watcher that reports every second: others may wait for what has happened there
 _TIMES_THE_LIMIT = 10  # for a run that stands still while ranks load or save
 _MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
 
@@ -127,6 +128,8 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
         if idle > _TIMES_THE_LIMIT * limit:
             blamed = {rank: each for rank, each in alive.items() if each.may_be_long and not each.waits} or alive
             return Fault({rank: _stalled(each) for rank, each in blamed.items()}, is_long=True)
+    if any(now - each.came > _SECONDS_UNHEARD for each in alive.values()):
+        return None  # soon it is heard again, or lost
     silences = {rank: min(each.silent, since_pause) for rank, each in alive.items()}
     if not all(each.is_counted for each in alive.values()) or max(silences.values(), default=0.0) <= limit:
         return None
