@@ -183,6 +183,7 @@ SUBJECTS = {
     "streaming": Subject("memory and data waits of a run that streams 2 GB of conversations", "streaming"),
     "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),
     "recompute_check": Subject("what comparing recomputed outputs costs a step", "recompute_check", sources=_PIPELINE),
+    "end_of_a_rank": Subject("how soon the command ends after a rank is killed, on busy cores", "end_of_a_rank"),
     "soak": Subject("a run in 200 faults, and its weights after them", "soak"),
     "gpipe_memory_formula": Subject("GPipe's peak activations", "gpipe.memory", "formula", _GPIPE),
     "gpipe_memory_amoebanet_d": Subject("GPipe's Table 1, AmoebaNet-D", "gpipe.memory", "AmoebaNet-D", _GPIPE),

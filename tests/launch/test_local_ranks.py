@@ -17,8 +17,9 @@ import psutil
 import pytest
 from _pytest.mark import ParameterSet
 
+from slipstream.errors import RankFailedError
 from slipstream.launch import fork_server
-from slipstream.launch.local_ranks import MALLOC
+from slipstream.launch.local_ranks import MALLOC, _raise_first_cause
 from slipstream.terminal import at_level
 from support.forked import ForkedProgram, run_alone
 from support.parameters import first_of
@@ -172,6 +173,13 @@ def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Pat
     assert_gone(pids, seconds=SOON)
     if name == "SIGINT":
         assert errors.strip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_memory_is_named_only_where_it_may_have_run_out(is_short: bool) -> None:
+    with pytest.raises(RankFailedError) as raised:
+        _raise_first_cause({1: -signal.SIGKILL, 0: 1}, {}, is_short)
+    assert ("perhaps as memory ran out" in str(raised.value)) == is_short
 
 
 SAVES_FOR_LONG = """

@@ -83,7 +83,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         if record["format"] != _FORMAT:
             raise SlipstreamError(
                 f"{folder} is a checkpoint of format {record['format']}; this version of slipstream reads format "
-                f"{_FORMAT}. Install the version that wrote it."
+                f"{_FORMAT}: install the version that wrote it"
             )
         try:
             manifest = cls.model_validate(record)

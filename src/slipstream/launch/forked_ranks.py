@@ -26,11 +26,11 @@ from typing import Any, Never
 
 from slipstream.errors import RankFailedError
 from slipstream.launch.stop_request import STOP_SIGNALS
+from slipstream.watchdog import wait_for_an_end
 
 _FORK: Any = multiprocessing.get_context("fork")
 _ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
-_POLL_SECONDS = 0.05
-_SECONDS_TO_LOOK = 1.0  # for the launcher, where no rank runs
+_SECONDS_TO_LOOK = 1.0  # for the launcher, whose end is seen at once as a rule
 _SECONDS_TO_END = 3.0
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it: in the launcher's temporary folder
 _PR_SET_PDEATHSIG = 1
@@ -146,7 +146,8 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
     running: list[Any] = []
     folders: set[Path] = set()
     while True:
-        has_word = connection.poll(_POLL_SECONDS if running else _SECONDS_TO_LOOK)
+        wait_for_an_end([rank.pid for rank in running], _SECONDS_TO_LOOK, connection.fileno())
+        has_word = connection.poll()
         if os.getppid() != launcher:
             _end_after_the_launcher(running, folders)
         if has_word:
