@@ -320,10 +320,14 @@ def running(config: Path, *settings: str) -> Iterator[ForkedProgram]:
             process.communicate()
 
 
+def is_fork(process: psutil.Process) -> bool:
+    """Whether a child of a launcher is neither the watchers' hub nor what removes its temporary folder."""
+    return not any("watchdog" in part or "rm -rf" in part for part in process.cmdline())
+
+
 def ranks_of(launcher: ForkedProgram) -> list[psutil.Process]:
-    """Returns what the launcher's fork server has made; the watchers' hub is the launcher's other child."""
-    children = psutil.Process(launcher.pid).children()
-    (server,) = (each for each in children if not any("watchdog" in part for part in each.cmdline()))
+    """Returns what the launcher's fork server has made, the one of its children that is no other program."""
+    (server,) = (each for each in psutil.Process(launcher.pid).children() if is_fork(each))
     return server.children()  # type: ignore[no-any-return]
 
 

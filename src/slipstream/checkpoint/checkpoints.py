@@ -208,7 +208,7 @@ class Checkpoints:
 
     def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
         """Returns the checkpoint, or None and what is wrong with it: the same on all ranks."""
-        folder, problem, saved, what = self._folder.complete(step), "", None, "is damaged"
+        folder, problem, saved, what = self._folder.complete(step), "", None, DamagedError.what
         try:
             saved = SavedCheckpoint(folder, Manifest.read(folder))
             if saved.step != step:
@@ -221,9 +221,7 @@ class Checkpoints:
                 if (poisoned := find_non_finite(folder / name)) is not None:
                     raise DamagedError(f"in {name}, {describe_non_finite(poisoned)}")
         except DamagedError as error:
-            problem = str(error)
-        except SlipstreamError as error:  # another version's
-            problem, what = str(error), "can't be read"
+            problem, what = str(error), error.what
         problems = self._gather_problems(problem)
         return (None, f"{what}: {problems}") if problems else (saved, "")
 

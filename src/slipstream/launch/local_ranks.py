@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
-from slipstream.launch.forked_ranks import ERROR_FILE, ForkedRank, ForkServer
+from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.slurm import is_task
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount
 from slipstream.launch.watched_run import kept_hub
@@ -31,6 +31,7 @@ LocalRank = subprocess.Popen[bytes] | ForkedRank
 # glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _PARENT = "SLIPSTREAM_PARENT"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PR_SET_NAME = 15
 _PASSED_ON: dict[str, type[Exception]] = {
     each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
@@ -46,6 +47,8 @@ if os.getppid() != int(os.environ["{_PARENT}"]):
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 _ENDS_WITH_PARENT = ["-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
+# Waits for the end of the process that has the other end of its pipe; ranks that end a moment later may still write.
+_REMOVE = 'read -r _; rm -rf "$1" || { sleep 3; rm -rf "$1"; }'
 _LOOK_SECONDS = 1.0
 _BREATH_SECONDS = 0.01  # between the end of a forked rank and what its server says of it
 _SECONDS_TO_SAY = 3  # what a rank waited for, after another has failed
@@ -85,11 +88,11 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     with (
-        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        temporary_folder() as folder,
         kept_hub(store, address, num_ranks),
         _own_signals(),
     ):
-        error_files = {rank: Path(folder, f"error-{rank}.json") for rank in range(num_ranks)}
+        error_files = {rank: folder / f"error-{rank}.json" for rank in range(num_ranks)}
         if server is not None and server.ending:  # it has died with the ranks that it had started before
             server = None
         parent = os.getpid() if server is None else server.pid
@@ -119,6 +122,22 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             name = signal.Signals(asked[0]).name if asked else "a signal"
             raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
         _raise_first_cause(ended, error_files, is_short=before is None or before != num_ended_for_memory())
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Makes a folder for the body, which is removed also where this process is killed in it."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        remover = None
+        with suppress(OSError):  # a system without sh
+            command = ["sh", "-c", _REMOVE, "sh", folder]
+            remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            yield Path(folder)
+        finally:
+            if remover is not None:
+                remover.kill()
+                remover.communicate()
 
 
 def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
