@@ -59,6 +59,7 @@ TRIALS = {
     "gpu_attention": "--toy --device cpu",
     "gpu_steps": "--toy --device cpu --budget 5 --steps 1",
     "fault_overhead": "--length 64 --hidden-size 32 --layers 2",
+    "end_of_a_rank": "--kills 1",
     "recompute_check": "--length 64 --repeats 2",
     "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
@@ -77,6 +78,7 @@ ON_REQUEST = {
     "gpu_steps",
     "gpu_profile",
     "soak",
+    "end_of_a_rank",
 }  # a GPU, root, several runs or an hour
 
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.fault_overhead             # prints a table, writes results/fault_overhead.json
 
-Two ranks train by the loop of `slipstream train`. In every second block of some steps the watchers are stopped and told
-nothing, and nobody agrees on batches, on bad numbers, or looks for slow ranks. Where it is on, the seconds inside the
-added calls count too: on the rank that spends least in them, as another may wait there for what it would wait for a
-moment later. The copies of two replicas are compared only before a checkpoint, which is measured apart.
+Two ranks train by the loop of `slipstream train`. In every second block of some steps the watchers and their hub are
+stopped, shorter than what counts as silence, and told nothing, and nobody agrees on batches, on bad numbers, or looks
+for slow ranks. Where it is on, the seconds inside the added calls count too: on the rank that spends least in them, as
+another may wait there for what it would wait for a moment later. The copies of two replicas are compared only before a
+checkpoint, which is measured apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -27,6 +27,7 @@ import psutil
 import torch
 
 from benchmarks.harness import is_trial, setting, write
+from benchmarks.soak.soaked_run import is_helper
 from slipstream.launch import Progress, launch_ranks
 from slipstream.pipeline.batch_agreement import BatchAgreement
 from slipstream.training import training_rank
@@ -50,7 +51,7 @@ class Switch:
         self.inside = 0.0  # seconds of the step
         self.compared: list[float] = []  # seconds of each comparison of copies
         self.rows: list[dict[str, Any]] = []
-        self.watching = 0.0  # seconds that the watcher has computed
+        self.watching = 0.0  # seconds that the watcher has computed, and on rank 0 the hub
         self._watch: Any = None
 
     def install(self) -> None:
@@ -83,8 +84,8 @@ class Switch:
                 run(trainer)
             finally:
                 self.turn(True)  # or the watchers would be left
-                used = psutil.Process(self._watcher()).cpu_times()
-                self.watching = used.user + used.system
+                used = [each.cpu_times() for each in self._helpers()]
+                self.watching = sum(each.user + each.system for each in used)
 
         for owner, name, function in (
             (StateCheck, "compare", timed_compare),
@@ -102,11 +103,15 @@ class Switch:
             watched_rank._watch = self._watch
         else:
             self._watch, watched_rank._watch = watched_rank._watch, None
-        os.kill(self._watcher(), signal.SIGCONT if on else signal.SIGSTOP)
+        for each in self._helpers():
+            each.resume() if on else each.suspend()
 
-    def _watcher(self) -> int:
-        """Returns the process that watches this rank."""
-        return int((watched_rank._watch or self._watch).watcher.pid)
+    def _helpers(self) -> list[psutil.Process]:
+        """Returns the process that watches this rank, and on rank 0 the launcher's hub."""
+        children = psutil.Process().children()
+        if os.environ["RANK"] == "0":
+            children += psutil.Process(os.getppid()).children()
+        return [each for each in children if is_helper(each, "watcher") or is_helper(each, "hub")]
 
     def _guard(self, owner: type, name: str, without: Callable[..., Any]) -> None:
         """Lets a method do nothing but `without` where the switch is off, and takes its time where it is on."""
@@ -220,8 +225,8 @@ def main() -> None:
             f"two {kind}: {1e3 * found['with']:.1f} ms with, {1e3 * found['without']:.1f} ms without; median of "
             f"neighbouring blocks {found['ratio']:.4f} (standard error {standard_error(found['ratios']):.4f});\n"
             f"  {1e3 * found['inside']:.2f} ms inside the added calls, {found['inside'] / found['without']:.2%}; "
-            f"watchers compute {found['watching']:.2%} of a core's time; a rank called slow {found['alarms']} times in "
-            f"{found['steps_with']} steps"
+            f"watchers and hub compute {found['watching']:.2%} of a core's time; a rank called slow {found['alarms']} "
+            f"times in {found['steps_with']} steps"
         )
     compared, saves = (statistics.median(measured["replicas"][0][each]) for each in ("compared", "saves"))
     print(f"comparing copies before a checkpoint: {1e3 * compared:.1f} ms; the training stands {1e3 * saves:.1f} ms")

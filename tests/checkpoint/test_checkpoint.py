@@ -361,7 +361,7 @@ def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
     path = run.folder / "step-00000001" / "manifest.json"
     record = read_record(path)
     write_record(path, record | {"format": 2})
-    with pytest.raises(SlipstreamError, match="format 2; this version of slipstream reads format 1"):
+    with pytest.raises(SlipstreamError, match=r"can't be read: .* format 2; this version of slipstream reads format 1"):
         run.checkpoints.find()
     write_record(path, record | {"files": {"../../elsewhere": [1, "00000000"]}})
     with pytest.raises(SlipstreamError, match="names files outside the checkpoint"):
@@ -369,6 +369,22 @@ def test_manifests_of_other_versions_and_of_other_programs(run: Run) -> None:
     write_record(path, record | {"tensors": {"a": 3}})
     with pytest.raises(SlipstreamError, match=r"manifest.json isn't a manifest: "):
         run.checkpoints.find()
+
+
+def test_last_good_passes_over_the_checkpoint_of_a_newer_version(run: Run) -> None:
+    for step in (1, 2):
+        run.save(step)
+    path = run.folder / "step-00000002" / "manifest.json"
+    write_record(path, read_record(path) | {"format": 2})
+    found = run.checkpoints.find("last-good")
+    assert found is not None
+    assert found.step == 1
+    assert run.said[-1].startswith(f"the checkpoint of step 2 in {run.folder} can't be read: manifest.json is of")
+    assert run.said[-1].endswith("reads format 1: install the version that wrote it; taking that of step 1")
+    with pytest.raises(SlipstreamError, match=r"install the version that wrote it\. The last good one .* give 1, or"):
+        run.checkpoints.find("latest")
+    with pytest.raises(SlipstreamError, match=r"step-00000002 can't be read: .* Take another one"):
+        CheckpointReader(path.parent)
 
 
 @pytest.mark.parametrize("boxes", ["none", "half", "outside"])

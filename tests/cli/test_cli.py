@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.version import __version__
 from support.forked import slipstream_command
-from support.timeouts import LIMIT
+from support.timeouts import LIMIT, SOON
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -46,6 +46,28 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_the_version_is_that_of_the_package() -> None:
     result = slipstream("--version")
     assert (result.returncode, result.stdout) == (0, f"slipstream {__version__}\n")
+
+
+FAILS_WITH_A_THREAD_LEFT = """
+import threading
+from slipstream import cli
+from slipstream.errors import RankFailedError
+
+def fail():
+    threading.Thread(target=threading.Event().wait).start()  # which Python would join, before it takes all modules down
+    print("the run's last line")
+    raise RankFailedError("rank 1 was ended by SIGKILL")
+
+cli.app = fail
+cli.main()
+"""
+
+
+def test_after_a_failed_rank_the_command_waits_for_nothing() -> None:
+    command = [sys.executable, "-c", FAILS_WITH_A_THREAD_LEFT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
+    said = "error: rank 1 was ended by SIGKILL\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "the run's last line\n", said)
 
 
 def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import psutil
 import pytest
 from _pytest.mark import ParameterSet
 
+from slipstream.errors import RankFailedError
 from slipstream.launch import fork_server
-from slipstream.launch.local_ranks import MALLOC
+from slipstream.launch.local_ranks import MALLOC, _raise_first_cause
 from slipstream.terminal import at_level
 from support.forked import ForkedProgram, run_alone
 from support.parameters import first_of
@@ -98,6 +100,13 @@ def waiting(launcher: Path, tmp_path: Path, how: str) -> Iterator[ForkedProgram]
         program.communicate()
 
 
+def removers(program: ForkedProgram) -> list[psutil.Process]:
+    """The processes that wait for the end of a program to remove its folders."""
+    with suppress(psutil.Error):
+        return [each for each in psutil.Process(program.pid).children() if "sh" in each.cmdline()[:1]]
+    return []
+
+
 def rank_pids(folder: Path) -> list[int]:
     """The ranks' process ids, once both have written them."""
     files = [folder / "pid0", folder / "pid1"]
@@ -174,6 +183,13 @@ def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Pat
         assert errors.strip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.parametrize("is_short", [False, True])
+def test_memory_is_named_only_where_it_may_have_run_out(is_short: bool) -> None:
+    with pytest.raises(RankFailedError) as raised:
+        _raise_first_cause({1: -signal.SIGKILL, 0: 1}, {}, is_short)
+    assert ("perhaps as memory ran out" in str(raised.value)) == is_short
+
+
 SAVES_FOR_LONG = """
 import os, pathlib, sys, time
 from slipstream.errors import StoppedRunError
@@ -224,7 +240,7 @@ def test_a_request_that_is_repeated_leaves_ranks_the_time_to_save(
 @pytest.mark.parametrize("how", ["forked"])
 def test_a_killed_fork_server_is_named(waiting: ForkedProgram, tmp_path: Path) -> None:
     pids = rank_pids(tmp_path)
-    (server,) = psutil.Process(waiting.pid).children()
+    (server,) = (each for each in psutil.Process(waiting.pid).children() if "sh" not in each.cmdline()[:1])
     server.kill()
     _, errors = waiting.communicate(timeout=SOON)
     said = f"process {server.pid}, which forks the ranks, was ended by SIGKILL, and its ranks have ended with it"
@@ -232,18 +248,31 @@ def test_a_killed_fork_server_is_named(waiting: ForkedProgram, tmp_path: Path) -
     assert_gone(pids, seconds=SOON)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no fork server, which removes them")
+PROFILES = """
+import os, tempfile
+from transformers import LlamaConfig
+from slipstream.launch.profile_ranks import measure_profile
+tempfile.tempdir = os.environ["TMPDIR"]
+measure_profile(LlamaConfig(), {"seq_len": 16, "dtype": "float32"}, 2, "cpu")
+"""
+
+
+@pytest.mark.parametrize(("how", "num_folders"), [("forked", 1), ("anew", 1), ("profile", 2)])
 def test_a_killed_launcher_leaves_no_temporary_folder(
-    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, num_folders: int
 ) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    program = ForkedProgram(tmp_path, launcher, "forked", tmp_path, "wait")
-    pids = rank_pids(tmp_path)
-    assert [*(tmp_path / "temporary").glob("slipstream-*")]
+    if how == "profile":
+        launcher.write_text(PROFILES)
+    program = ForkedProgram(tmp_path, launcher, how, tmp_path, "wait")
+    deadline = time.monotonic() + LIMIT
+    while len([*(tmp_path / "temporary").glob("slipstream-*")]) < num_folders or len(removers(program)) < num_folders:
+        assert time.monotonic() < deadline
+        assert program.returncode is None, program.communicate()
+        time.sleep(0.01)
     program.send_signal(signal.SIGKILL)
     program.communicate()
-    assert_gone(pids, seconds=SOON)
     deadline = time.monotonic() + SOON
     while [*(tmp_path / "temporary").glob("slipstream-*")]:
         assert time.monotonic() < deadline

@@ -34,13 +34,12 @@ def configured(**sections: Any) -> Any:
     [
         "rank 1 failed. torch.OutOfMemoryError: CUDA out of memory. Tried",
         "rank 1 failed. RuntimeError: can't allocate memory: 9 bytes",
-        "rank 1 was ended by SIGKILL; the other ranks were stopped",
+        "rank 1 was ended by SIGKILL, perhaps as memory ran out; the other ranks were stopped",
     ],
 )
 def test_what_to_lower_and_by_how_much(failure: str) -> None:
     (said,) = less_memory(failure, configured(pipeline={"num_ranks": 2, "num_microbatches": 2}))
     assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; --training.seq_len=16 (now 32)" in said
-    assert ("how Linux ends" in said) == ("SIGKILL" in failure)
     (said,) = less_memory(failure, configured(pipeline={"num_microbatches": 8, "slices": 8}))
     assert "order: --pipeline.slices=16 (now 8); --memory.recompute=full" in said
     recomputed = configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8, "slices": 32})
@@ -53,7 +52,7 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     run = configured(pipeline={"num_ranks": 2, "num_microbatches": 2, "slices": 2})
     account = memory_account(run, LlamaConfig(**MODEL))
     assert account is not None
-    (said,) = less_memory("rank 1 was ended by SIGKILL", run, lambda: account)
+    (said,) = less_memory("rank 1 was ended by SIGKILL, perhaps as memory ran out", run, lambda: account)
     found = [float(number) for number in re.findall(r"([\d.]+) [kM]B", said)]
     assert len(found) == 5
     assert max(found[1:]) < found[0]
@@ -61,8 +60,15 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     assert state < account() < 10 * state  # with gradients of keys and values, messages and logits
 
 
-def test_other_failures_are_not_of_memory() -> None:
-    assert not less_memory("out of memory\nrank 1 failed; the other ranks were stopped. ValueError: no", configured())
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "out of memory\nrank 1 failed; the other ranks were stopped. ValueError: no",
+        "rank 1 was ended by SIGKILL; the other ranks were stopped",  # while Linux ended nothing for want of memory
+    ],
+)
+def test_other_failures_are_not_of_memory(failure: str) -> None:
+    assert not less_memory(failure, configured())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -15,9 +16,9 @@ import psutil
 import pytest
 
 from slipstream.watchdog.supervisor import Supervised, Supervisor, WatchSettings, open_hub
-from slipstream.watchdog.wire import Line, wait_for
+from slipstream.watchdog.wire import Line, wait_for, wait_for_an_end
 from support.parameters import first_of
-from support.timeouts import SOON
+from support.timeouts import LIMIT, SOON
 
 
 class RunningHub:
@@ -234,3 +235,19 @@ def test_a_lost_hub_is_started_again_at_the_same_place(
     assert f"the watchers' hub (process {lost.pid}) {words}" in capfd.readouterr().err
     for each in (*watchers, again, other):
         each.connection.close()
+
+
+def test_the_end_of_a_process_is_waited_for() -> None:
+    """Of a child that isn't collected yet, and of another descriptor meanwhile."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        reading, writing = os.pipe()
+        os.write(writing, b"!")
+        wait_for_an_end([process.pid], LIMIT, reading)
+        process.kill()
+        began = time.monotonic()
+        wait_for_an_end([process.pid], LIMIT)
+        assert time.monotonic() - began < SOON
+    wait_for_an_end([process.pid], LIMIT)  # it has gone
+    assert time.monotonic() - began < SOON
+    for each in (reading, writing):
+        os.close(each)

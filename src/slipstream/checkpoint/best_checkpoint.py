@@ -63,5 +63,5 @@ def _facts(folder: CheckpointFolder, step: int) -> dict[str, Any] | None:
     """Returns the facts of a checkpoint; None where its manifest can't be read."""
     try:
         return Manifest.read(folder.complete(step)).facts
-    except (DamagedError, SlipstreamError):
+    except DamagedError:
         return None

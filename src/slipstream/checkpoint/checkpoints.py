@@ -141,8 +141,8 @@ class Checkpoints:
         """Returns the checkpoint of a step, or the newest one, verified; None where there is none yet.
 
         Every byte of every file is verified, each file by one of the ranks, and that all elements are finite.
-        "last-good" passes over damaged checkpoints and says so. "best" is that of the lowest validation loss in a run
-        that keeps it. `before`: takes those of earlier steps only.
+        "last-good" passes over damaged checkpoints, and those that only another version reads, and says so. "best" is
+        that of the lowest validation loss in a run that keeps it. `before`: takes those of earlier steps only.
 
         Raises:
             SlipstreamError: if the checkpoint is damaged: names the file that is missing, truncated or altered, and the
@@ -156,7 +156,7 @@ class Checkpoints:
             saved, problems = self._verify(step)
             if saved is not None:
                 break
-            damage.append(f"the checkpoint of step {step} in {self._folder.path} is damaged: {problems}")
+            damage.append(f"the checkpoint of step {step} in {self._folder.path} {problems}")
         if not damage:
             return saved
         what = "; ".join(damage)
@@ -208,7 +208,7 @@ class Checkpoints:
 
     def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
         """Returns the checkpoint, or None and what is wrong with it: the same on all ranks."""
-        folder, problem, saved = self._folder.complete(step), "", None
+        folder, problem, saved, what = self._folder.complete(step), "", None, DamagedError.what
         try:
             saved = SavedCheckpoint(folder, Manifest.read(folder))
             if saved.step != step:
@@ -221,9 +221,9 @@ class Checkpoints:
                 if (poisoned := find_non_finite(folder / name)) is not None:
                     raise DamagedError(f"in {name}, {describe_non_finite(poisoned)}")
         except DamagedError as error:
-            problem = str(error)
+            problem, what = str(error), error.what
         problems = self._gather_problems(problem)
-        return (None if problems else saved), problems
+        return (None, f"{what}: {problems}") if problems else (saved, "")
 
     def _gather_problems(self, problem: str) -> str:
         """Returns the different problems of all ranks, on all ranks."""

@@ -12,8 +12,7 @@ import torch.distributed.checkpoint.metadata as dcp
 from pydantic import BaseModel, ValidationError
 
 from slipstream.checkpoint.tensor_shard import Box
-from slipstream.checkpoint.verified_files import DamagedError, FileDigest, read_record, write_record
-from slipstream.errors import SlipstreamError
+from slipstream.checkpoint.verified_files import DamagedError, FileDigest, OtherFormatError, read_record, write_record
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -74,16 +73,15 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         """Reads the manifest in a folder.
 
         Raises:
-            DamagedError: if it isn't what was written.
-            SlipstreamError: if this version can't read its format.
+            DamagedError: if it isn't what was written, or this version can't read its format.
         """
         record = read_record(folder / MANIFEST)
         if not isinstance(record.get("format"), int):
             raise DamagedError(f"{MANIFEST} doesn't say its format")
         if record["format"] != _FORMAT:
-            raise SlipstreamError(
-                f"{folder} is a checkpoint of format {record['format']}; this version of slipstream reads format "
-                f"{_FORMAT}. Install the version that wrote it."
+            raise OtherFormatError(
+                f"{MANIFEST} is of format {record['format']}; this version of slipstream reads format {_FORMAT}: "
+                "install the version that wrote it"
             )
         try:
             manifest = cls.model_validate(record)

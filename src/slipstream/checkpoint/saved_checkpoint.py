@@ -203,7 +203,7 @@ def _damage_refused(folder: Path) -> Iterator[None]:
     try:
         yield
     except DamagedError as error:
-        raise SlipstreamError(f"the checkpoint {folder} is damaged: {error}. Take another one.") from None
+        raise SlipstreamError(f"the checkpoint {folder} {error.what}: {error}. Take another one.") from None
 
 
 def _elements(file: Any, item: ReadItem) -> Any:

@@ -16,6 +16,14 @@ _BLOCK = 2**23  # bytes read at a time
 class DamagedError(Exception):
     """A file differs from what was written; the message says which file and how."""
 
+    what = "is damaged"  # the checkpoint
+
+
+class OtherFormatError(DamagedError):
+    """A file is of a format that this version doesn't read; the message says which, and what to do."""
+
+    what = "can't be read"
+
 
 class FileDigest(NamedTuple):
     """The size of a file in bytes, and its CRC-32 in eight hexadecimal digits."""

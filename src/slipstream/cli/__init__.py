@@ -1,5 +1,6 @@
 """The `slipstream` command: one file per subcommand, whose heavy imports wait until it runs."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -80,7 +81,7 @@ def main() -> None:
     except StoppedRunError as ending:
         _fail(str(ending), StoppedRunError.exit_code)
     except RankFailedError as error:
-        _fail(f"error: {error}", 1)
+        _fail(f"error: {error}", 1, at_once=True)
     except InterruptedRunError as interruption:
         _fail(f"interrupted; all ranks have ended; {interruption}", _INTERRUPTED)
     except SystemExit as ending:
@@ -89,8 +90,14 @@ def main() -> None:
         _fail("interrupted; all ranks have ended", _INTERRUPTED)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int, at_once: bool = False) -> None:
+    """Says an error and exits; `at_once` without taking all modules down first, which takes seconds on a busy machine,
+    or may wait for a rank that is gone."""
     if sys.stderr.isatty():
         print("\033[?25h", end="", file=sys.stderr)  # shows the cursor, which a stopped rank may have hidden
     sys.stderr.write(f"{message}\n")  # at once: ranks that fail at the same time may share a terminal
+    if at_once:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
     sys.exit(code)

@@ -3,7 +3,7 @@
     launcher --fork--> server --fork--> rank 0, rank 1, ...
 
 The server is what the launcher was before it started a thread or used a GPU, and computes nothing, so what it forks is
-like a new process. It ends with the launcher, and its ranks with it, and removes what a killed launcher has left.
+like a new process. It ends with the launcher, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import gc
 import multiprocessing
 import os
 import queue
-import shutil
 import signal
 import sys
 import threading
@@ -21,18 +20,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Never
 
 from slipstream.errors import RankFailedError
 from slipstream.launch.stop_request import STOP_SIGNALS
+from slipstream.watchdog import wait_for_an_end
 
 _FORK: Any = multiprocessing.get_context("fork")
 _ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
-_POLL_SECONDS = 0.05
-_SECONDS_TO_LOOK = 1.0  # for the launcher, where no rank runs
+_SECONDS_TO_LOOK = 1.0  # for the launcher, whose end is seen at once as a rule
 _SECONDS_TO_END = 3.0
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it: in the launcher's temporary folder
 _PR_SET_PDEATHSIG = 1
 # What mallopt calls the settings of MALLOC, and what no environment variable can tell a process that runs already. A
 # threshold of -1 is never reached.
@@ -144,17 +141,16 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
     gc.freeze()  # or the first collection in a rank would copy all that was imported
     connection.send(not torch.cuda._is_in_bad_fork())
     running: list[Any] = []
-    folders: set[Path] = set()
     while True:
-        has_word = connection.poll(_POLL_SECONDS if running else _SECONDS_TO_LOOK)
+        wait_for_an_end([rank.pid for rank in running], _SECONDS_TO_LOOK, connection.fileno())
+        has_word = connection.poll()
         if os.getppid() != launcher:
-            _end_after_the_launcher(running, folders)
+            _end_after_the_launcher(running)
         if has_word:
             try:
                 module, arguments, environments = connection.recv()
             except EOFError:
-                _end_after_the_launcher(running, folders)
-            folders |= {Path(each[ERROR_FILE]).parent for each in environments if ERROR_FILE in each}
+                _end_after_the_launcher(running)
             started = [
                 _FORK.Process(target=_run, args=(module, arguments, each, connection, os.getpid()), name=f"rank {rank}")
                 for rank, each in enumerate(environments)
@@ -168,14 +164,12 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
             connection.send((rank.pid, rank.exitcode))
 
 
-def _end_after_the_launcher(ranks: list[Any], folders: set[Path]) -> Never:
-    """Ends this process and its ranks, and removes the folders that the launcher would have removed."""
+def _end_after_the_launcher(ranks: list[Any]) -> Never:
+    """Ends this process and its ranks."""
     for rank in ranks:
         rank.kill()
     for rank in ranks:
         rank.join(_SECONDS_TO_END)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

@@ -20,17 +20,18 @@ from pathlib import Path
 from types import FrameType
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
-from slipstream.launch.forked_ranks import ERROR_FILE, ForkedRank, ForkServer
+from slipstream.launch.forked_ranks import ForkedRank, ForkServer
 from slipstream.launch.slurm import is_task
 from slipstream.launch.stop_request import STOP_SIGNALS, RequestCount
 from slipstream.launch.watched_run import kept_hub
-from slipstream.watchdog import listen_at, loopback_address
+from slipstream.watchdog import listen_at, loopback_address, num_ended_for_memory, wait_for_an_end
 
 LocalRank = subprocess.Popen[bytes] | ForkedRank
 
 # glibc returns freed memory to the system and pages it in again at every step; with these settings it keeps it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "67108864"}
 _PARENT = "SLIPSTREAM_PARENT"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PR_SET_NAME = 15
 _PASSED_ON: dict[str, type[Exception]] = {
     each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
@@ -46,7 +47,10 @@ if os.getppid() != int(os.environ["{_PARENT}"]):
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 _ENDS_WITH_PARENT = ["-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
-_POLL_SECONDS = 0.1
+# Waits for the end of the process that has the other end of its pipe; ranks that end a moment later may still write.
+_REMOVE = 'read -r _; rm -rf "$1" || { sleep 3; rm -rf "$1"; }'
+_LOOK_SECONDS = 1.0
+_BREATH_SECONDS = 0.01  # between the end of a forked rank and what its server says of it
 _SECONDS_TO_SAY = 3  # what a rank waited for, after another has failed
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
 
@@ -84,11 +88,11 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     with (
-        tempfile.TemporaryDirectory(prefix="slipstream-") as folder,
+        temporary_folder() as folder,
         kept_hub(store, address, num_ranks),
         _own_signals(),
     ):
-        error_files = {rank: Path(folder, f"error-{rank}.json") for rank in range(num_ranks)}
+        error_files = {rank: folder / f"error-{rank}.json" for rank in range(num_ranks)}
         if server is not None and server.ending:  # it has died with the ranks that it had started before
             server = None
         parent = os.getpid() if server is None else server.pid
@@ -98,6 +102,7 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
         ranks: list[LocalRank] = []
         ended: dict[int, int] = {}
         asked: list[int] = []
+        before = num_ended_for_memory()
         try:
             if server is None:
                 ranks.extend(_start_anew([*_ENDS_WITH_PARENT, "-m", module, *arguments], each) for each in environments)
@@ -116,7 +121,23 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
         if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
             name = signal.Signals(asked[0]).name if asked else "a signal"
             raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
-        _raise_first_cause(ended, error_files)
+        _raise_first_cause(ended, error_files, is_short=before is None or before != num_ended_for_memory())
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Makes a folder for the body, which is removed also where this process is killed in it."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        remover = None
+        with suppress(OSError):  # a system without sh
+            command = ["sh", "-c", _REMOVE, "sh", folder]
+            remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:
+            yield Path(folder)
+        finally:
+            if remover is not None:
+                remover.kill()
+                remover.communicate()
 
 
 def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -206,7 +227,9 @@ def _wait(ranks: Sequence[LocalRank]) -> dict[int, int]:
     ended: dict[int, int] = {}
     deadline = math.inf
     while len(ended) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+        running = [rank.pid for number, rank in enumerate(ranks) if number not in ended]
+        wait_for_an_end(running, max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+        time.sleep(_BREATH_SECONDS)
         for number, rank in enumerate(ranks):
             code = rank.poll()
             if code is not None:
@@ -223,12 +246,13 @@ def _end(ranks: Sequence[LocalRank], at_once: bool) -> None:
         running = [rank for rank in ranks if rank.poll() is None]
         _signal_groups(running, number)
         deadline = time.monotonic() + _SECONDS_TO_END
-        while any(rank.poll() is None for rank in running) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        while (running := [rank for rank in running if rank.poll() is None]) and time.monotonic() < deadline:
+            wait_for_an_end([rank.pid for rank in running], max(0.0, deadline - time.monotonic()))
+            time.sleep(_BREATH_SECONDS)
 
 
-def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> None:
-    """Raises the error that came first, if there was one.
+def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_short: bool) -> None:
+    """Raises the error that came first, if there was one; `is_short` says whether memory may have run out.
 
     A rank that was killed wrote no error, and its neighbours' broken connections are only a consequence, which is
     written before.
@@ -242,6 +266,7 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path]) -> N
             sys.stderr.write(f"{text}\n")
         rank, code = next(iter(silent.items()))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how += ", perhaps as memory ran out" if code == -signal.SIGKILL and is_short else ""
         raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped")
     if errors:
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher
+from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
 from slipstream.planner.costs import Profile, load_profile
 
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
@@ -44,12 +43,11 @@ def measure_profile(
     if device == "cuda" and not num_devices:
         raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
     chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
-    with tempfile.TemporaryDirectory(prefix="slipstream-profile-") as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         model_config.save_pretrained(folder / _MODEL)
         request = {"settings": settings, "device": chosen, "tensor_ranks": tensor_ranks}
         (folder / _REQUEST).write_text(json.dumps(request))
-        launch_ranks("slipstream.launch.profile_ranks", [name], num_processes)
+        launch_ranks("slipstream.launch.profile_ranks", [str(folder)], num_processes)
         return load_profile(folder / _PROFILE)
 
 

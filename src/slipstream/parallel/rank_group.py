@@ -51,7 +51,7 @@ def _end_groups() -> None:
     called without an active exception"). A group's end joins its threads, but it ends only with its last owner. Where
     `destroy_process_group` wasn't called the run has failed, and threads may wait for others for long.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if _holders and not (dist.is_available() and dist.is_initialized()):
         for holder in list(_holders):
             holder.release_groups()
         gc.collect()

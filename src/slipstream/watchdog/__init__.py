@@ -1,6 +1,7 @@
 """Notices ranks that have died, stopped or wait too long, from a process next to each of them. No torch."""
 
 from slipstream.watchdog.board import Board
+from slipstream.watchdog.process_state import num_ended_for_memory
 from slipstream.watchdog.supervisor import WatchSettings, open_hub, supervised_hub
 from slipstream.watchdog.watched_rank import (
     StallLimit,
@@ -13,4 +14,4 @@ from slipstream.watchdog.watched_rank import (
     start_watch,
     waiting,
 )
-from slipstream.watchdog.wire import listen_at, loopback_address
+from slipstream.watchdog.wire import listen_at, loopback_address, wait_for_an_end

@@ -1,4 +1,4 @@
-"""What the system says of another process: whether it lives, is stopped or computes."""
+"""What the system says of other processes: whether one lives, is stopped or computes, and when it ends."""
 
 from __future__ import annotations
 
@@ -40,4 +40,22 @@ def state_of(process: int) -> ProcessState | None:
         command = ["ps", "-o", "state=", "-p", str(process)]
         if text := subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip():
             return ProcessState(text[0], 0.0)
+    return None
+
+
+def end_of(process: int) -> int | None:
+    """Returns a descriptor that can be read once a process has ended; None where there is no such process, or the
+    system has none of these."""
+    if hasattr(os, "pidfd_open"):
+        with suppress(OSError):
+            return int(os.pidfd_open(process))
+    return None
+
+
+def num_ended_for_memory() -> int | None:
+    """Returns how many processes Linux has ended so far as memory ran out, in whichever container; None where the
+    system doesn't say."""
+    with suppress(OSError, ValueError):
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counts["oom_kill"]) if "oom_kill" in counts else None
     return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from slipstream.watchdog.board import Board, Sight, Silence, State
 from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER
-from slipstream.watchdog.process_state import state_of
+from slipstream.watchdog.process_state import end_of, state_of
 from slipstream.watchdog.sight_text import doing_text, stack_lines, wait_lines
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, Link, wait_for
@@ -36,6 +36,7 @@ class Watcher:
 
     def __init__(self, settings: dict[str, Any], supervisor: Line) -> None:
         self._settings, self._supervisor, self._parent = settings, supervisor, int(settings["parent"])
+        self._end_of_rank = end_of(self._parent)
         self._board = Board(settings["board"])
         self._last: Sight = self._board.look()
         self._changed = self._reported = self._looked = self._active = time.monotonic()
@@ -60,6 +61,7 @@ class Watcher:
                 return
             if self._end_by is None and not self._hub_may_leave and (loss := self._loss_of_the_hub()):
                 self._decide(loss, _GRACE_SECONDS)
+        self._end_of_rank = None  # which has come, so that nothing waits for it
         self._say_how_it_ended()
 
     def _hello(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Watcher:
         self._hub.keep()
         if self._hub.line is None:
             seconds = min(seconds, _SOON_SECONDS)
-        wait_for([self._supervisor, self._hub.line], seconds)
+        wait_for([self._end_of_rank, self._supervisor, self._hub.line], seconds)
         self._supervisor.receive()
         for message in self._hub.receive():
             self._obey(message)

@@ -6,6 +6,7 @@ Whatever comes in is bounded and may be anything: a line that isn't a JSON objec
 from __future__ import annotations
 
 import json
+import os
 import random
 import selectors
 import socket
@@ -14,9 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from slipstream.watchdog.process_state import end_of
+
 _MOST_BYTES = 2**20  # of a line; whoever sends more isn't a watcher
 _MOST_AT_ONCE = 2**16  # bytes that one look at a connection reads, so that no connection holds up the others
 _SECONDS_TO_CONNECT = 1.0
+_POLL_SECONDS = 0.05
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between tries to connect
 
 
@@ -152,15 +156,28 @@ class Link:
         return messages
 
 
-def wait_for(lines: Sequence[Line | socket.socket | None], seconds: float) -> None:
-    """Waits until something has come on one of the open lines or sockets, or for some seconds."""
+def wait_for(lines: Sequence[Line | socket.socket | int | None], seconds: float) -> None:
+    """Waits until something has come on one of the open lines, sockets or descriptors, or for some seconds."""
     with selectors.DefaultSelector() as selector:
         for each in lines:
-            if isinstance(each, socket.socket):
+            if isinstance(each, Line):
+                if each.is_open:
+                    selector.register(each.connection, selectors.EVENT_READ)
+            elif each is not None:
                 selector.register(each, selectors.EVENT_READ)
-            elif each is not None and each.is_open:
-                selector.register(each.connection, selectors.EVENT_READ)
         selector.select(seconds)
+
+
+def wait_for_an_end(processes: Sequence[int], seconds: float, *others: int) -> None:
+    """Waits until one of the processes has ended, something has come on another descriptor, or for some seconds."""
+    ends = [end_of(each) for each in processes]
+    try:
+        # None: the system can't say when it ends, or it has ended already
+        wait_for([*ends, *others], min(seconds, _POLL_SECONDS) if None in ends else seconds)
+    finally:
+        for each in ends:
+            if each is not None:
+                os.close(each)
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
+from slipstream.launch import Progress, temporary_folder
 from slipstream.model import load_config, trust_remote_code
 from slipstream.training.data import has_tokenizer, load_tokenizer
 from slipstream.training.exports.checkpoint_choice import choose_checkpoint
@@ -51,11 +50,11 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
         yield _open(found, trusts_code, None if found == place else RunFolder(path))
         return
     chosen = choose_checkpoint(path, best=best)
-    with TemporaryDirectory(prefix="slipstream-") as folder:
+    with temporary_folder() as folder:
         with progress.waiting("reading the checkpoint"):
             saved = chosen.read(progress.warn)
-            export_checkpoint(chosen.run, saved, Path(folder, "model"), trusts_code)
-        yield _open(str(Path(folder, "model")), trusts_code, chosen.run)
+            export_checkpoint(chosen.run, saved, folder / "model", trusts_code)
+        yield _open(str(folder / "model"), trusts_code, chosen.run)
 
 
 def _is_surely_a_folder(place: str) -> bool:

@@ -18,7 +18,7 @@ from slipstream.units import bytes_text
 # Bytes of a parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
 _FROZEN_BYTES, _TRAINED_BYTES, _STATE_BYTES = 4, 8, 8
 
-_RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|ended by SIGKILL", re.IGNORECASE)
+_RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|memory ran out", re.IGNORECASE)
 
 
 def less_memory(failure: str, config: Config, account: Callable[[], Account | None] = lambda: None) -> list[str]:
@@ -31,9 +31,8 @@ def less_memory(failure: str, config: Config, account: Callable[[], Account | No
         return []
     found, changes = account(), _changes(config)
     told = [text if found is None else f"{text}: {_bytes_with(found, change)}" for text, change in changes]
-    why = "That is how Linux ends what runs out of memory. " if "SIGKILL" in failure.splitlines()[-1] else ""
     holds = "" if found is None else f"By the planner's account the fullest rank holds {bytes_text(found())}. "
-    return [f"{why}{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
+    return [f"{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
 
 
 def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:

@@ -72,8 +72,8 @@ def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
 
 
 def find_saved(config: Config) -> SavedCheckpoint | None:
-    """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged: the ranks, which
-    verify every byte, then say which one is taken."""
+    """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged or
+    another version's: the ranks, which verify every byte, then say which one is taken."""
     resume, folder = config.checkpoint.resume, CheckpointFolder(RunFolder(config.training.output).checkpoints)
     steps = [] if resume == "no" else folder.steps()
     if not steps:
