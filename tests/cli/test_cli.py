@@ -70,6 +70,22 @@ def test_after_a_failed_rank_the_command_waits_for_nothing() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "the run's last line\n", said)
 
 
+@pytest.mark.parametrize(("soft", "hard"), [(32, 32), (64, 64), (128, 128), (64, 4096)])
+def test_too_few_open_files_are_said_before_anything_is_imported(tmp_path: Path, soft: int, hard: int) -> None:
+    """Where the shell alone is strict, the command takes what the system allows."""
+    command = [sys.executable, "-m", "slipstream", "train", str(tmp_path / "missing.yaml")]
+    limited = ["sh", "-c", f'ulimit -Hn {hard}; ulimit -Sn {soft}; exec "$@"', "sh", *command]
+    ended = subprocess.run(limited, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.returncode == 2
+    (said,) = ended.stderr.splitlines()
+    if hard < 256:
+        assert said.startswith(f"error: the limit of open files is {hard}, and a rank needs 256 for its files")
+        assert "Type ulimit -n 4096 first, in a new shell if this one refuses that" in said
+        assert "importing" not in ended.stdout
+    else:
+        assert "missing.yaml" in said
+
+
 def test_bad_input_ends_with_its_message_and_code_2(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

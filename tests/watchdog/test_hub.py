@@ -86,6 +86,7 @@ def test_a_rank_that_fails_before_the_others_are_watched_ends_them_too(hub: Runn
         assert "rank 1 (here, process 2) has failed (ValueError: what went wrong)" in str(answer_on(late, "verdict"))
 
 
+@pytest.mark.more
 def test_a_rank_that_ends_before_its_watcher_has_started_is_named(hub: RunningHub) -> None:
     watched = hub.watcher(0)
     with closing(watched.connection):
@@ -212,7 +213,7 @@ def test_random_and_mutated_lines(hub: RunningHub) -> None:
     assert hub.system_process() == process
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", first_of([signal.SIGKILL, signal.SIGSTOP]))
 def test_a_lost_hub_is_started_again_at_the_same_place(
     hub: RunningHub, how: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:

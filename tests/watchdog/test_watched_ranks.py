@@ -149,7 +149,8 @@ def test_a_rank_that_does_not_get_on_is_named_after_the_limit(tmp_path: Path, is
     assert "rank 0 waits at 0B0.1" in said[0]
 
 
-@pytest.mark.parametrize("is_stopped", first_of([True, False]))
+@pytest.mark.more
+@pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_rank_that_does_not_get_on_in_a_save_is_named(tmp_path: Path, is_stopped: bool) -> None:
     """A stopped one after the limit, and one that hangs after ten times the limit, as the disk may be slow."""
     began = time.monotonic()  # before the silence
@@ -170,6 +171,7 @@ def test_a_rank_that_does_not_get_on_in_a_save_is_named(tmp_path: Path, is_stopp
         assert seconds > 9
 
 
+@pytest.mark.more
 def test_a_rank_that_fails_is_named_by_its_error(tmp_path: Path) -> None:
     with two_ranks(tmp_path, "fails", limit=500) as (survivor, failing):
         assert "ValueError: what went wrong" in failing.communicate(timeout=SOON)[1]
@@ -190,6 +192,7 @@ def test_a_rank_whose_hub_is_lost_ends(tmp_path: Path) -> None:
     assert said.startswith("error: rank 0 has ended without a word, and the hub of the watchers with it")
 
 
+@pytest.mark.more
 def test_a_rank_that_is_killed_with_its_watcher_is_named(tmp_path: Path) -> None:
     """As by a control group out of memory: it hasn't finished, as it hasn't said good-bye."""
     with two_ranks(tmp_path, "waits", limit=500) as (survivor, victim):
@@ -304,7 +307,7 @@ def test_a_bad_network_blames_nobody(tmp_path: Path, what: str) -> None:
     with ranks_by_proxy(tmp_path, limit=500) as (ranks, proxy):
         proxy.corrupts, proxy.delay = what == "corrupt lines", 0.2 if what == "delays" else 0.0
         began = time.monotonic()
-        while time.monotonic() - began < 5 or (proxy.corrupts and proxy.num_corrupted < 3):
+        while proxy.num_corrupted < 3 if proxy.corrupts else time.monotonic() - began < 5:
             assert [each.poll() for each in ranks] == [None, None]
             time.sleep(0.1)
         proxy.corrupts = False
@@ -313,6 +316,7 @@ def test_a_bad_network_blames_nobody(tmp_path: Path, what: str) -> None:
     assert re.match(rf"error: rank 1 \(.*, process {ranks[1].pid}\) has ended without a word", said)
 
 
+@pytest.mark.more
 def test_both_sides_of_a_cut_end_and_say_what_they_know(tmp_path: Path) -> None:
     """Five seconds after the limit; the side without the hub doesn't blame itself."""
     with ranks_by_proxy(tmp_path, limit=3) as (ranks, proxy):
@@ -323,6 +327,7 @@ def test_both_sides_of_a_cut_end_and_say_what_they_know(tmp_path: Path) -> None:
     assert re.match(r"error: the watchers' hub, which rank 0 has started at .*, doesn't answer since \d+ s", said[1])
 
 
+@pytest.mark.more
 def test_a_signal_for_a_stack_ends_no_rank_whose_handler_has_gone(tmp_path: Path) -> None:
     """As Python takes it away at its end."""
     program = """
@@ -341,7 +346,7 @@ print("alive")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "alive\n", "")
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("is_stopped", first_of([False, True]))
 def test_a_rank_that_ends_well_blames_nobody(tmp_path: Path, is_stopped: bool) -> None:
     with two_ranks(tmp_path, "leaves", limit=500) as ranks:
         for rank in (1, 0):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from slipstream.cli.number_options import above_zero, count
+from slipstream.cli.train import allow_open_files
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console
 
@@ -41,6 +42,7 @@ def profile(
     budget: Annotated[float, above_zero("Largest number of seconds spent measuring.", "seconds", "60")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
+    allow_open_files()
     from slipstream.launch.profile_ranks import measure_profile
     from slipstream.training.config import ModelSection, ParallelSection, load_config
     from slipstream.training.preflight import load_model_config
