@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_iter
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
+from slipstream.model.attached_code import copy_modules
 from slipstream.model.hooks.token_slice import active_forward
 from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value
-from slipstream.model.sequential.layer_copies import copy_layers
 from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.tensor_spec import Tensors
@@ -370,7 +370,7 @@ def _copy(module: nn.Module, training: bool) -> nn.Module:
         clone = clone.double() if clone.is_floating_point() else clone
         return nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
 
-    return copy_layers([module], {}, copied)[0].train(training)
+    return copy_modules([module], {}, copied)[0].train(training)
 
 
 @torch.no_grad()
