@@ -214,7 +214,7 @@ class TiedGradients:
         for name, weight in self._weights.items():
             if weight.requires_grad:
                 accumulators = self._accumulators[name]
-                present = [each.grad for each in accumulators if each.grad is not None]
+                present = [each.grad.to_dense() for each in accumulators if each.grad is not None]
                 for each in accumulators:
                     each.grad = None
                 wide = accumulators[-1].grad_dtype

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from slipstream import CutTokens, Layers, Memory, Pipeline, SlipstreamError
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside, tokens
 from support.forked import launch
 from support.parameters import first_of
 from support.paths import WORKERS
@@ -188,3 +189,18 @@ def test_a_layer_that_was_changed_stays_a_layer() -> None:
         change(inner)
         with pytest.raises(SlipstreamError, match="needed are 2 stages"):
             Pipeline(nn.Sequential(inner, linear(), Classes()), num_ranks=2, partition=[1, 3])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_a_sparse_embedding_of_a_causal_lm(name: str) -> None:
+    """A tied one gets a dense gradient, as the head's is."""
+    whole, model, inputs = build(ARCHITECTURES[name]), build(ARCHITECTURES[name]), tokens()
+    model.get_input_embeddings().sparse = True
+    with no_rounding_inside():
+        whole(inputs, labels=inputs).loss.backward()
+        pipe = Pipeline(model, num_ranks=2, num_microbatches=2, slices=3)
+        pipe.step(inputs, inputs)
+    found = gradients(pipe.named_parameters())
+    assert found["model.embed_tokens.weight"].is_sparse == (name == "llama")
+    dense = {name: gradient.to_dense() for name, gradient in found.items()}
+    assert gradient_error(gradients(whole.named_parameters()), dense) < BOUND
