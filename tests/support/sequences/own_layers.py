@@ -412,7 +412,9 @@ def _adds_jacobian(module: Any, x: Tensor) -> Any:
 
 def _adds_curvature(module: Any, x: Tensor) -> Any:
     of_token = torch.func.hessian(lambda token: module.linear(token[None]).tanh().sum())
-    return x + torch.func.vmap(of_token)(x.flatten(0, 1)).sum(1).view_as(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
+        return x + torch.func.vmap(of_token)(x.flatten(0, 1)).sum(1).view_as(x)
 
 
 def _adds_weight_gradient(module: Any, x: Tensor) -> Any:

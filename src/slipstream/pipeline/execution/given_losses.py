@@ -197,7 +197,7 @@ class _Trial:
                     leaf if leaf.requires_grad else torch.zeros_like(total, requires_grad=True) for leaf in leaves
                 ]
                 gradients += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-        return _Values(float(total), float(count), count.is_floating_point(), gradients)
+        return _Values(float(total.detach()), float(count), count.is_floating_point(), gradients)
 
     def _joined(self, others: Tensors, dim: int) -> _Values:
         """Returns the values of the first outputs beside others of the same targets."""
