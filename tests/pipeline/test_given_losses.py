@@ -137,14 +137,77 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
         (lambda o, t: (summed(o, t).item(), 7), r"first value of loss_fn is a float"),
         (lambda o, t: (summed(o, t), t != -100), r"second value of loss_fn is a tensor \(8,\), not one number"),
         (lambda o, t: (summed(o, t), (t != -100).sum().bfloat16()), r"is of torch.bfloat16, too coarse"),
-        (lambda o, t: (summed(o, t), 0.0 * (t != -100).sum()), rf"{COUNTS_FLOATS} 0.0, by which"),
         (lambda o, t: (summed(o, t), (t != -100).sum() / 0), rf"{COUNTS_FLOATS} inf, by which"),
         (lambda o, t: (functional.cross_entropy(o, t), (t != -100).sum()), r"it is a mean, which would be divided"),
+        (lambda o, t: (functional.nll_loss(o.log(), t), (t != -100).sum()), r"it is a mean, which would be divided"),
+        (lambda o, t: (summed(o, t), t.numel()), r"loss_fn counted 8 tokens, but 7 targets are not -100"),
+        (lambda o, t: (summed(o, t).detach(), 7), r"the sum that loss_fn returns has no gradient"),
     ],
 )
-def test_functions_that_are_no_loss_function(loss_fn: Any, answer: str) -> None:
+def test_functions_that_are_no_loss_function(loss_fn: Any, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before anything runs."""
+    runs: list[type] = []  # besides those of the fake tensors by which shapes are learnt
+    monkeypatch.setattr(nn.Tanh, "forward", lambda self, x: runs.append(type(x)) or x.tanh())
     with pytest.raises(SlipstreamError, match=answer):
         layers(loss_fn).step(*rows())
+    assert Tensor not in runs
+
+
+def left(pipe: Pipeline) -> list[str]:
+    return [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
+
+
+def test_what_is_known_after_a_step_leaves_no_gradient() -> None:
+    """Of no earlier step either, so that no optimizer changes anything."""
+    weights = [torch.tensor(1.0)]
+    pipe = layers(lambda outputs, targets: (summed(outputs, targets), weights[0] * (targets != -100).sum()), 2)
+    pipe.step(*rows())
+    assert len(left(pipe)) == 4
+    for weight, answer in ((0.0, "0.0, by which"), (-1.0, "-7.0, by which")):
+        weights[0] = torch.tensor(weight)
+        with pytest.raises(SlipstreamError, match=f"{COUNTS_FLOATS} {answer}"):
+            pipe.step(*rows())
+        assert left(pipe) == []
+        weights[0] = torch.tensor(1.0)
+        pipe.step(*rows())
+        assert len(left(pipe)) == 4
+
+
+def test_sums_without_a_gradient_evaluate() -> None:
+    def num_right(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return (outputs.argmax(1) == targets).sum().double(), (targets != -100).sum()
+
+    pipe = layers(num_right, 2)
+    assert 0 <= pipe.evaluate(*rows()) <= 1
+    with pytest.raises(SlipstreamError, match="the sum that loss_fn returns has no gradient"):
+        pipe.step(*rows())
+
+
+def test_losses_of_probabilities_are_tried_too() -> None:
+    """Logits give them no numbers."""
+
+    def mean_of_squares(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        assert outputs.min() > 0, "no probabilities"
+        return outputs.square().mean(), (targets != -100).sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Softmax(1))
+    pipe = Pipeline(model, loss_fn=mean_of_squares, num_microbatches=2)
+    with pytest.raises(SlipstreamError, match=r"the sum that loss_fn returns is .* must be a sum over rows"):
+        pipe.step(*rows())
+    assert left(pipe) == []
+
+
+def test_a_loss_that_mixes_tokens_is_refused_in_its_gradients_alone() -> None:
+    def sums(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = weighted(outputs, targets)[0], (targets != -100).sum()
+        return total + ((outputs - outputs.detach()) * outputs.detach().softmax(1)).sum(), count
+
+    inputs = tokens()
+    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=2, loss_fn=sums, **grouped(self_check=False))
+    with pytest.raises(SlipstreamError, match=r"the gradients of the sum .* are others for some tokens alone"):
+        pipe.step(inputs, inputs)
+    assert left(pipe) == []
 
 
 def mean(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +254,7 @@ def test_counts_that_become_divisors() -> None:
     counts.pop(0)
     with pytest.raises(SlipstreamError, match="was an integer in earlier steps, and is a floating-point number now"):
         pipe.step(*rows())
+    assert left(pipe) == []
 
 
 def test_routers_beside_a_divisor() -> None:

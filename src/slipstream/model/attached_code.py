@@ -11,16 +11,16 @@ import copy
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from slipstream.errors import SlipstreamError
-
 _Model = TypeVar("_Model", bound=nn.Module)
+_AS_THEY_ARE = (type(None), bool, int, float, str, type, FunctionType, MethodType, BuiltinFunctionType)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -43,28 +43,79 @@ def has_own_code(module: nn.Module) -> bool:
 
 def copy_with_shared_weights(model: _Model) -> _Model:
     """Returns a copy of the modules over the same parameters and buffers, which can be cut differently."""
-    return copy_modules(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-
-
-def copy_modules(model: _Model, memo: dict[int, Any]) -> _Model:
-    """Returns a deep copy of the modules in which `memo`, by `id`, says what takes the place of which tensor or module.
-
-    Raises SlipstreamError for what Python can't copy.
-    """
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                # What a hook computes from parameters before every forward, as the old `weight_norm` does.
-                memo.setdefault(id(value), value.detach())
-    try:
-        copied = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise SlipstreamError(
-            f"{type(model).__name__} can't be copied, as every stage needs a copy of it ({error}). Take what can't be "
-            "copied off its modules, or keep it outside of the model."
-        ) from error
-    bind_functions(copied, {id(old): memo[id(old)] for old in model.modules() if id(old) in memo})
+    (copied,) = copy_modules([model], {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     return copied
+
+
+def copy_modules(
+    models: Sequence[_Model], memo: dict[int, Any], copy_tensor: Callable[[Tensor], Tensor] | None = None
+) -> list[_Model]:
+    """Returns copies of modules in which `memo`, by `id`, says what takes the place of which tensor or module.
+
+    `copy_tensor` copies the other tensors, by default as `copy.deepcopy` does. What several modules share, their copies
+    share too, and so they do what Python can't copy, such as a lock. Functions set on the modules use the copies.
+    """
+    copier = _Copier(memo, copy_tensor)
+    copies = [copier.of(model) for model in models]
+    known = [*copier.modules, *(module for model in models for module in model.modules())]
+    moved = {id(old): memo[id(old)] for old in known if id(old) in memo}
+    for copied in copies:
+        bind_functions(copied, moved)
+    return copies
+
+
+class _Copier:
+    """Copies what modules hold."""
+
+    def __init__(self, memo: dict[int, Any], copy_tensor: Callable[[Tensor], Tensor] | None) -> None:
+        self.modules: list[nn.Module] = []  # that were copied
+        self._memo, self._copy_tensor = memo, copy_tensor or self._copied_tensor
+
+    def of(self, value: Any) -> Any:
+        """Returns the copy of a value, always the same one."""
+        if isinstance(value, _AS_THEY_ARE):
+            return value
+        if id(value) not in self._memo:
+            self._copy(value)
+        return self._memo[id(value)]
+
+    def _copy(self, value: Any) -> None:
+        memo, place = self._memo, id(value)
+        kind: Any = type(value)
+        if isinstance(value, nn.Module) and not hasattr(kind, "__deepcopy__"):
+            self.modules.append(value)
+            memo[place] = made = kind.__new__(kind)
+            vars(made).update({name: self.of(each) for name, each in vars(value).items()})
+        elif isinstance(value, Tensor):
+            memo[place] = self._copy_tensor(value)
+        elif isinstance(value, torch.Generator):
+            memo[place] = value.clone_state()
+        elif kind in (list, tuple, set):
+            memo[place] = kind(map(self.of, value))
+        elif isinstance(value, dict):
+            memo[place] = made = copy.copy(value)
+            made.update({key: self.of(each) for key, each in value.items()})
+        else:
+            self._copy_by_python(value)
+
+    def _copy_by_python(self, value: Any) -> None:
+        if isinstance(value, nn.Module):  # whose class copies itself, as those of parametrized modules do
+            self.modules += value.modules()
+            for tensor in (*value.parameters(), *value.buffers()):
+                self.of(tensor)
+        trial = dict(self._memo)
+        try:
+            trial[id(value)] = copy.deepcopy(value, trial)
+        except Exception:  # whatever its class raises
+            if isinstance(value, nn.Module):
+                raise
+            trial = {id(value): value}
+        self._memo.update(trial)
+
+    def _copied_tensor(self, tensor: Tensor) -> Tensor:
+        # One with a graph is what a hook computes from parameters before every forward, as the old `weight_norm` does.
+        copied: Tensor = copy.deepcopy(tensor, self._memo) if tensor.is_leaf else tensor.detach()
+        return copied
 
 
 def bind_functions(model: nn.Module, moved: Mapping[int, nn.Module]) -> None:

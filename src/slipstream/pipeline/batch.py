@@ -126,6 +126,11 @@ class SplitBatch:
         return replace(self, slices=slices)
 
 
+def counted(targets: Tensor) -> int:
+    """Returns how many targets count: of numbers, the rows."""
+    return targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
+
+
 def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
     """Cuts (B, L) inputs and unshifted targets into microbatches, each of some rows, in slices of its own lengths.
 

@@ -17,7 +17,7 @@ from slipstream.parallel import Ranks, check_transport, join_launched_group, wat
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.batch_agreement import BatchAgreement
 from slipstream.pipeline.call_agreement import CallAgreement
-from slipstream.pipeline.execution import Losses, TokenOutputs
+from slipstream.pipeline.execution import GivenLosses, Losses, TokenOutputs
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.frozen_stages import FrozenStages
 from slipstream.pipeline.memory import LimitedSteps, MemoryLimit, RehearsedStep
@@ -82,7 +82,7 @@ class Engine:
         holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.tensor_parallel = tensor
         self.parameters = Parameters(self.stages, self.ranks, tensor, holders, options)
-        losses = self.family.losses(tensor)
+        self._losses = losses = self.family.losses(tensor)
         own = self.stages, self.parameters, losses
         self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)
         limit = MemoryLimit(options.memory.limit, self.ranks, self.runner.records)
@@ -219,7 +219,9 @@ class Engine:
         self.limited_steps.limit.check(self._to_rehearse(whole, length, batch))
         return batch
 
-    def _split(self, whole: WholeBatch, length: int, needs_targets: bool = True, trains: bool = True) -> SplitBatch:
+    def _split(
+        self, whole: WholeBatch, length: int, needs_targets: bool = True, trains: bool | None = None
+    ) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
 
         def split() -> SplitBatch:
@@ -228,19 +230,24 @@ class Engine:
         return self._agreed(whole, split, needs_targets, trains)
 
     def _agreed(
-        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], needs_targets: bool, trains: bool
+        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], needs_targets: bool, trains: bool | None
     ) -> SplitBatch:
-        """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective."""
+        """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective. `trains` says
+        whether this rank trains something in the step, None that it is an evaluation."""
 
         def checked() -> SplitBatch:
             self._frozen.check(self.layout)
-            return split()
+            batch = split()
+            if isinstance(self._losses, GivenLosses) and len(self.layout.layers) - 1 in self.stages:
+                self._losses.try_on(batch, self.family.output_forms, trains is not None)
+            return batch
 
-        batch: SplitBatch = self.ranks.part_of(self._agreement.on(whole, checked, needs_targets, trains))
+        agreed = self._agreement.on(whole, checked, needs_targets, trains is not False)
+        batch: SplitBatch = self.ranks.part_of(agreed)
         return batch
 
     def _split_sequences(
-        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, trains: bool = True
+        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, trains: bool | None = None
     ) -> tuple[SplitBatch, StepPlan]:
         """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
         try:

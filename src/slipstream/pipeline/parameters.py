@@ -88,6 +88,13 @@ class Parameters:
                 self._gradients.deliver(name, total)
         self._is_stale = True
 
+    def drop(self) -> None:
+        """Ends a step that was refused after it had run: no gradient is left, of earlier steps neither, and so an
+        optimizer changes nothing. Collective."""
+        self.end()
+        for _, parameter in (*self._own(), *self.named()):
+            parameter.grad = None
+
     def publish(self) -> None:
         """Copies the optimizer's updates since the last step to the parameters that compute. Collective.
 
@@ -207,7 +214,7 @@ class TiedGradients:
         for name, weight in self._weights.items():
             if weight.requires_grad:
                 accumulators = self._accumulators[name]
-                present = [each.grad for each in accumulators if each.grad is not None]
+                present = [each.grad.to_dense() for each in accumulators if each.grad is not None]
                 for each in accumulators:
                     each.grad = None
                 wide = accumulators[-1].grad_dtype

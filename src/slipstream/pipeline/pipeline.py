@@ -189,8 +189,9 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
         Raises:
             SlipstreamError: the tensors don't fit the pipeline, no target counts, nothing is trained, or a rank would
-                hold more than the memory limit; before anything runs. What `loss_fn` returns can't be added up or
-                divided by; after it has run.
+                hold more than the memory limit, or what `loss_fn` returns can't be added up; before anything runs. What
+                all parts' counts add up to can't be divided by, or what was recomputed isn't what it was; after it has
+                run, and then all gradients are dropped.
         """
         of_rows = position_ids, document_ids, lengths, sequence_values
         whole = self._batch(inputs, targets, *of_rows, plan is not None)

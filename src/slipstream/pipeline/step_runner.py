@@ -29,9 +29,10 @@ from slipstream.pipeline.execution import (
     TokenOutputs,
     run_together,
 )
+from slipstream.pipeline.execution.given_losses import miscounted, no_divisor
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import PAIR, PipelineOptions
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
@@ -73,7 +74,6 @@ class StepRunner:
         self.found_divisor = 1.0  # by which gradients of the last step are still to be divided
         self._given = losses if isinstance(losses, GivenLosses) else None
         self._says_divisor: bool | None = None  # whether counts of losses are divisors of the function's own
-        self._adds_router_loss = options.router_loss != "none"
         self._sequences: Sequence[MicrobatchSequences] = ()  # of that
         self._here = ranks.here(layout.num_ranks)
 
@@ -86,7 +86,7 @@ class StepRunner:
         def executors(losses: Losses) -> list[Executor]:
             return [executor(rank, self.transport, self._reduce, losses) for rank in self._here]
 
-        self._reduce_gradients = parameters.reduce
+        self._reduce_gradients, self._drop_gradients = parameters.reduce, parameters.drop
         self._make_executors = executors
         self.executors = executors(losses)
         self.graphs: StepGraphs | None = None
@@ -108,44 +108,35 @@ class StepRunner:
         """Returns the global mean loss of a step or an evaluation; calls `agree`, which may refuse the batch, before it
         sends anything.
 
-        Raises SlipstreamError where the loss function counts other tokens than the batch does, or says a divisor that
-        none can be, and where what was computed again isn't what it was.
+        Raises SlipstreamError, and drops all gradients, for what is known only once all of it has run: where the loss
+        function counts other tokens than the batch does, or says a divisor that none can be, and where what was
+        computed again isn't what it was.
         """
         self.schedule_name, self._sequences = schedule.name, batch.sequences
         self.transport.begin(agree)
         take_differing_layers()  # of a step that failed
         self._run(schedule, batch)
-        sums = torch.zeros(5, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         for executor in self.executors:
             sums[:2] += torch.stack(executor.finish())
-        if self._given is not None:
-            sums[2:4] = torch.tensor([self._given.says_divisor, bool(self._given.problem)])
+        sums[2] = self._given is not None and self._given.says_divisor
         differing = take_differing_layers()
-        sums[4] = len(differing)
+        sums[3] = len(differing)
         sums = self._ranks.copies.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
-        _, count, says_divisor, has_problem, num_differing = sums.tolist()
-        if num_differing:
-            raise SlipstreamError(
-                f"{', '.join(differing) or 'a layer of another rank'}: the output differs when it is computed again "
-                "for the backward (memory.recompute), so gradients would be wrong: it draws random numbers that aren't "
-                "PyTorch's own, or reads what it has changed. Use recompute='none'; or memory.check_recompute=False "
-                "where only the rounding differs, as kernels of a GPU may add in any order."
-            )
-        divisor = self._divisor(count, bool(says_divisor), bool(has_problem), batch)
-        mean: Tensor = sums[0] / divisor
+        _, count, says_divisor, num_differing = sums.tolist()
+        try:
+            _check_recomputed(int(num_differing), differing)
+            mean: Tensor = sums[0] / self._divisor(count, bool(says_divisor), batch)
+        except SlipstreamError:
+            if schedule.has_backward:
+                self._drop_gradients()
+            raise
         return mean
 
-    def _divisor(self, count: float, says_divisor: bool, has_problem: bool, batch: SplitBatch) -> float:
+    def _divisor(self, count: float, says_divisor: bool, batch: SplitBatch) -> float:
         """Returns what the sum of losses is divided by, and keeps what gradients are still to be divided by."""
         if not says_divisor and int(count) != batch.num_valid:
-            raise SlipstreamError(
-                f"loss_fn counted {int(count)} tokens, but {batch.num_valid} targets are not -100. Its second value "
-                "must be that number (of float targets, that of the rows): gradients are divided by it before the loss "
-                "is known. A divisor of the function's own, such as a sum of weights, is a floating-point number."
-            )
-        if has_problem:
-            assert self._given is not None
-            raise SlipstreamError(self._given.problem or f"loss_fn returns what can't be added up by parts. {PAIR}")
+            raise SlipstreamError(miscounted(int(count), batch.num_valid))
         if says_divisor:
             self._check_divisor(count, batch)
         self._says_divisor = says_divisor if self._given is not None else None
@@ -162,18 +153,10 @@ class StepRunner:
                 "the second value of loss_fn was an integer in earlier steps, and is a floating-point number now: a "
                 "divisor of the function's own must be one from the first step on."
             )
-        if self._adds_router_loss and count != batch.num_valid:
-            raise SlipstreamError(
-                "router_loss with a loss_fn that says its own divisor: routers' losses are weighed by numbers of "
-                "tokens. Leave router_loss out, or count targets."
-            )
         given = batch.num_targets
         if given is None:
             if not 0 < count < math.inf:
-                raise SlipstreamError(
-                    f"loss_fn's second values add up to {count}, by which the loss of the whole batch is divided: they "
-                    "must add up to a positive number, as where the weight of some target isn't zero."
-                )
+                raise SlipstreamError(no_divisor(count))
         elif isinstance(given, int) and count != batch.num_valid:
             raise SlipstreamError(
                 f"num_targets={given} with a loss_fn that says its own divisor, {count:.6g} for the "
@@ -238,6 +221,17 @@ class StepRunner:
             return LocalTransport()
         skips = skip_channels(routes, training) + vocabulary_channels(training)
         return connect_transport(send_windows(training), self._device, self._ranks, skips)
+
+
+def _check_recomputed(number: int, differing: Sequence[str]) -> None:
+    """Raises SlipstreamError where layers, those of this rank, gave something else when they were computed again."""
+    if number:
+        raise SlipstreamError(
+            f"{', '.join(differing) or 'a layer of another rank'}: the output differs when it is computed again for "
+            "the backward (memory.recompute), so gradients would be wrong: it draws random numbers that aren't "
+            "PyTorch's own, or reads what it has changed. Use recompute='none'; or memory.check_recompute=False where "
+            "only the rounding differs, as kernels of a GPU may add in any order."
+        )
 
 
 def _graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:

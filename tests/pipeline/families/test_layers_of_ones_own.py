@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from slipstream import CutTokens, Layers, Memory, Pipeline, SlipstreamError
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside, tokens
 from support.forked import launch
 from support.parameters import first_of
 from support.paths import WORKERS
@@ -102,8 +103,10 @@ def sliced(loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], **runtime
 def test_a_loss_that_looks_at_several_tokens_is_refused(
     loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> None:
-    with pytest.raises(SlipstreamError, match=r"loss_fn gives .* added up over token slices, and .* a sum over tokens"):
-        sliced(loss_fn)
+    pipe = sliced(loss_fn)
+    with pytest.raises(SlipstreamError, match=r"the (grad.*|)sum .* must be a sum over tokens"):
+        pipe.step(*batch())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
     sliced(squares).step(*batch())
 
 
@@ -168,13 +171,15 @@ def test_a_forward_set_on_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_comparison_of_what_is_recomputed_can_be_left_out() -> None:
     case = next(case for case in CASES if case.name == "counter")
 
-    def step(memory: Memory) -> None:
-        pipe = Pipeline(case.model(), "gpipe", num_microbatches=2, num_ranks=2, partition=[3, 2], memory=memory)
-        pipe.step(*batch())
+    def pipeline(**options: bool) -> Pipeline:
+        memory = Memory(recompute="full", **options)
+        return Pipeline(case.model(), "gpipe", num_microbatches=2, num_ranks=2, partition=[3, 2], memory=memory)
 
-    step(Memory(recompute="full", check_recompute=False))
+    pipeline(check_recompute=False).step(*batch())
+    pipe = pipeline()
     with pytest.raises(SlipstreamError, match=r"layer 2 \(Counter\).* differs when it is computed again"):
-        step(Memory(recompute="full"))
+        pipe.step(*batch())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def test_a_layer_that_was_changed_stays_a_layer() -> None:
@@ -184,3 +189,18 @@ def test_a_layer_that_was_changed_stays_a_layer() -> None:
         change(inner)
         with pytest.raises(SlipstreamError, match="needed are 2 stages"):
             Pipeline(nn.Sequential(inner, linear(), Classes()), num_ranks=2, partition=[1, 3])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_a_sparse_embedding_of_a_causal_lm(name: str) -> None:
+    """A tied one gets a dense gradient, as the head's is."""
+    whole, model, inputs = build(ARCHITECTURES[name]), build(ARCHITECTURES[name]), tokens()
+    model.get_input_embeddings().sparse = True
+    with no_rounding_inside():
+        whole(inputs, labels=inputs).loss.backward()
+        pipe = Pipeline(model, num_ranks=2, num_microbatches=2, slices=3)
+        pipe.step(inputs, inputs)
+    found = gradients(pipe.named_parameters())
+    assert found["model.embed_tokens.weight"].is_sparse == (name == "llama")
+    dense = {name: gradient.to_dense() for name, gradient in found.items()}
+    assert gradient_error(gradients(whole.named_parameters()), dense) < BOUND

@@ -29,6 +29,13 @@ def test_processes_change_no_bit(num_processes: int, schedule: str, recompute: s
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("shards", ["whole", "shards"])
+def test_a_sparse_embedding_with_replicas(shards: str) -> None:
+    ended = launch(2, WORKER, "sparse", shards)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
 @pytest.mark.parametrize("what", ["straight", "buffers"])
 def test_a_skip_goes_past_the_stages_between(what: str) -> None:
     ended = launch(3, WORKER, what)

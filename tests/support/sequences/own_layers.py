@@ -396,6 +396,34 @@ class ForwardDerivative(nn.Module):
             return sum(torch.func.jvp(lambda each: self.linear(each).tanh(), (x,), (torch.ones_like(x),)))
 
 
+def _adds_gradient(module: Any, x: Tensor) -> Any:
+    return x + torch.func.grad(lambda y: module.linear(y).tanh().sum())(x)
+
+
+def _adds_product(module: Any, x: Tensor) -> Any:
+    output, pull_back = torch.func.vjp(lambda y: module.linear(y).tanh(), x)
+    return output + pull_back(output)[0]
+
+
+def _adds_jacobian(module: Any, x: Tensor) -> Any:
+    of_token = torch.func.jacrev(lambda token: module.linear(token[None])[0].tanh())
+    return x + torch.func.vmap(of_token)(x.flatten(0, 1)).sum(1).view_as(x)
+
+
+def _adds_curvature(module: Any, x: Tensor) -> Any:
+    of_token = torch.func.hessian(lambda token: module.linear(token[None]).tanh().sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
+        return x + torch.func.vmap(of_token)(x.flatten(0, 1)).sum(1).view_as(x)
+
+
+def _adds_weight_gradient(module: Any, x: Tensor) -> Any:
+    """As a layer does that takes a step of its own in its forward."""
+    weights = dict(module.linear.named_parameters())
+    found = torch.func.grad(lambda given: torch.func.functional_call(module.linear, given, (x,)).tanh().mean())(weights)
+    return torch.func.functional_call(module.linear, {name: w - found[name] for name, w in weights.items()}, (x,))
+
+
 class OfAVector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -850,10 +878,15 @@ def autograd() -> list[LayerCase]:
         LayerCase("gradient in forward as a number", lambda: [InnerBackward()]),
         LayerCase("functional_call", lambda: [FunctionalCall()]),
         LayerCase("vmap", lambda: [Mapped()]),
+        LayerCase("torch.func.grad", lambda: [With(_adds_gradient, linear=linear())]),
+        LayerCase("torch.func.vjp", lambda: [With(_adds_product, linear=linear())]),
+        LayerCase("torch.func.jacrev", lambda: [With(_adds_jacobian, linear=linear())]),
+        LayerCase("torch.func.hessian", lambda: [With(_adds_curvature, linear=linear())]),
         LayerCase(
-            "torch.func.grad",
-            lambda: [With(lambda m, x: x + torch.func.grad(lambda y: m.linear(y).tanh().sum())(x), linear=linear())],
-            r"layer 2 \(With\) fails on .* torch.func.{grad",
+            "torch.func.grad of weights",
+            lambda: [With(_adds_weight_gradient, linear=linear())],
+            BY_MICROBATCH,
+            sliced=_MIXES,
         ),
         LayerCase("jvp", lambda: [ForwardDerivative()]),
         LayerCase("Linear on a vector", lambda: [OfAVector()]),

@@ -117,6 +117,28 @@ def replicas(over_replicas: str) -> None:
     assert abs(norms[0] - norms[1]) < 1e-9
 
 
+def sparse(shards: str) -> None:
+    """The gradient of a sparse embedding, whose rows differ between two replicas."""
+    dist.init_process_group("gloo")
+
+    def made(is_sparse: bool) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(20, 8, sparse=is_sparse), nn.Tanh(), nn.Flatten(), nn.Linear(24, 5)).double()
+
+    ids, targets = torch.randint(0, 20, (8, 3)), torch.randint(0, 5, (8,))
+    whole, own = made(is_sparse=False), slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    functional.cross_entropy(whole(ids), targets).backward()
+    parallel = Parallelism(shard_optimizer=shards == "shards")
+    pipe = Pipeline(made(is_sparse=True), num_microbatches=2, mesh=make_mesh(pp=1, dp=2), parallel=parallel)
+    for count in (1, 2):
+        pipe.step(ids[own], targets[own], loss_scale=4.0)
+        for piece in pipe.parameter_shards():
+            wanted = count * gradients(whole.named_parameters())[piece.name]
+            assert piece.parameter.grad is not None
+            rows = wanted[piece.first_row : piece.first_row + len(piece.parameter)]
+            assert gradient_error({"": rows}, {"": piece.parameter.grad}) < BOUND, piece.name
+
+
 def slices(name: str, schedule: str, recompute: str, stages_per_rank: str) -> None:
     """Token slices: the gradients of the unsplit sequence, and what all slices read is sent once."""
     dist.init_process_group("gloo")

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.model.storages import storage_bytes, storage_id
+
+_autograd: Any = torch._C._autograd
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Lets autograd keep what is saved from here on: for code that differentiates in its forward, which needs it there,
+    and by torch.func, which refuses hooks."""
+    hooks: list[Any] = []
+    while top := _autograd._top_saved_tensors_default_hooks(False):
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class RecomputationError(RuntimeError):

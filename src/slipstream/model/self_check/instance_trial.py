@@ -273,7 +273,7 @@ class _Trial:
         for index, layer in enumerate(self._layers):
             if index not in kept:
                 memo[id(layer)] = PassThrough(layer, self._anatomy.tuple_length)
-        model = copy_modules(self._model, memo)
+        (model,) = copy_modules([self._model], memo)
         for embedding in (each for each in model.modules() if isinstance(each, nn.Embedding)):
             if embedding.padding_idx is not None and embedding.padding_idx >= len(embedding.weight):
                 embedding.padding_idx = None

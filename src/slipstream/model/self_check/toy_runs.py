@@ -83,7 +83,7 @@ def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cut
     whole = torch.cat(logits, dim=1)
     torch.autograd.backward(whole, output_weights(whole))
     named = [each for each in model.named_parameters(remove_duplicate=False) if each[0] not in anatomy.second_names]
-    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    gradients = {name: p.grad.to_dense().clone() for name, p in named if p.grad is not None}
     return ToyRun(_joined(outputs, anatomy), gradients)
 
 
@@ -197,9 +197,9 @@ def _attentions(index: int, layer: nn.Module, store: ContextStore) -> list[Hasha
 def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     gradients: dict[str, Tensor] = {}
     for stage in stages:
-        gradients |= {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+        gradients |= {name: p.grad.to_dense() for name, p in stage.named_parameters() if p.grad is not None}
         for tied in stage.tied:
             for each in tied.accumulators:
                 if each is not tied.parameter and each.grad is not None:
-                    gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + each.grad
+                    gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + each.grad.to_dense()
     return gradients

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.attention import ContextStore
 from slipstream.model.hooks.token_slice import active_forward, note_output
+from slipstream.model.saving.saved_tensors import without_saved_tensors_hooks
 from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, left_to_autograd
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import find_cut
@@ -179,7 +179,7 @@ class SequentialStage:
         if not trace.work[index].differentiates:
             return layer(value)  # type: ignore[no-any-return]
         # What it saves is kept, since it needs that in its forward.
-        with left_to_autograd(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        with left_to_autograd(), without_saved_tensors_hooks():
             return layer(value)  # type: ignore[no-any-return]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

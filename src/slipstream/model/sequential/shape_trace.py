@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd import graph
 from torch.autograd.variable import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -19,10 +19,11 @@ from torch.utils.flop_counter import flop_registry
 
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
+from slipstream.model.attached_code import copy_modules
+from slipstream.model.saving.saved_tensors import without_saved_tensors_hooks
 from slipstream.model.sequential.batch_norm import MiniBatchStatistics
 from slipstream.model.sequential.cut_tokens import CutTokens
 from slipstream.model.sequential.layer_context import BatchSlice, LayerValue, as_tuple, as_value
-from slipstream.model.sequential.layer_copies import copy_layers
 from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.storages import SavedStorages, storage_id, storage_ids, written_tensors
@@ -37,7 +38,7 @@ class LayerWork:
     num_bytes: int = 0  # read and written by all operations
     saved_bytes: int = 0  # kept for its backward, parameters aside
     is_random: bool = False
-    differentiates: bool = False  # in its forward, by torch.autograd
+    differentiates: bool = False  # in its forward
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _TraceRun:
         try:
             with (
                 counter,
-                saved_tensors_hooks(saved.pack, lambda tensor: tensor),
+                graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor),
                 statistics.seeing(0),
                 engine.watched(),
             ):
@@ -250,7 +251,7 @@ def _without_memory(modules: Sequence[nn.Module], mode: FakeTensorMode, device: 
                 memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.is_floating_point())
             for buffer in module.buffers():
                 memo[id(buffer)] = torch.empty_like(buffer, device=device)
-    return copy_layers(modules, memo, Tensor.detach)
+    return copy_modules(modules, memo, Tensor.detach)
 
 
 def _identities(module: nn.Module) -> dict[str, tuple[str, int, int]]:
@@ -319,7 +320,7 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _WatchedEngine:
-    """Counts how often code asks autograd for gradients."""
+    """Counts how often code asks for gradients: autograd, or torch.func, which runs under no hooks on saved tensors."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -327,8 +328,15 @@ class _WatchedEngine:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Counts from here on."""
-        self._engine = Variable._execution_engine
-        with patch.object(Variable, "_execution_engine", self):
+        self._engine, self._disable = Variable._execution_engine, graph.disable_saved_tensors_hooks
+        engine = patch.object(Variable, "_execution_engine", self)
+        with engine, patch.object(graph, "disable_saved_tensors_hooks", self._begin_transform):
+            yield
+
+    @contextmanager
+    def _begin_transform(self, message: str) -> Iterator[None]:
+        self.num_calls += 1
+        with without_saved_tensors_hooks(), self._disable(message):
             yield
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:

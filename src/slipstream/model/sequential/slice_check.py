@@ -1,4 +1,4 @@
-"""The self-check of token slices: the layers after CutTokens, and the loss, on slices and on the whole, in float64.
+"""The self-check of token slices: the layers after CutTokens, on slices and on the whole, in float64.
 
 Each layer is tried by itself, on what the layers before it return: its outputs, and the gradients of its inputs and
 parameters. What it does by its present weights shows little where branches begin at zero, so it is tried with random
@@ -7,7 +7,7 @@ ones too, on tokens that differ, in training as in evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_iter
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
+from slipstream.model.attached_code import copy_modules
 from slipstream.model.hooks.token_slice import active_forward
 from slipstream.model.sequential.layer_context import BatchSlice, LayerContext, LayerValue, as_tuple, as_value
-from slipstream.model.sequential.layer_copies import copy_layers
 from slipstream.model.sequential.layer_list import SequentialLayer
 from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
 from slipstream.model.tensor_spec import Tensors
@@ -32,12 +32,9 @@ BOUND = 1e-10  # the largest difference, relative to the largest number
 _MOST_TOKENS, _FEWEST_TOKENS = 512, 32  # of an example that is longer
 _MOST_PRODUCTS = 2**30  # parameters times tokens, which bounds how long the check takes
 _LEFT_OUT = "(runtime.self_check=False leaves this check out.)"
-LossFunction = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
-def compare_slices(
-    layers: Sequence[SequentialLayer], cut: int, example: LayerValue, loss_fn: LossFunction | None = None
-) -> None:
+def compare_slices(layers: Sequence[SequentialLayer], cut: int, example: LayerValue) -> None:
     """Raises SlipstreamError, naming the first layer that does something else on slices than on the whole.
 
     One row of `example` runs, the layers after `cut` on its first 512 tokens, or fewer where they have many
@@ -56,8 +53,6 @@ def compare_slices(
         for layer in layers[cut + 1 :]:
             check.step(layer)
         check.check_outputs(layers[-1])
-        if loss_fn is not None:
-            check.check_loss(loss_fn)
 
 
 @dataclass(frozen=True)
@@ -274,43 +269,6 @@ class _SliceComparison:
                     "loss would count once for each. Return what has tokens, or leave slices out."
                 )
 
-    def check_loss(self, loss_fn: LossFunction) -> None:
-        """Raises SlipstreamError where the slices' losses don't add up to the whole's, with class numbers as targets.
-
-        A loss of other targets isn't tried.
-        """
-        targets = torch.randint(0, 2, (1, sum(map(len, self._tokens))), device=self._whole[0].device)
-
-        def run(tensors: Tensors, labels: Tensor) -> tuple[list[Tensor], list[Tensor], float]:
-            leaves = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in tensors]
-            with torch.enable_grad(), _FixedDraws() as mode:
-                total, count = loss_fn(as_value(_cloned(leaves), self._is_tuple), labels)
-                wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                grads = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else ()
-            pairs = zip(grads, wanted, strict=False)
-            found = [torch.zeros_like(leaf) if g is None else g for g, leaf in pairs]
-            return [total.detach().double(), torch.as_tensor(count).double()], found, max(BOUND, 16 * mode.eps)
-
-        try:
-            whole, whole_gradients, bound = run(self._whole, targets)
-        except Exception:  # the loss's own code, which takes other targets
-            return
-        sums = [torch.zeros_like(each) for each in whole]
-        found: list[list[Tensor]] = []
-        for tokens in self._tokens:
-            own = tuple(map(_part, self._whole, self._dims, [tokens] * len(self._whole)))
-            part, gradients, _ = run(own, targets[:, tokens.start : tokens.stop])
-            sums = [total + each for total, each in zip(sums, part, strict=True)]
-            found.append(gradients)
-        dims = [dim for tensor, dim in zip(self._whole, self._dims, strict=True) if tensor.is_floating_point()]
-        joined = [_joined(dim, parts) for dim, parts in zip(dims, zip(*found, strict=True), strict=False)]
-        if not _are_equal(whole, sums, bound) or not _are_equal(whole_gradients, joined, bound):
-            raise SlipstreamError(
-                f"loss_fn gives {float(sums[0]):.6g} of {float(sums[1]):g} targets, added up over token slices, and "
-                f"{float(whole[0]):.6g} of {float(whole[1]):g} on all tokens at once: it looks at several tokens, or "
-                f"takes a mean. Return a sum over tokens and their number, or leave slices out. {_LEFT_OUT}"
-            )
-
 
 class _FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces random numbers by the same number everywhere, counts them, and notes the widest rounding."""
@@ -370,7 +328,7 @@ def _copy(module: nn.Module, training: bool) -> nn.Module:
         clone = clone.double() if clone.is_floating_point() else clone
         return nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
 
-    return copy_layers([module], {}, copied)[0].train(training)
+    return copy_modules([module], {}, copied)[0].train(training)
 
 
 @torch.no_grad()

@@ -97,6 +97,9 @@ class GradientReduction:
         """Starts the reduction of a stage's gradients, after its last backward in this step. Collective."""
         plan = self._plans[stage]
         self._missing.discard(stage)
+        for _, parameter in self._stages[stage] if self._data.size > 1 else ():
+            if parameter.grad is not None and parameter.grad.is_sparse:  # whose rows differ between replicas
+                parameter.grad = parameter.grad.to_dense()
         for group, bucket in plan.partial:
             for _, parameter, total in PendingReduction.sum(bucket, group).finish():
                 parameter.grad = total

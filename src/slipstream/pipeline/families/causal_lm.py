@@ -31,6 +31,7 @@ from slipstream.model.adapters import (
 )
 from slipstream.model.attached_code import separate_modules
 from slipstream.model.given_model import GivenModel
+from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import (
@@ -39,7 +40,7 @@ from slipstream.parallel.tensor import (
     vocabulary_token_losses,
 )
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
-from slipstream.pipeline.execution.given_losses import GivenLosses
+from slipstream.pipeline.execution.given_losses import GivenLosses, OutputForms
 from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.causal_lm_weights import load_layers, plan_shares, spread_heads
@@ -50,7 +51,7 @@ from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
 from slipstream.pipeline.families.weighed_model import WeighedModel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
-from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
 from slipstream.pipeline.tuning import StartRequest
 from slipstream.pipeline.weights import WeightSource
@@ -217,8 +218,14 @@ class CausalLMFamily:
         if part is not None:
             return SliceLosses(vocabulary_cross_entropy(*part))
         if given is not None:
-            return GivenLosses(given, self._ranks.data.size)
+            return GivenLosses(given, self._ranks.data.size, self._options.router_loss != "none")
         return SliceLosses(causal_cross_entropy)
+
+    def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:
+        """Returns the logits of a slice with these targets (b, T)."""
+        config = self.config.get_text_config()
+        dtype = torch_dtype(self._options.precision.dtype) or config.dtype or torch.float32
+        return OutputForms([(*targets.shape, config.vocab_size)], [dtype], [1])
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
         """Returns the pipeline's ranks that hold each weight of several, in the order of its stages."""

@@ -8,10 +8,10 @@ from functools import partial
 from itertools import accumulate, chain, pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, LayerRange, cross_entropy
+from slipstream.model import LayerRange, cross_entropy
 from slipstream.model.saving import RecomputePolicy, compiled_modules
 from slipstream.model.sequential import (
     BatchSlice,
@@ -30,8 +30,8 @@ from slipstream.model.sequential import (
     nested_sequences,
 )
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, rows_of
-from slipstream.pipeline.execution.given_losses import GivenLosses
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, counted, rows_of
+from slipstream.pipeline.execution.given_losses import GivenLosses, OutputForms
 from slipstream.pipeline.execution.losses import Losses, SliceLosses
 from slipstream.pipeline.families.sequence_checks import (
     check_batch,
@@ -165,8 +165,20 @@ class SequenceFamily:
             outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
             if self._options.loss_fn is None:
                 check_default_loss(outputs, label)
-        num_valid = targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
-        return SplitBatch(pieces, labels, num_valid)
+        return SplitBatch(pieces, labels, counted(targets))
+
+    def output_forms(self, piece: BatchSlice, targets: Tensor) -> OutputForms:
+        """Returns the last layer's outputs for a slice. The dims that depend on its length are those of its tokens."""
+        traced = [self._tracer.trace(piece, self._is_training()).boundaries[-1]]
+        if piece.tokens is not None and len(piece.tokens) > 1:
+            shorter = replace(piece, tokens=piece.tokens[:-1])
+            traced.append(self._tracer.trace(shorter, self._is_training()).boundaries[-1])
+        shapes, *others = [[each.shape for each in boundary.specs] for boundary in traced]
+        dims = [
+            next((dim for dim, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b), None)
+            for shape, other in zip(shapes, *(others or [shapes]), strict=True)
+        ]
+        return OutputForms(shapes, [each.dtype for each in traced[0].specs], dims, traced[0].is_tuple)
 
     def lengths(self, sequences: Sequences) -> list[int]:
         """Returns the number of tokens of each sequence that reach CutTokens."""
@@ -249,8 +261,7 @@ class SequenceFamily:
                     f"slices={slices!r} of an nn.Sequential are compared with the whole before training. Give "
                     "example=inputs like those of a microbatch, or self_check=False."
                 )
-            loss_fn = None if isinstance(self._options.loss_fn, SequenceLoss) else self._options.loss_fn
-            compare_slices(self._layers, self._cut, self._options.layers.example, loss_fn)
+            compare_slices(self._layers, self._cut, self._options.layers.example)
 
     def _find_costs(self) -> list[float] | None:
         given = self._options.layers
