@@ -13,7 +13,9 @@ from slipstream import Pipeline, SlipstreamError
 from slipstream.model import find_anatomy
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.given_model import compare_with_config
-from slipstream.model.self_check.instance_trial import try_changes
+from slipstream.model.self_check import instance_trial
+from slipstream.model.self_check.instance_trial import TrialResult, try_changes
+from slipstream.profiler.live_memory import LiveMemory
 from support.architectures import ARCHITECTURES, llama
 
 
@@ -114,3 +116,50 @@ def test_each_changed_layer_is_tried() -> None:
     result = try_changes(found, model, find_anatomy(found.config), packs=True)
     assert "layers.0.mlp has a forward hook, which mixes tokens" in result.tokens
     assert "layers.1.mlp has a forward hook, which mixes the sequences" in result.rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_copies_a_large_layer_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, in which large layers are compared; of one that has this dtype, what gets noise alone."""
+    monkeypatch.setattr(instance_trial, "_WIDE", 1 << 20)
+    sizes = {"hidden_size": 1152, "intermediate_size": 1152, "num_hidden_layers": 1, "head_dim": 288}
+    config = llama(**sizes, num_attention_heads=4, num_key_value_heads=4)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.1)
+    found = compare_with_config(model)
+    size = sum(each.numel() for each in model.model.layers[0].parameters())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with LiveMemory(model.state_dict().values()) as memory:
+        held = memory.num_bytes
+        assert try_changes(found, model, find_anatomy(found.config), packs=True) == TrialResult()
+    copied = 4 * size if dtype == torch.bfloat16 else 0
+    one_weight = 4 * 1152**2
+    assert 0.9 * copied < memory.peak - held < copied + 2 * one_weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_function_that_assigns_a_global_and_knows_modules_by_another_is_refused() -> None:
+    model = made()
+    script = """
+def forward(inputs):
+    global calls
+    calls = 1
+    return inner(inputs)
+
+inner = model.model.layers[0].mlp.forward
+model.model.layers[0].mlp.forward = forward
+"""
+    exec(script, {"model": model})
+    with pytest.raises(SlipstreamError, match="forward, which the model calls, assigns the global calls and reads"):
+        Pipeline(model)
+
+
+def test_a_global_that_changes_later_is_the_functions() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    names = {"model": model, "inner": model[0].forward, "factor": 2.0}
+    exec("model[0].forward = lambda x: factor * inner(model[1](x)) + max(0, 0)", names)
+    copied = copy_with_shared_weights(copy_with_shared_weights(model))
+    copied[1] = nn.Identity()
+    names["factor"] = 3.0
+    x = torch.ones(1, 2)
+    assert torch.equal(copied[0](x), 3 * nn.Linear.forward(model[0], x))

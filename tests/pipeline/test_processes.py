@@ -67,6 +67,12 @@ def test_ranks_in_different_calls_are_told_which(options: list[str], tmp_path: P
     assert all(f"rank {rank} found the other calls" in ended.stdout for rank in range(2)), ended.stderr[-3000:]
 
 
+@pytest.mark.more
+def test_ranks_that_call_other_pipelines_are_told_which() -> None:
+    ended = launch(2, WORKER, "other pipelines")
+    assert all(f"rank {rank} found the other pipeline" in ended.stdout for rank in range(2)), ended.stderr[-3000:]
+
+
 def test_a_rank_that_never_calls_is_named() -> None:
     ended = launch(2, WORKER, "never called")
     assert "rank 0 reported" in ended.stdout, ended.stderr[-3000:]

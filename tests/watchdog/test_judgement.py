@@ -26,6 +26,13 @@ SAVES = {"silent": 90.0, "is_counted": False, "may_be_long": True}
         ({0: report(**WAITS), 1: report(silent=9.0, stopped=1.0, waits=True)}, {1}, "stopped"),
         ({0: report(**WAITS), 1: report(**WAITS)}, {0, 1}, "has waited"),
         ({0: report(**WAITS), 1: report(silent=0.1)}, {0}, "has waited"),
+        (
+            {0: report(**WAITS), 1: report(**WAITS), 2: report(ending="finished")},
+            {2},
+            "has ended well",
+        ),
+        ({0: report(**WAITS), 1: report(silent=0.1), 2: report(ending="finished")}, {0}, "has waited"),
+        ({0: report(**WAITS), 1: report(silent=9.0), 2: report(ending="finished")}, {1}, "hangs"),
         ({0: report(**WAITS), 1: report(ending="dead")}, {1}, "without a word"),
         ({0: report(**WAITS, is_counted=False), 1: report(ending="dead")}, {1}, "without a word"),
         ({0: report(), 1: report(ending="ValueError: x")}, {1}, "ValueError: x"),

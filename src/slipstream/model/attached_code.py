@@ -2,22 +2,27 @@
 
 `copy.deepcopy` takes functions as they are: a forward that was wrapped, `layer.forward = lambda x: old(x) * 2`, or a
 hook whose closure holds a module would go on running the original's modules, which other stages cut in other ways. So
-the functions that are found on a copy get closures in which every module is the copy's.
+the functions that are found on a copy get closures, and globals, in which every module is the copy's.
 """
 
 from __future__ import annotations
 
+import builtins
 import copy
+import dis
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _AS_THEY_ARE = (type(None), bool, int, float, str, type, FunctionType, MethodType, BuiltinFunctionType)
@@ -132,8 +137,40 @@ def bind_functions(model: nn.Module, moved: Mapping[int, nn.Module]) -> None:
                 hooks[key] = binding.of(hook)
 
 
+class GlobalNames(dict[str, Any]):
+    """The globals of a function on a copy: some names are the copy's, all others are looked up when they are used."""
+
+    def __init__(self, names: dict[str, Any], own: Mapping[str, Any]) -> None:
+        super().__init__(own, __builtins__=names.get("__builtins__", builtins), __name__=names.get("__name__"))
+        self._names = names
+
+    def __missing__(self, name: str) -> Any:
+        return self._names[name]
+
+
+def global_values(function: FunctionType) -> dict[str, Any]:
+    """Returns what a function, or one inside of it, may find by a global name, but for other files' functions."""
+    names, home = dict[str, Any](), function.__code__.co_filename
+    for name in (name for code in _codes_of(function) for name in code.co_names):
+        with suppress(KeyError):
+            names[name] = function.__globals__[name]
+    return {
+        name: value
+        for name, value in names.items()
+        if not isinstance(value, FunctionType) or value.__code__.co_filename == home
+    }
+
+
+def _codes_of(function: FunctionType) -> Iterator[CodeType]:
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        yield code
+
+
 class _Binding:
-    """Replaces modules in what functions close over."""
+    """Replaces modules in what functions close over or find by global names."""
 
     def __init__(self, moved: Mapping[int, nn.Module]) -> None:
         self._moved = moved
@@ -172,14 +209,24 @@ class _Binding:
     def _function(self, function: FunctionType) -> FunctionType:
         cells = function.__closure__ or ()
         contents = [_contents(cell) for cell in cells]
-        parts = [contents, function.__defaults__, function.__kwdefaults__, vars(function)]
+        named = global_values(function)
+        parts = [contents, function.__defaults__, function.__kwdefaults__, vars(function), named]
         bound = [self.of(part) for part in parts]
         if all(new is old for new, old in zip(bound, parts, strict=True)):
             return function
         closure = tuple(
             cell if new is old else CellType(new) for cell, new, old in zip(cells, bound[0], contents, strict=True)
         )
-        made = FunctionType(function.__code__, function.__globals__, function.__name__, bound[1], closure or None)
+        names = function.__globals__
+        if bound[4] is not named:
+            instructions = (each for code in _codes_of(function) for each in dis.get_instructions(code))
+            if assigned := {each.argval for each in instructions if each.opname == "STORE_GLOBAL"}:
+                raise SlipstreamError(
+                    f"{function.__qualname__}, which the model calls, assigns the global {min(assigned)} and reads "
+                    "modules by global names, which differ on every stage. Keep what it assigns in an object."
+                )
+            names = GlobalNames(names, {name: new for name, new in bound[4].items() if new is not named[name]})
+        made = FunctionType(function.__code__, names, function.__name__, bound[1], closure or None)
         made.__kwdefaults__, made.__qualname__, made.__doc__ = bound[2], function.__qualname__, function.__doc__
         vars(made).update(bound[3])
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ _CALLS = (
     "memory_table",
 )
 _NUM_VALUES = 4
+_made = count(1)
 
 
 class RankValues(NamedTuple):
@@ -48,6 +50,7 @@ class CallAgreement:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._number = next(_made)  # of the Pipeline in this process, as all ranks make them in one order
         self.name = _CALLS[0]
         """The method that a message belongs to. A method whose message has numbers of a batch sets it beforehand."""
         self._asked: tuple[str, Tensor, PendingWork | None] | None = None  # what is being gathered
@@ -69,7 +72,7 @@ class CallAgreement:
             return
         device = self._ranks.device
         numbers = values.to(device) if isinstance(values, Tensor) else torch.tensor(values, device=device).long()
-        call = 2 * _CALLS.index(self.name) + of_list
+        call = 2 * (self._number * len(_CALLS) + _CALLS.index(self.name)) + of_list
         head = torch.tensor([call, self._ranks.data.rank, *[0] * (_NUM_VALUES - len(numbers))], device=device)
         self._asked = self.name, *self._ranks.world.start_all_gather(torch.cat([head[:2], numbers, head[2:]]))
 
@@ -81,7 +84,8 @@ class CallAgreement:
         world = self._ranks.world
         try:
             if work is not None:
-                with waiting(f"{name}, until every rank calls it".encode()):
+                of_which = f" of Pipeline {self._number}" if self._number > 1 else ""
+                with waiting(f"{name}{of_which}, until every rank calls it".encode()):
                     work.wait()
         except RuntimeError as error:
             raise TransportError(
@@ -102,12 +106,20 @@ class CallAgreement:
 
 def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
     """Returns the error that says which ranks are in which call."""
-    texts = {call: f"{_CALLS[call // 2]}{' of a list of sequences' if call % 2 else ''}" for call in ranks_of}
+    texts = {}
+    numbers = {call // 2 // len(_CALLS) for call in ranks_of}
+    for call in ranks_of:
+        number, place = divmod(call // 2, len(_CALLS))
+        texts[call] = f"{_CALLS[place]}{' of a list of sequences' if call % 2 else ''}"
+        if len(numbers) > 1:
+            texts[call] += f" of Pipeline {number}, in the order in which they were made"
     lines = "\n  ".join(f"{named(ranks)}: {texts[call]}" for call, ranks in ranks_of.items())
+    where = "the Pipeline" if len(numbers) == 1 else "Pipelines"
+    calls = " and ".join(text.partition(",")[0] for text in texts.values())
     return SlipstreamError(
-        f"the ranks call different methods of the Pipeline, each of which waits for every rank:\n  {lines}\nCall "
-        f"{' and '.join(texts.values())} on every rank, in the same order. Under `if pipe.leads:` belongs only what is "
-        "done with a result, such as printing it; save and save_pretrained write on one rank by themselves."
+        f"the ranks call different methods of {where}, each of which waits for every rank:\n  {lines}\nCall {calls} on "
+        "every rank, in the same order. Under `if pipe.leads:` belongs only what is done with a result, such as "
+        "printing it; save and save_pretrained write on one rank by themselves."
     )
 
 

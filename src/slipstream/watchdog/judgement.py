@@ -136,6 +136,9 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
     # The one that others wait for may have fallen silent after them.
     stalled = {rank: alive[rank] for rank, silence in silences.items() if silence > limit / 2}
     blamed = {rank: each for rank, each in stalled.items() if not each.waits or each.stopped}
+    ended = {rank: "has ended well, and others wait for it" for rank, each in reports.items() if each.ending}
+    if ended and not blamed and len(stalled) == len(alive):
+        return Fault(ended)
     return Fault({rank: _stalled(each) for rank, each in (blamed or stalled).items()})
 
 

@@ -175,6 +175,53 @@ def _(model: Any) -> None:
     attention.forward = forward
 
 
+def run_as_script(model: Any, script: str) -> None:
+    """Changes the model as a script does that isn't within a function: its names are globals."""
+    exec(script, {"model": model, "F": F})
+
+
+@change("forward of a linear layer, script", "`linear.forward` that knows the layer by a global name")
+def _(model: Any) -> None:
+    run_as_script(
+        model,
+        """
+linear = model.model.layers[1].mlp.up_proj
+linear.forward = lambda inputs: F.linear(inputs, 1.1 * linear.weight)
+""",
+    )
+
+
+@change("forward of an MLP wrapped, script", "`mlp.forward` wrapped, the ones before in a global dict", fused=EITHER)
+def _(model: Any) -> None:
+    run_as_script(
+        model,
+        """
+originals = {}
+for index in (1, 2):
+    originals[index] = model.model.layers[index].mlp.forward
+    model.model.layers[index].mlp.forward = lambda inputs, index=index: 1.1 * originals[index](inputs)
+""",
+    )
+
+
+@change("forward of a layer wrapped, script", "`layer.forward` wrapped, the one before a global", halves=REFUSED)
+def _(model: Any) -> None:
+    run_as_script(
+        model,
+        """
+inner = model.model.layers[1].forward
+
+def scaled(*args, **kwargs):
+    return 1.1 * inner(*args, **kwargs)
+
+def forward(*args, **kwargs):
+    return scaled(*args, **kwargs)
+
+model.model.layers[1].forward = forward
+""",
+    )
+
+
 @change("class of an MLP", "`mlp.__class__` set to a subclass with a forward of its own", halves=EITHER, fused=EITHER)
 def _(model: Any) -> None:
     mlp = model.model.layers[1].mlp

@@ -236,6 +236,21 @@ def calls_of(pipe: Pipeline, optimizer: torch.optim.Optimizer, folder: Path) -> 
     }
 
 
+def other_pipelines() -> None:
+    """Ranks that call one method of two Pipelines are told which of them."""
+    rank, inputs = dist.get_rank(), tokens()
+    pipes = [
+        Pipeline.from_config(ARCHITECTURES["llama"], slices=2, runtime=Runtime(self_check=False)) for _ in range(2)
+    ]
+    with pytest.raises(SlipstreamError, match="the ranks call different methods of Pipelines") as error:
+        pipes[rank].step(inputs, inputs)
+    assert "\n  rank 0: step of Pipeline 1, in the order" in str(error.value)
+    assert "\n  rank 1: step of Pipeline 2, in the order" in str(error.value)
+    for pipe in pipes:
+        pipe.step(inputs, inputs)
+    print(f"rank {rank} found the other pipeline", flush=True)
+
+
 def never_called() -> None:
     """A rank that ends in place of a call is named, and the call that it lacks."""
     pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=2, runtime=Runtime(self_check=False))
@@ -328,6 +343,7 @@ if __name__ == "__main__":
         "mismatch": mismatch,
         "other calls": other_calls,
         "never called": never_called,
+        "other pipelines": other_pipelines,
         "absent": absent,
         "failing": failing,
         "buffers": buffers,

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
-from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights
+from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights, global_values
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.given_model import Change, GivenModel
 from slipstream.model.hooks.attention_interface import use_attention
@@ -249,8 +249,8 @@ class _Trial:
     def _copy(
         self, kept: set[int], dtype: torch.dtype | None, shares: bool = False, trains: bool = False
     ) -> PreTrainedModel:
-        """Returns the model with the layers `kept` alone, over copies of their weights with noise, unless it `shares`
-        them; all other weights are shared, without gradients."""
+        """Returns the model with the layers `kept` alone, in `dtype`. Weights of theirs that get noise are copied,
+        unless it `shares` them, and those of another dtype; all others are the model's, without gradients."""
         tried = [self._layers[index] for index in kept]
         tried += [self._model.get_submodule(each.module) for each in self._elsewhere if not self._holds_layers(each)]
         own = {id(each) for part in tried for each in (*part.parameters(), *part.buffers())}
@@ -260,8 +260,13 @@ class _Trial:
         memo: dict[int, Any] = {}
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             copied = tensor.detach()
-            if not shares and id(tensor) in own:
-                copied = _with_noise(copied, generator)
+            if id(tensor) in own:
+                if dtype is not None and copied.is_floating_point():
+                    copied = copied.to(dtype)
+                if not shares:
+                    copied = _with_noise(copied, generator)
+                    # What a forward may write to is always a copy.
+                    copied = copied if isinstance(tensor, nn.Parameter) else copied.clone()
             if isinstance(tensor, nn.Parameter):
                 is_compared = id(tensor) in own and copied.is_floating_point() and copied.numel() <= largest
                 copied = nn.Parameter(copied, requires_grad=is_compared)
@@ -370,12 +375,10 @@ def _differ(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float)
 
 
 def _with_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a copy; what is small or constant, as what begins at zero or one is, with noise."""
-    copied = tensor.clone()
-    if copied.is_floating_point() and (copied.numel() <= 1 << 16 or bool(copied.min() == copied.max())):
-        noise = torch.randn(copied.shape, generator=generator) * 0.1
-        copied.add_(noise.to(copied))
-    return copied
+    """Returns a copy with noise of what is small or constant, as what begins at zero or one is; all else as it is: a
+    second copy of a large layer's weights would take its memory once more."""
+    is_noisy = tensor.is_floating_point() and (tensor.numel() <= 1 << 16 or bool(tensor.min() == tensor.max()))
+    return tensor + (torch.randn(tensor.shape, generator=generator) * 0.1).to(tensor) if is_noisy else tensor
 
 
 def _begin_graph(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -453,8 +456,7 @@ def _values(value: Any, depth: int) -> list[object]:
     inner: list[Any] = []
     if isinstance(value, FunctionType):
         inner = [_cell(cell) for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
-        inner += [value.__globals__.get(name) for name in value.__code__.co_names if name in value.__globals__]
-        inner = [each for each in inner if not isinstance(each, FunctionType)]
+        inner += [each for each in global_values(value).values() if not isinstance(each, FunctionType)]
     elif isinstance(value, MethodType):
         inner = [value.__func__, value.__self__]
     elif isinstance(value, partial):
