@@ -27,7 +27,9 @@ demo-chat: $(INSTALLED)
 # A file's tests on one worker: they share what its fixtures have started. A test that is ended by its timeout takes the
 # worker with it, and one that is started in its place may wait for ever (issue 1378 of pytest-xdist): so none is.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest
+# CI names a program here that runs what failed once more.
+RUN_TESTS := -m pytest
+PYTEST = $(ONE_THREAD) $(BIN)/python $(RUN_TESTS)
 DEMO := tests/examples/test_demo.py# which needs both cores
 
 # Every feature once, on two cores; properties are tried with a fifth of their examples, which `make exactness` completes.
