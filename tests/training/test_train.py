@@ -504,15 +504,28 @@ def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: Run
 def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder, how: str) -> None:
     """As after `| head`, in a `tee` that dies, and in /dev/full; what it says is in the folder."""
     settings = ["--training.steps=3", "--training.eval_every=0", "--training.export_every=0"]
-    command = [sys.executable, str(COMMAND), "train", str(config), *settings]
-    given = subprocess.PIPE if how == "reader" else os.open("/dev/full", os.O_WRONLY)
-    process = subprocess.Popen(command, stdout=given, stderr=subprocess.STDOUT, text=True)
+    stdout, stderr = config.parent / "stdout", config.parent / "stderr"
     if how == "reader":
-        assert process.stdout is not None
-        while "ranks are connected" not in process.stdout.readline():
-            assert process.poll() is None
-        process.stdout.close()
-    assert process.wait(timeout=LIMIT) == 0
+        os.mkfifo(stdout)
+        stderr.symlink_to(stdout)
+    else:
+        stdout.symlink_to("/dev/full")
+        stderr.symlink_to("/dev/full")
+    with running(config, *settings) as process:
+        if how == "reader":
+            with stdout.open() as reader:
+                while line := reader.readline():
+                    if "ranks are connected" in line:
+                        break
+                else:
+                    pytest.fail("it ended before its ranks were connected")
+        else:
+            wait_for_steps(output, 0)
+        for path in (stdout, stderr):
+            path.unlink()
+            path.touch()  # for what reads it when the run has ended
+        process.communicate()
+        assert process.returncode == 0
     assert [step["step"] for step in read_metrics(output)[0]] == [1, 2, 3]
     said = output.log.read_text()
     assert f"exported to {output.model}" in said
