@@ -1,5 +1,9 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer and a way to reach the packages of the lock.
-PYTHON ?= python3.11
+# `make demo` and `make test` need nothing but Python 3.11, 3.12 or 3.13 and a way to reach the packages of the lock.
+# Each is run, as a name may stand for a version that isn't active (pyenv).
+FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3; do \
+	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$name && break; done
+PYTHON ?= $(shell $(FIND_PYTHON))
+NO_PYTHON = There is no Python 3.11, 3.12 or 3.13 here: install one, or type where it is, PYTHON=/path/to/python3.12
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 # One thread per process: the tests start several processes, and ranks must not share cores.
@@ -12,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(INSTALLED)
 
 $(INSTALLED): requirements.lock pyproject.toml
-	$(PYTHON) -m venv .venv
+	$(or $(PYTHON),$(error $(NO_PYTHON))) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --quiet -r requirements.lock
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	touch $@
@@ -27,7 +31,9 @@ demo-chat: $(INSTALLED)
 # A file's tests on one worker: they share what its fixtures have started. A test that is ended by its timeout takes the
 # worker with it, and one that is started in its place may wait for ever (issue 1378 of pytest-xdist): so none is.
 TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=20
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest
+# CI names a program here that runs what failed once more.
+RUN_TESTS := -m pytest
+PYTEST = $(ONE_THREAD) $(BIN)/python $(RUN_TESTS)
 DEMO := tests/examples/test_demo.py# which needs both cores
 
 # Every feature once, on two cores; properties are tried with a fifth of their examples, which `make exactness` completes.

@@ -26,7 +26,7 @@ from support.architectures import (
 )
 from support.hybrids import HYBRIDS, LENGTH
 from support.options import grouped
-from support.parameters import first_of
+from support.parameters import each_once, first_of
 from support.versions import since
 
 pytestmark = since("5.21")
@@ -74,8 +74,8 @@ def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "settings",
-    first_of(
+    ("settings", "name"),
+    each_once(
         [
             {"schedule": "zb-h1", "recompute": "full"},
             {"recompute": "selective", "offload": 0.5},
@@ -83,10 +83,10 @@ def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch
             {"schedule": "zb-v", "stages_per_rank": 2},
             {"slices": 3, "num_microbatches": 1, "schedule": "gpipe", "offload": 1.0},
         ],
+        FEATURES,
         2,
     ),
 )
-@pytest.mark.parametrize("name", first_of(FEATURES))
 def test_with_split_backwards_recomputation_and_offload(name: str, settings: dict[str, Any]) -> None:
     assert error_of(name, self_check=False, **settings) < BOUND
 
@@ -121,8 +121,9 @@ def documents(*rows: tuple[int, ...]) -> Tensor:
     return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
 
 
-@pytest.mark.parametrize("slices", first_of([SLICES, [LENGTH]]), ids=["slices", "whole"])
-@pytest.mark.parametrize("name", first_of(["zaya", *FEATURES[:-1], "nemotron_h", "kimi_linear"], 2))
+@pytest.mark.parametrize(
+    ("name", "slices"), each_once(["zaya", *FEATURES[:-1], "nemotron_h", "kimi_linear"], [SLICES, [LENGTH]], 2)
+)
 def test_a_state_is_reset_where_a_document_begins(name: str, slices: list[int]) -> None:
     """Once at a slice's first token, in one row within a slice, for one token, and twice in a slice."""
     model, inputs, rows = unsplit(name), tokens(length=LENGTH), [(6, 20, 70), (40, 1, 11, 44)]

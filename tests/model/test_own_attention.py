@@ -24,7 +24,7 @@ from support.architectures import (
 )
 from support.options import grouped
 from support.own_attention import LENGTH, OWN_ATTENTION
-from support.parameters import first_of
+from support.parameters import each_once, first_of
 
 SLICES = [5, 1, 46, 44]  # the second alone in its slice
 
@@ -65,8 +65,8 @@ def test_prefixes_without_their_gradients_would_show(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "settings",
-    first_of(
+    ("settings", "name"),
+    each_once(
         [
             {"schedule": "zb-h1", "recompute": "full"},
             {"recompute": "selective", "offload": 0.5},
@@ -74,10 +74,10 @@ def test_prefixes_without_their_gradients_would_show(monkeypatch: pytest.MonkeyP
             {"schedule": "zb-v", "stages_per_rank": 2},
             {"slices": 3, "num_microbatches": 1, "schedule": "gpipe", "offload": 1.0},
         ],
+        ["bloom", "falcon", "gpt_neo"],
         2,
     ),
 )
-@pytest.mark.parametrize("name", first_of(["bloom", "falcon", "gpt_neo"]))
 def test_with_split_backwards_recomputation_and_offload(name: str, settings: dict[str, Any]) -> None:
     assert error_of(name, self_check=False, **settings) < BOUND
 

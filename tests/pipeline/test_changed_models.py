@@ -32,11 +32,12 @@ ALONE = [use for use in USES if use not in ("processes", "fused")]
 
 
 def marks(use: str, name: str) -> list[pytest.MarkDecorator]:
-    """Every fourth change in two stages is tried always, every change in slices and every fourth in each use more
+    """Every fourth change in two stages is tried always; every change in two stages and in one of the other uses more
     often than all of them."""
-    if use == "stages" and name in SOME:
-        return []
-    return [pytest.mark.more if use in ("stages", "sliced") or name in SOME else pytest.mark.grid]
+    if use == "stages":
+        return [] if name in SOME else [pytest.mark.more]
+    others = [use for use in USES if use not in ("stages", "processes")]
+    return [pytest.mark.more if others[list(CHANGES).index(name) % len(others)] == use else pytest.mark.grid]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,11 @@ def in_processes(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
     return found
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.more] * (name not in FEW)) for name in CHANGES])
+def seldom(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.more if name in SOME else pytest.mark.grid]
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in FEW else seldom(name)) for name in CHANGES])
 def test_two_processes(case: str, in_processes: dict[str, Outcomes]) -> None:
     assert not complaint(CHANGES[case], "processes", in_processes[case])
 
@@ -82,8 +87,7 @@ def test_enough_must_be_exact() -> None:
     assert len(exact) >= 24
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=seldom(name)) for name in CHANGES])
 def test_each_changes_the_gradients(name: str) -> None:
     """Or it would be exact where it is lost."""
     change = CHANGES[name]

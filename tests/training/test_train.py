@@ -381,15 +381,32 @@ def test_a_run_that_is_killed_in_an_export_leaves_no_half_of_it(config: Path, ou
     assert AutoModelForCausalLM.from_pretrained(output.model) is not None
 
 
+def wait_for_status(processes: list[psutil.Process], *wanted: str) -> None:
+    deadline = time.monotonic() + SOON
+    while not all(each.status() in wanted for each in processes):
+        assert time.monotonic() < deadline, [each.status() for each in processes]
+        time.sleep(0.05)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("how", first_of(["interrupt", "kill a rank"], 1, "grid"))
 def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFolder, how: str) -> None:
+    """Before, it is stopped and continued, as its ranks and watchers are on a terminal; nobody else gets its folder."""
     settings = ["--training.steps=100000", "--training.eval_every=0", "--checkpoint.every=3"]
     with running(config, *settings) as process:
         wait_for_steps(output, 9)
         ranks = ranks_of(process)
-        assert len(ranks) == 2
-        second = slipstream_command("train", config)
+        processes = [psutil.Process(process.pid), *ranks, *(watcher for rank in ranks for watcher in rank.children())]
+        assert len(processes) == 5
+        process.send_signal(signal.SIGTSTP)
+        wait_for_status(processes, psutil.STATUS_STOPPED)
+        process.send_signal(signal.SIGCONT)
+        wait_for_status(processes, psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
+        wait_for_steps(output, output.metrics.read_text().count("\n") + 5)
+        # The launcher alone: its ranks are at work.
+        process.send_signal(signal.SIGSTOP)
+        second = slipstream_command("train", config, "--checkpoint.resume=latest")
+        process.send_signal(signal.SIGCONT)
         assert second.returncode == 2
         assert f"output belongs to a run that is at work: process {process.pid} on host" in second.stderr
         assert f"Choose another folder, or end that run first: kill {process.pid} on" in second.stderr
@@ -433,67 +450,39 @@ def wait_for_save(output: RunFolder, after: int) -> int:
 def test_a_run_all_of_whose_processes_were_stopped_changes_nothing_once_it_has_lost_its_folder(
     config: Path, output: RunFolder
 ) -> None:
-    """Another one takes the folder over, and ends with the weights of an undisturbed run, to the bit."""
+    """Another one takes the folder over, and has the state of an undisturbed run, to the bit."""
     settings = ["--training.eval_every=0", "--training.export_every=0", "--checkpoint.every=1", "--sample.prompt=null"]
     settings.append("--optimizer.schedule=constant")  # which doesn't depend on the number of steps
     with running(config, "--training.steps=100000", *settings) as first:
-        wait_for_save(output, 9)
+        wait_for_save(output, 2)
         signal_all(first, signal.SIGSTOP)
-        stopped_after = wait_for_save(output, 9)
+        stopped_after = wait_for_save(output, 2)
         (config.parent / "second").mkdir()
         second_config = Path(shutil.copy(config, config.parent / "second"))
-        resumed = ["--checkpoint.resume=latest", "--training.steps=400", *settings]
-        with running(second_config, *resumed) as second:
+        with running(second_config, "--checkpoint.resume=latest", "--training.steps=100000", *settings) as second:
             wait_for_save(output, stopped_after + 4)
             signal_all(first, signal.SIGCONT)
             _, errors = first.communicate(timeout=SOON)
             assert first.returncode == 1
             assert f"process {second.pid} on host" in errors
             assert "has taken over training.output=" in errors
-            said, errors = second.communicate()
-        assert second.returncode == 0, errors
+            second.send_signal(signal.SIGTERM)
+            said, errors = second.communicate(timeout=SOON)
+        assert second.returncode == 75, errors
         assert f"took over {output.path} from process {first.pid}" in said
-    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 401))
+    last = CheckpointFolder(output.checkpoints).steps()[0]
+    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, last + 1))
     alone = RunFolder(config.parent / "alone")
-    undisturbed = train(2, config, *settings, "--training.steps=400", f"--training.output={alone.path}")
+    undisturbed = train(2, config, *settings, f"--training.steps={last}", f"--training.output={alone.path}")
     assert undisturbed.returncode == 0, undisturbed.stderr
+    names = [f"step-{step:08}" for step in (last - 1, last)]
     for each in (output, alone):
-        assert CheckpointFolder(each.checkpoints).steps() == [400, 399]
-        assert sorted(path.name for path in each.checkpoints.iterdir()) == ["step-00000399", "step-00000400"]
+        assert sorted(path.name for path in each.checkpoints.iterdir()) == names
         assert not list(each.path.glob("slipstream-run/*.part"))
-    for file in sorted(alone.model.glob("*.safetensors")):
-        assert (output.model / file.name).read_bytes() == file.read_bytes()
-
-
-@pytest.mark.more
-def test_a_run_whose_launcher_alone_is_stopped_keeps_its_folder(config: Path, output: RunFolder) -> None:
-    with running(config, "--training.steps=100000", "--training.eval_every=0", "--training.export_every=0") as process:
-        wait_for_steps(output, 9)
-        process.send_signal(signal.SIGSTOP)
-        second = slipstream_command("train", config, "--checkpoint.resume=latest")
-        process.send_signal(signal.SIGCONT)
-        assert second.returncode == 2, second.stderr
-        assert f"output belongs to a run that is at work: process {process.pid} on host" in second.stderr
-
-
-@pytest.mark.more
-def test_ranks_are_stopped_and_continued_with_their_launcher_on_a_terminal(config: Path, output: RunFolder) -> None:
-    def wait_for_status(*wanted: str) -> None:
-        deadline = time.monotonic() + SOON
-        while not all(each.status() in wanted for each in processes):
-            assert time.monotonic() < deadline, [each.status() for each in processes]
-            time.sleep(0.05)
-
-    with running(config, "--training.steps=100000", "--training.eval_every=0", "--training.export_every=0") as process:
-        wait_for_steps(output, 9)
-        ranks = ranks_of(process)
-        processes = [psutil.Process(process.pid), *ranks, *(watcher for rank in ranks for watcher in rank.children())]
-        assert len(processes) == 5
-        process.send_signal(signal.SIGTSTP)
-        wait_for_status(psutil.STATUS_STOPPED)
-        process.send_signal(signal.SIGCONT)
-        wait_for_status(psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
-        wait_for_steps(output, output.metrics.read_text().count("\n") + 5)
+    files = sorted((alone.checkpoints / names[1]).rglob("*.safetensors"))
+    assert len(files) >= 2
+    for file in files:
+        assert (output.path / file.relative_to(alone.path)).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.more
@@ -504,12 +493,13 @@ def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: Run
         wait_for_save(output, 9)
         while output.path.exists():
             shutil.rmtree(output.path, ignore_errors=True)
-        step = wait_for_save(output, 9)
+        wait_for_save(output, 9)
         process.send_signal(signal.SIGTERM)
         said, errors = process.communicate(timeout=SOON)
         assert process.returncode == 75, errors
     assert "Traceback" not in errors + said
-    resumed = train(2, config, *settings, "--checkpoint.resume=latest", f"--training.steps={step + 1000}")
+    last = CheckpointFolder(output.checkpoints).steps()[0]
+    resumed = train(2, config, *settings, "--checkpoint.resume=latest", f"--training.steps={last + 1}")
     assert resumed.returncode == 0, resumed.stderr
     assert AutoTokenizer.from_pretrained(output.model) is not None
 
@@ -518,17 +508,30 @@ def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: Run
 @pytest.mark.parametrize("how", ["reader", "full"])
 def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder, how: str) -> None:
     """As after `| head`, in a `tee` that dies, and in /dev/full; what it says is in the folder."""
-    settings = ["--training.steps=30", "--training.eval_every=0", "--training.export_every=0"]
-    command = [sys.executable, str(COMMAND), "train", str(config), *settings]
-    given = subprocess.PIPE if how == "reader" else os.open("/dev/full", os.O_WRONLY)
-    process = subprocess.Popen(command, stdout=given, stderr=subprocess.STDOUT, text=True)
+    settings = ["--training.steps=3", "--training.eval_every=0", "--training.export_every=0"]
+    stdout, stderr = config.parent / "stdout", config.parent / "stderr"
     if how == "reader":
-        assert process.stdout is not None
-        while "ranks are connected" not in process.stdout.readline():
-            assert process.poll() is None
-        process.stdout.close()
-    assert process.wait(timeout=LIMIT) == 0
-    assert [step["step"] for step in read_metrics(output)[0]] == list(range(1, 31))
+        os.mkfifo(stdout)
+        stderr.symlink_to(stdout)
+    else:
+        stdout.symlink_to("/dev/full")
+        stderr.symlink_to("/dev/full")
+    with running(config, *settings) as process:
+        if how == "reader":
+            with stdout.open() as reader:
+                while line := reader.readline():
+                    if "ranks are connected" in line:
+                        break
+                else:
+                    pytest.fail("it ended before its ranks were connected")
+        else:
+            wait_for_steps(output, 0)
+        for path in (stdout, stderr):
+            path.unlink()
+            path.touch()  # for what reads it when the run has ended
+        process.communicate()
+        assert process.returncode == 0
+    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2, 3]
     said = output.log.read_text()
     assert f"exported to {output.model}" in said
     assert "the exported model continues" in said

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice, pairwise, product
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -59,7 +59,7 @@ def named(
     parts = [*islice(cuts, num_cuts)], [*islice(cuts, num_cuts or len(cuts), None)]
     ids = [f"{name}-{cut}" for part in parts for name in names for cut in part]
     first, rest = ([cuts[each] for each in part] for part in parts)
-    combined = [*each_once(names, first), *first_of(product(names, rest), 0)]
+    combined = [*each_once(names, first), *each_once(names, rest, 0)]
     return pytest.mark.parametrize(("name", "cut"), combined, ids=ids)
 
 

@@ -19,7 +19,7 @@ from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch
 from support.hybrids import HYBRIDS
 from support.options import grouped
-from support.parameters import first_of
+from support.parameters import each_once, first_of
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/memory.py"
@@ -213,9 +213,9 @@ class HeldAfterActions:
         self.sizes.append((action, self._memory.num_bytes))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "1f1b"])
-@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (1, 3, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "sizes"), each_once(["gpipe", "zb-h1", "1f1b"], [((3, 1),), ((1, 3),), ((1, 3, 2),)], 0)
+)
 def test_microbatches_that_differ(sizes: tuple[int, ...], schedule: str) -> None:
     cuts = {1: [64], 2: [50, 14], 3: [20, 30, 14]}
     options: dict[str, Any] = {"schedule": schedule, "microbatches": [(rows, cuts[rows]) for rows in sizes]}
