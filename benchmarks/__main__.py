@@ -63,6 +63,7 @@ TRIALS = {
     "recompute_check": "--length 64 --repeats 2",
     "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
+    "gpu_session": "--dry --only doctor",
 }
 ON_REQUEST = {
     "papers.figure3",
@@ -77,6 +78,7 @@ ON_REQUEST = {
     "gpu_attention",
     "gpu_steps",
     "gpu_profile",
+    "gpu_session",
     "soak",
     "end_of_a_rank",
 }  # a GPU, root, several runs or an hour

@@ -81,6 +81,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", choices=SIZES, help="of one size alone")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of measuring each size")
     parser.add_argument("--toy", action="store_true", help="tiny layers, nothing is written: does it run?")
     options = parser.parse_args()
@@ -93,6 +94,8 @@ def main() -> None:
     )
     found = {}
     for name, sizes in (TOY if options.toy else SIZES).items():
+        if options.model not in (None, name) and not options.toy:
+            continue
         found[name] = measure(sizes, settings, device)
         show(name, found[name])
     errors = [float(str(each["error at points held out"])) for each in found.values()]

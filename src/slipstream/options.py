@@ -146,8 +146,8 @@ class Runtime(Record):
     Default: the larger of 60 and five times the longest wait so far, and 600 before the second step as long as a rank
     computes. off: no process watches the ranks."""
     transport: Literal["auto", "nccl", "gloo"] = "auto"
-    """What connects ranks: `nccl`, which needs a GPU for each rank; `gloo`, by way of pinned host memory where ranks
-    compute on GPUs, also several on one; `auto`, NCCL where each rank of a machine has a GPU, else gloo."""
+    """What connects ranks: `nccl`, between GPUs, and slowly between ranks that share one; `gloo`, by way of pinned host
+    memory where ranks compute on GPUs; `auto`, NCCL where each rank of a machine has a GPU, else gloo."""
 
 
 class Layers(Record):

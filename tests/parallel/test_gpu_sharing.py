@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,15 @@ import torch.distributed as dist
 from slipstream import Pipeline, make_mesh
 from slipstream.errors import SlipstreamError
 from slipstream.options import Runtime
-from slipstream.parallel import check_transport, choose_backend, describe_sharing, gpu_of, launched_group
+from slipstream.parallel import (
+    check_transport,
+    choose_backend,
+    describe_sharing,
+    gpu_of,
+    gpu_sharing,
+    launched_group,
+    share_gpus_by_nccl,
+)
 from slipstream.parallel.gpu_sharing import TransportName
 from support.architectures import ARCHITECTURES
 
@@ -24,6 +34,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ("auto", "cpu", 8, "gloo"),
         ("gloo", "cuda", 2, "gloo"),
         ("nccl", "cuda", 3, "nccl"),
+        ("nccl", "cuda", 1, "nccl"),
     ],
 )
 def test_two_processes(
@@ -43,12 +54,11 @@ def test_processes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "num_gpus", "said"),
     [
-        ("cuda", 1, "2 ranks share 1 GPU, and NCCL .* Leave it out or give gloo, or start 1 rank a machine"),
         ("cpu", 1, "2 ranks compute on CPUs, and NCCL .* Leave it out or give gloo.$"),
         (None, 0, "2 ranks compute on CPUs"),
     ],
 )
-def test_nccl_without_a_gpu_each(monkeypatch: pytest.MonkeyPatch, device: str | None, num_gpus: int, said: str) -> None:
+def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str | None, num_gpus: int, said: str) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -57,6 +67,27 @@ def test_nccl_without_a_gpu_each(monkeypatch: pytest.MonkeyPatch, device: str | 
 
     with pytest.raises(SlipstreamError, match=f"make_mesh: transport=nccl: {said}"):
         make_mesh(pp=2, device_type=device or "cpu", transport="nccl")
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_nccl_takes_processes_that_share_a_gpu_for_machines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_gpus: int
+) -> None:
+    """NCCL is told so before its first communicator; what the user has set is kept, and the first rank says it."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    for name in {"NCCL_HOSTID", *gpu_sharing._SHARED} - {"NCCL_SOCKET_IFNAME"}:
+        monkeypatch.setenv(name, "")  # so that it is unset again at the end
+        monkeypatch.delenv(name)
+    share_gpus_by_nccl(0, num_local=2)
+    if num_gpus == 2:
+        assert "NCCL_HOSTID" not in os.environ
+        assert not caplog.records
+        return
+    assert os.environ["NCCL_HOSTID"] == "0"
+    assert os.environ["NCCL_P2P_DISABLE"] == "1"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert "2 ranks share 1 GPU, connected by NCCL over sockets" in caplog.text
 
 
 @pytest.mark.parametrize(("transport", "backend"), [("auto", "nccl"), ("gloo", "gloo")])

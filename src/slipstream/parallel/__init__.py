@@ -8,7 +8,14 @@ from slipstream.parallel.gpu_allocator import (
     fragmentation_advice,
     shortage_explained,
 )
-from slipstream.parallel.gpu_sharing import check_transport, choose_backend, describe_sharing, gpu_of, refuse_shards
+from slipstream.parallel.gpu_sharing import (
+    check_transport,
+    choose_backend,
+    describe_sharing,
+    gpu_of,
+    refuse_shards,
+    share_gpus_by_nccl,
+)
 from slipstream.parallel.launched_group import end_group_at_exit, join_launched_group
 from slipstream.parallel.parameter_shard import ParameterShard
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Literal
 
 import torch
@@ -9,6 +11,22 @@ import torch
 from slipstream.errors import SlipstreamError
 
 TransportName = Literal["auto", "nccl", "gloo"]
+
+# With these NCCL takes processes that share a GPU for processes of different machines, which talk by sockets. Up to
+# version 2.29.7 it refuses them by host and bus; from 2.30 on they are allowed by a variable.
+_SHARED = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "Ring",
+}
+_log = logging.getLogger(__name__)
 
 
 def gpu_of(local_rank: int) -> torch.device:
@@ -19,18 +37,34 @@ def gpu_of(local_rank: int) -> torch.device:
 def choose_backend(
     transport: TransportName, device_type: str, num_local: int, option: str = "runtime.transport"
 ) -> Literal["nccl", "gloo"]:
-    """Returns what connects `num_local` processes of this machine: NCCL where each has a GPU of its own.
+    """Returns what connects `num_local` processes of this machine: NCCL where each has a GPU of its own, or where
+    `transport` is "nccl" and they share GPUs (`share_gpus_by_nccl`).
 
-    Raises SlipstreamError, which names the `option`, where `transport` is "nccl" and they don't.
+    Raises SlipstreamError, which names the `option`, where `transport` is "nccl" and they compute on CPUs.
     """
     num_gpus = torch.cuda.device_count() if device_type == "cuda" else 0
-    if transport == "nccl" and num_gpus < num_local:
-        where = describe_sharing(num_local) if num_gpus else f"{num_local} ranks compute on CPUs"
+    if transport == "nccl" and not num_gpus:
         raise SlipstreamError(
-            f"{option}=nccl: {where}, and NCCL connects only ranks with a GPU each. Leave it out or give gloo"
-            + (f", or start {num_gpus} {'rank' if num_gpus == 1 else 'ranks'} a machine." if num_gpus else ".")
+            f"{option}=nccl: {num_local} ranks compute on CPUs, and NCCL connects GPUs. Leave it out or give gloo."
         )
-    return "nccl" if transport != "gloo" and num_gpus >= num_local else "gloo"
+    return "nccl" if transport == "nccl" or (transport == "auto" and num_gpus >= num_local) else "gloo"
+
+
+def share_gpus_by_nccl(rank: int, num_local: int) -> None:
+    """Lets NCCL connect processes that share a GPU; nothing where each has its own. Call it before NCCL's first
+    communicator is made.
+
+    The processes take turns on the GPU, so an exchange takes milliseconds: this shows that what runs on a cluster is
+    right, not how fast it is. Variables that are set already are kept.
+    """
+    if not (sharing := describe_sharing(num_local)):
+        return
+    for name, value in ({"NCCL_HOSTID": str(rank)} | _SHARED).items():
+        os.environ.setdefault(name, value)
+    if rank == 0:
+        _log.warning(
+            "%s, connected by NCCL over sockets: every exchange takes milliseconds, so don't judge speed by it", sharing
+        )
 
 
 def describe_sharing(num_local: int) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel.gpu_sharing import TransportName, choose_backend, gpu_of
+from slipstream.parallel.gpu_sharing import TransportName, choose_backend, gpu_of, share_gpus_by_nccl
 from slipstream.parallel.watched_group import NO_LIMIT, watch_store
 
 # The variables by which other launchers say how many processes they have started
@@ -65,6 +65,8 @@ def _take_gpu(
     num_local = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
     device_type = "cuda" if device is None else torch.device(device).type
     backend = choose_backend(transport, device_type, num_local, option)
+    if backend == "nccl":
+        share_gpus_by_nccl(int(environment["RANK"]), num_local)
     if backend == "nccl" or (device is not None and device_type == "cuda"):
         torch.cuda.set_device(gpu_of(int(environment.get("LOCAL_RANK", environment["RANK"]))))
     return backend

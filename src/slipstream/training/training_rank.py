@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from slipstream import launch
 from slipstream.errors import SlipstreamError
 from slipstream.model import trust_remote_code
-from slipstream.parallel import NO_LIMIT, RankGroup, shortage_explained
+from slipstream.parallel import NO_LIMIT, RankGroup, share_gpus_by_nccl, shortage_explained
 from slipstream.schedule import Schedule
 from slipstream.terminal import go_on_in, log_details, make_console, outlast_readers
 from slipstream.training.config import Config, load_config, named_schedule
@@ -27,6 +27,7 @@ from slipstream.training.device_choice import (
     check_machine,
     choose_backends,
     choose_device,
+    count_local_ranks,
     describe_device,
     sharing_here,
 )
@@ -170,10 +171,12 @@ def _appears(file: Path, text: str) -> bool:
 
 
 def _init_process_group(config: Config, **connection: Any) -> torch.device:
-    """Connects the ranks through gloo, and their GPUs through NCCL unless ranks share one; returns this rank's
-    device."""
-    device = choose_device(config)
-    dist.init_process_group(choose_backends(config), timeout=NO_LIMIT, **connection)
+    """Connects the ranks through gloo, and their GPUs through NCCL unless ranks share one and don't ask for it; returns
+    this rank's device."""
+    device, backends = choose_device(config), choose_backends(config)
+    if "nccl" in backends:
+        share_gpus_by_nccl(connection["rank"], count_local_ranks(config))
+    dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
     return device
 
 

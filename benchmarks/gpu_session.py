@@ -1,0 +1,229 @@
+"""Everything that a short lease of a GPU is for, in two parts of less than ten minutes, the most valuable first.
+
+    python -m benchmarks.gpu_session --list                 # the tasks, their seconds, and the records that they renew
+    python -m benchmarks.gpu_session --part 1 --output DIR  # on the machine with the GPU; then --part 2
+    python -m benchmarks.gpu_session --take DIR             # at home: puts the records where they belong
+    python -m benchmarks.gpu_session --dry                  # on a CPU, at toy size: could each task start?
+
+Each task is a process of its own with a limit. When it ends, or is ended, one file has what it printed and the records
+that it has written, so that a lease cut short has given something; both parts together write at most eight files. A
+task needs packages that the machine may lack, or other versions: then its file says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import TRIAL
+from benchmarks.records import RESULTS
+
+TAIL = 20_000  # characters of what a task printed
+MOST_FILES = 8
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10")
+ON_A_GPU = (
+    "tests/pipeline/execution/test_step_graphs.py",
+    "tests/pipeline/execution/test_offload.py",
+    "tests/attention/test_cuda.py",
+    "tests/pipeline/test_cuda.py",
+    "tests/pipeline/memory/test_memory.py",
+    "tests/pipeline/test_shared_gpu.py",
+    "tests/pipeline/test_overlap.py",
+    "tests/checkpoint/test_checkpoint.py",
+    "tests/cli/test_doctor.py",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program, by the arguments of Python, and the same at toy size on a CPU."""
+
+    name: str
+    part: int
+    seconds: int
+    command: tuple[str, ...]
+    dry: tuple[str, ...]
+    records: tuple[str, ...] = ()  # in benchmarks/results
+    needs: tuple[str, ...] = ()  # packages
+
+
+TASKS = (
+    Task(
+        "doctor",
+        1,
+        20,
+        ("-m", "slipstream", "doctor", "--json"),
+        ("-m", "slipstream", "doctor", "--json"),
+    ),
+    Task(
+        "nccl",
+        1,
+        150,
+        (*PYTEST, "-m", "nccl", "tests/parallel/test_nccl.py"),
+        (*PYTEST, "-m", "more", "-k", "unequal or killed", "tests/parallel/test_nccl.py"),
+        needs=("pytest", "pytest_timeout", "hypothesis", "peft"),
+    ),
+    Task(
+        "gpu_tests",
+        1,
+        140,
+        (*PYTEST, "-m", "gpu", *ON_A_GPU),
+        (*PYTEST, "-m", "gpu", "--collect-only", *ON_A_GPU),
+        needs=("pytest", "pytest_timeout", "hypothesis", "peft"),
+    ),
+    Task(
+        "host_time",
+        2,
+        50,
+        ("-m", "benchmarks.host_time", "--device=cuda"),
+        ("-m", "benchmarks.host_time", "--device=cpu", "--repeats=1"),
+        ("host_time_cuda",),
+    ),
+    Task(
+        "attention",
+        2,
+        90,
+        ("-m", "benchmarks.gpu_attention", "--longest", "8192", "32768", "--repeats=5"),
+        ("-m", "benchmarks.gpu_attention", "--device=cpu", "--toy"),
+        ("gpu_attention",),
+    ),
+    Task(
+        "layers",
+        2,
+        60,
+        ("-m", "benchmarks.gpu_layers", "--fused", "--repeats=5"),
+        ("-m", "benchmarks.gpu_layers", "--device=cpu", "--toy", "--fused", "--repeats=1"),
+        ("gpu_layers_fused",),
+    ),
+    Task(
+        "profile",
+        2,
+        60,
+        ("-m", "benchmarks.gpu_profile", "--model=Llama-3-8B", "--budget=40"),
+        ("-m", "benchmarks.gpu_profile", "--device=cpu", "--toy", "--budget=2"),
+        ("gpu_profile",),
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", type=int, choices=[1, 2])
+    parser.add_argument("--only", nargs="+", choices=[task.name for task in TASKS], metavar="TASK")
+    parser.add_argument("--output", type=Path, help="a folder for one file of each task")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="toy sizes on a CPU")
+    parser.add_argument("--take", type=Path, metavar="FOLDER", help="copy the records in its files to results/")
+    options = parser.parse_args()
+    if options.take is not None:
+        take(options.take)
+        return
+    chosen = [
+        task
+        for task in TASKS
+        if options.part in (None, task.part) and (options.only is None or task.name in options.only)
+    ]
+    if options.list:
+        show(chosen)
+        return
+    if not options.dry and options.output is None:
+        parser.error("--output=FOLDER: where to write what each task found (--dry needs none)")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.output or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = [run(task, folder, options.dry) for task in chosen]
+    for each in found:
+        print(f"{each['task']:10} {each['outcome']:8} {each['seconds']:6.1f} s  {each['last line']}")
+    if any(each["outcome"] not in ("passed", "lacks") for each in found):
+        raise SystemExit(1)
+
+
+def show(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        renews = f"; renews {', '.join(task.records)}" if task.records else ""
+        print(f"part {task.part}  {task.name:10} {task.seconds:4} s  python {' '.join(task.command)}{renews}")
+    print(f"{sum(task.seconds for task in tasks)} s at most, {len(tasks)} files")
+
+
+def run(task: Task, folder: Path, dry: bool) -> dict[str, Any]:
+    """Runs a task within its limit, and writes what it found at once; returns that."""
+    missing = [name for name in task.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        return write(task, folder, "lacks", 0.0, f"not run: this machine lacks {', '.join(missing)}", {})
+    began, first = time.monotonic(), time.time()
+    with tempfile.TemporaryDirectory() as trial, tempfile.TemporaryFile("w+") as log:
+        environment = os.environ | ({TRIAL: trial} if dry else {})
+        process = subprocess.Popen(
+            [sys.executable, *(task.dry if dry else task.command)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            outcome = "passed" if process.wait(None if dry else task.seconds) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            outcome = "too long"
+        finally:
+            _end(process)
+        log.seek(0)
+        printed = log.read()
+        written = [(Path(trial) if dry else RESULTS) / f"{name}.json" for name in task.records]
+        records = {
+            path.stem: json.loads(path.read_text())
+            for path in written
+            if path.exists() and path.stat().st_mtime >= first - 1
+        }
+    return write(task, folder, outcome, time.monotonic() - began, printed, records)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a task, its ranks included."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def write(
+    task: Task, folder: Path, outcome: str, seconds: float, printed: str, records: dict[str, Any]
+) -> dict[str, Any]:
+    lines = printed.strip().splitlines()
+    found = {
+        "task": task.name,
+        "outcome": outcome,
+        "seconds": round(seconds, 1),
+        "last line": lines[-1][:200] if lines else "",
+        "command": f"python {' '.join(task.command)}",
+        "records": records,
+        "printed": printed[-TAIL:],
+    }
+    (folder / f"{task.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{task.name}: {outcome} after {seconds:.1f} s", flush=True)
+    return found
+
+
+def take(folder: Path) -> None:
+    """Copies the records in the files of a session to where records are kept."""
+    for path in sorted(folder.rglob("*.json")):
+        for name, record in json.loads(path.read_text()).get("records", {}).items():
+            (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+            print(f"{RESULTS / name}.json from {path}")
+
+
+assert len(TASKS) <= MOST_FILES
+
+if __name__ == "__main__":
+    main()

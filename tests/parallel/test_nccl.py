@@ -1,0 +1,64 @@
+"""Ranks that NCCL connects, each with a GPU or sharing one, compute as one process does.
+
+    python -m pytest -m nccl tests/parallel/test_nccl.py    # the most valuable cases come first
+
+The cases run in two standing processes; one that hangs ends these, is named, and two new ones go on. Without a GPU the
+same cases run on CPUs over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.forked import SHOWS_GPU
+from support.parallel.standing_pair import StandingPair
+from support.paths import WORKERS
+
+PROGRAM = WORKERS / "parallel/nccl.py"
+NAMES = (
+    "one_f_one_b_in_unequal_slices",
+    "v_shaped",
+    "replicas_with_a_sharded_optimizer",
+    "tensor_ranks",
+    "interleaved",
+    "zero_bubble",
+    "sequence_parallel",
+    "replicas_with_sharded_parameters",
+    "saved_and_resumed",
+    "evaluated",
+    "state_is_gathered",
+)
+SECONDS = 30.0  # of a case, which takes about five on a GPU
+
+on_a_gpu = [pytest.mark.nccl, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+device = pytest.mark.parametrize(
+    "pair", [pytest.param("cuda", marks=on_a_gpu), pytest.param("cpu", marks=pytest.mark.more)], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest) -> Iterator[StandingPair]:
+    # As processes with a node each; the sources set the rest
+    environment = {SHOWS_GPU: "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    made = StandingPair(PROGRAM, (request.param,), environment)
+    yield made
+    made.close()
+
+
+@device
+@pytest.mark.parametrize("name", NAMES)
+def test_a_case_is_exact(pair: StandingPair, name: str) -> None:
+    problem = pair.run(name, SECONDS if torch.cuda.is_available() else 20 * SECONDS)
+    assert not problem, problem
+
+
+@device
+def test_a_killed_rank_is_named_and_a_new_pair_goes_on(pair: StandingPair) -> None:
+    limit = SECONDS if torch.cuda.is_available() else 20 * SECONDS
+    problem = pair.run("killed", limit)
+    assert "rank 1 ended with 9" in problem
+    assert "rank 1" in problem.partition("rank 1 ended")[0] or "rank 0 ended" in problem, problem
+    assert not pair.run("evaluated", limit)
