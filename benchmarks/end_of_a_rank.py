@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.harness import is_trial, setting, write
-from benchmarks.soak.soaked_run import Soak
+from benchmarks.soak.soaked_run import Soak, write_config
 
 STEPS = 1_000_000  # far more than pass before the rank is killed
 PATIENCE = 300.0  # seconds for a start, and for an end
@@ -53,10 +53,16 @@ def busy_cores(number: int) -> Iterator[None]:
 def end_once(folder: Path, dice: random.Random) -> dict[str, float]:
     """Trains in a folder and kills a rank; returns the seconds from then on to each event."""
     soak = Soak(folder, STEPS, stall_limit=120, dice=dice)
-    soak.start("--training.max_restarts=0", "--training.overwrite=true")
+    options = ["--training.max_restarts=0", "--training.overwrite=true"]
+    with soak.log.open("ab") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "slipstream", "train", str(write_config(soak)), *options],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    soak.started = [launcher]
     soak.wait_until(lambda: soak.has_ended() or soak.last_step() > 2, "the third step")
-    ranks, launcher = soak.ranks(), soak.launcher
-    assert launcher is not None
+    ranks = soak.ranks()
     assert len(ranks) == 4, soak.text()
     ends = {rank.pid: "ranks" for rank in ranks.values()} | {launcher.pid: "command"}
     ends |= {each.pid: "helpers" for each in (*soak.helpers("watcher"), *soak.helpers("hub"))}
@@ -79,6 +85,7 @@ def end_once(folder: Path, dice: random.Random) -> dict[str, float]:
             if "named" not in seconds and f"rank {rank} (" in soak.text()[said:]:
                 seconds["named"] = time.monotonic() - began
     launcher.wait()
+    soak.close()
     assert "named" in seconds, soak.text()[said:]
     return seconds
 

@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -72,7 +73,7 @@ class Soak:
         self.mark = uuid.uuid4().hex
         self.faults: list[Fault] = []
         self.is_apart = False  # whether it runs as tasks now
-        self.started: list[Task] = []  # the launcher, or the tasks by their ranks
+        self.started: list[Task | subprocess.Popen[bytes]] = []  # the launcher, or the tasks by their ranks
         self._num_starts = 0
         self._environment = os.environ | {MARK: self.mark}
         places = [(hosts, index) for index in range(NUM_HOSTS)] if hosts is not None else []
@@ -252,8 +253,8 @@ class Soak:
 
     def _is_whole(self) -> bool:
         num_ranks = len(_HOST_OF_RANK)
-        has_all = len(self.ranks()) == len(self._helpers("watcher")) == num_ranks
-        return has_all and len(self._helpers("hub")) == 1
+        has_all = len(self.ranks()) == len(self.helpers("watcher")) == num_ranks
+        return has_all and len(self.helpers("hub")) == 1
 
     def _host_names(self) -> list[str]:
         if self.is_apart and self.hosts is not None:
@@ -292,7 +293,7 @@ class Soak:
                 each.kill()
         elif fault.kind in LOSES_A_HELPER:
             name, _, how = fault.kind.partition(" ")
-            helpers = self._helpers("hub") if name == "hub" else victim.children()
+            helpers = self.helpers("hub") if name == "hub" else victim.children()
             lost = next(each for each in helpers if is_helper(each, name))
             fault.process = lost.pid
             lost.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -328,12 +329,12 @@ class Soak:
                         for each in (*process.children(), process):
                             each.kill()
 
-    def _helpers(self, name: str) -> list[psutil.Process]:
+    def helpers(self, name: str) -> list[psutil.Process]:
         """Returns the hub, or the watchers."""
         return [each for each in self._descendants() if is_helper(each, name)]
 
     def _hub_address(self) -> tuple[str, int]:
-        return listening_address(self._helpers("hub")[0].pid)
+        return listening_address(self.helpers("hub")[0].pid)
 
     def _recover(self, fault: Fault, said: int, next_kind: str) -> None:
         """Waits until the run says what has happened and goes on; starts it again where that has ended."""
