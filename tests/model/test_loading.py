@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, MarianConfig, PegasusConfig, PretrainedConfig
 from transformers.utils import logging
 
 from slipstream import Pipeline, Runtime, SlipstreamError
@@ -37,6 +37,26 @@ def test_random_parts_are_those_of_the_whole_model(name: str, layers: list[int])
     assert found
     for parameter_name, parameter in found.items():
         assert torch.equal(parameter, whole[parameter_name]), parameter_name
+
+
+@pytest.mark.parametrize("kind", [MarianConfig, PegasusConfig])
+@pytest.mark.parametrize("layers", [[0], [1]])
+def test_tables_that_are_computed_and_copied_are_there(kind: type[PretrainedConfig], layers: list[int]) -> None:
+    """Positions of these models are copied into a parameter from a table that has no name."""
+    sizes = {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 48,
+        "vocab_size": 99,
+        "pad_token_id": 0,
+    }
+    config = kind(**sizes, max_position_embeddings=64, is_decoder=True, is_encoder_decoder=False)
+    whole = expected(config, seed=5)
+    found = dict(random_model(config, 5, find_anatomy(config), layers).named_parameters())
+    assert found
+    for name, parameter in found.items():
+        assert torch.equal(parameter, whole[name]), name
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])

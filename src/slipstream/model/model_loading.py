@@ -40,6 +40,7 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, on_meta: Container[int], draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
+        self.copied: list[tuple[int, int]] = []  # the storages of what was copied to, and from
         self._on_meta, self._draws = on_meta, draws
         self._scratch: dict[torch.dtype, Tensor] = {}  # one growing tensor: freed ones would leave holes in the heap
 
@@ -53,6 +54,8 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._draws:
                 func(self._scratch_like(args[0]), *args[1:], **kwargs)
             return args[0]
+        if func is _aten.copy_.default:
+            self.copied.append((storage_id(args[0]), storage_id(args[1])))
         return func(*args, **kwargs)
 
     def _scratch_like(self, tensor: Tensor) -> Tensor:
@@ -83,6 +86,7 @@ def random_model(
             keep_layers(model, anatomy, owned, torch.device("meta"))
             kept |= storage_ids(model.parameters())
             torch.manual_seed(seed)
+        kept |= {source for target, source in dry_run.copied if target in kept}  # such as tables of positions
         on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
         with _Construction(on_meta, draws=seed is not None):
             model = _construct(config, dtype)
