@@ -74,7 +74,7 @@ def test_after_a_failed_rank_the_command_waits_for_nothing() -> None:
 def test_too_few_open_files_are_said_before_anything_is_imported(tmp_path: Path, soft: int, hard: int) -> None:
     """Where the shell alone is strict, the command takes what the system allows."""
     command = [sys.executable, "-m", "slipstream", "train", str(tmp_path / "missing.yaml")]
-    limited = ["sh", "-c", f'ulimit -Hn {hard}; ulimit -Sn {soft}; exec "$@"', "sh", *command]
+    limited = ["sh", "-c", f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"', "sh", *command]
     ended = subprocess.run(limited, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 2
     (said,) = ended.stderr.splitlines()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slipstream import Pipeline, SlipstreamError
+from slipstream.model import causal_cross_entropy
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -286,4 +287,12 @@ def test_nothing_that_is_trained() -> None:
         pipe.step(tokens(), tokens())
     assert pipe.evaluate(tokens(), tokens()) > 0
     next(iter(pipe.parameters())).requires_grad_(True)
+    pipe.step(tokens(), tokens())
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.float64])
+def test_a_configuration_may_name_its_dtype(dtype: str | torch.dtype) -> None:
+    config = copy.deepcopy(ARCHITECTURES["llama"])
+    config.dtype = dtype
+    pipe = Pipeline(build(config), slices=2, loss_fn=causal_cross_entropy, **grouped(self_check=False))
     pipe.step(tokens(), tokens())

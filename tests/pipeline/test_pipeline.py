@@ -322,7 +322,7 @@ class TestRefusals:
             total, count = causal_cross_entropy(outputs, targets)
             return total / count, 1
 
-        with pytest.raises(SlipstreamError, match="loss_fn counted 8 tokens, but 126 targets"):
+        with pytest.raises(SlipstreamError, match=r"loss_fn counted 1 tokens, but \d+ targets"):
             self.pipeline(loss_fn=mean_of_means).step(tokens(), tokens())
 
     def test_other_models(self) -> None:

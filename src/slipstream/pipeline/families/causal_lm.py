@@ -224,7 +224,8 @@ class CausalLMFamily:
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:
         """Returns the logits of a slice with these targets (b, T)."""
         config = self.config.get_text_config()
-        dtype = torch_dtype(self._options.precision.dtype) or config.dtype or torch.float32
+        named = str(self._options.precision.dtype or config.dtype or "float32")  # of a configuration also a torch.dtype
+        dtype = torch_dtype(named.removeprefix("torch.")) or torch.float32
         return OutputForms([(*targets.shape, config.vocab_size)], [dtype], [1])
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
