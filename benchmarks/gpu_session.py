@@ -111,7 +111,7 @@ TASKS = (
         2,
         60,
         ("-m", "benchmarks.gpu_profile", "--model=Llama-3-8B", "--budget=40"),
-        ("-m", "benchmarks.gpu_profile", "--device=cpu", "--toy", "--budget=2"),
+        ("-m", "benchmarks.gpu_profile", "--device=cpu", "--toy", "--budget=20"),
         ("gpu_profile",),
     ),
 )
