@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
+from benchmarks.harness import interleaved, medians, setting, two_ranks, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline, Runtime
 from slipstream.checkpoint import Checkpoints, TensorShard
@@ -128,20 +128,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one where not given")
     options = parser.parse_args()
-    restart_in_environment(num_processes=2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = RankGroup(dist.group.WORLD)
-    with tempfile.TemporaryDirectory(dir=options.folder) as own:
-        report = measure(Path(group.gather(own)[0]), options.length, options.steps, options.repeats)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        settings = setting(length=options.length, steps=options.steps, repeats=options.repeats)
-        for name, value in report.items():
-            print(f"{name:36} {value}")
-        print(f"wrote {write('checkpoint', {'setting': settings, **report})}")
-    dist.barrier()
-    dist.destroy_process_group()
+    with two_ranks() as is_first:
+        group = RankGroup(dist.group.WORLD)
+        with tempfile.TemporaryDirectory(dir=options.folder) as own:
+            report = measure(Path(group.gather(own)[0]), options.length, options.steps, options.repeats)
+            dist.barrier()
+        if is_first:
+            settings = setting(length=options.length, steps=options.steps, repeats=options.repeats)
+            for name, value in report.items():
+                print(f"{name:36} {value}")
+            print(f"wrote {write('checkpoint', {'setting': settings, **report})}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import few, restart_in_environment, setting, write
+from benchmarks.harness import few, setting, two_ranks, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Action, Op, Pipeline, Runtime, simulate
 from slipstream.messages import DistributedTransport
@@ -101,19 +101,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    restart_in_environment(num_processes=2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = []
-    for sequences, microbatches, slices in few(CASES):
-        length = options.length // sequences
-        rows.append(measure(sequences, microbatches, slices, length, options.repeats))
-        if dist.get_rank() == 0:
-            print(rows[-1], flush=True)
-    if dist.get_rank() == 0:
-        print(f"wrote {write('executor_overhead', {'setting': setting(repeats=options.repeats), 'rows': rows})}")
-    dist.barrier()
-    dist.destroy_process_group()
+    with two_ranks() as is_first:
+        rows = []
+        for sequences, microbatches, slices in few(CASES):
+            length = options.length // sequences
+            rows.append(measure(sequences, microbatches, slices, length, options.repeats))
+            if is_first:
+                print(rows[-1], flush=True)
+        if is_first:
+            print(f"wrote {write('executor_overhead', {'setting': setting(repeats=options.repeats), 'rows': rows})}")
 
 
 if __name__ == "__main__":

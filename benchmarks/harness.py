@@ -56,6 +56,21 @@ def restart_in_environment(num_processes: int = 1) -> None:
     sys.exit(subprocess.run([sys.executable, *program], env=os.environ | ENVIRONMENT).returncode)
 
 
+@contextmanager
+def two_ranks() -> Iterator[bool]:
+    """Runs this program again in two processes over gloo, with a thread each, and there the body; yields whether this
+    is rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    restart_in_environment(num_processes=2)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def interleaved(
     contenders: Mapping[str, Callable[[], float]],
     repeats: int,

@@ -13,7 +13,7 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import RESULTS, destination, restart_in_environment, setting, write
+from benchmarks.harness import RESULTS, destination, setting, two_ranks, write
 from benchmarks.peers import NUM_LAYERS, model_config
 from slipstream.model import LayerRange, find_anatomy
 from slipstream.planner.costs import OPS, Profile
@@ -93,27 +93,23 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=600.0, help="seconds of measuring")
     parser.add_argument("--repeats", type=int, default=7, help="of the composed stages")
     options = parser.parse_args()
-    restart_in_environment(num_processes=2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    settings = ProfileSettings(options.length, granularity=options.granularity, budget=options.budget)
-    profile = profile_model(model_config(options.length), settings, CPU, measure_link(CPU))
-    fits, stages = held_out(profile), composed(profile, settings, options.repeats)
-    if dist.get_rank() == 0:
-        show(profile, fits, stages)
-        mean = statistics.mean(abs(float(row["error"])) for row in stages)  # type: ignore[arg-type]
-        print(f"mean error of composed stages {mean:.2%}")
-        profile.save(destination(RESULTS / "profile_fit.profile.json"))
-        report = {
-            "setting": setting(tokens=options.length, budget=options.budget, repeats=options.repeats),
-            "held-out error": profile.error,
-            "composed error": mean,
-            "held out": fits,
-            "composed": stages,
-        }
-        print(f"wrote {write('profile_fit', report)}")
-    dist.barrier()
-    dist.destroy_process_group()
+    with two_ranks() as is_first:
+        settings = ProfileSettings(options.length, granularity=options.granularity, budget=options.budget)
+        profile = profile_model(model_config(options.length), settings, CPU, measure_link(CPU))
+        fits, stages = held_out(profile), composed(profile, settings, options.repeats)
+        if is_first:
+            show(profile, fits, stages)
+            mean = statistics.mean(abs(float(row["error"])) for row in stages)  # type: ignore[arg-type]
+            print(f"mean error of composed stages {mean:.2%}")
+            profile.save(destination(RESULTS / "profile_fit.profile.json"))
+            report = {
+                "setting": setting(tokens=options.length, budget=options.budget, repeats=options.repeats),
+                "held-out error": profile.error,
+                "composed error": mean,
+                "held out": fits,
+                "composed": stages,
+            }
+            print(f"wrote {write('profile_fit', report)}")
 
 
 if __name__ == "__main__":

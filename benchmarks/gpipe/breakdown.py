@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpipe.balance import for_flush
 from benchmarks.gpipe.layer_times import measure
 from benchmarks.gpipe.models import SMALL, Case
-from benchmarks.harness import few, restart_in_environment, setting, write
+from benchmarks.harness import few, setting, two_ranks, write
 from benchmarks.waterfall import waterfall
 from slipstream import Memory, Pipeline, Schedule
 from slipstream.timeline import Timeline
@@ -108,22 +108,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    restart_in_environment(num_processes=2)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = []
-    for name, (case, rows) in few(list(SMALL.items())):
-        for recompute in ("full", "none"):
-            for num_microbatches in few(MICROBATCHES):
-                found.append(row(name, case, rows, recompute, num_microbatches, options.repeats))
-                if dist.get_rank() == 0:
-                    seconds = found[-1]["seconds"]
-                    shares = "  ".join(f"{part} {seconds[part] / seconds['step']:6.1%}" for part in PARTS)
-                    print(f"{name}  M={num_microbatches} {recompute}: {seconds['step']:.3f} s  {shares}", flush=True)
-    if dist.get_rank() == 0:
-        print(f"wrote {write('gpipe_breakdown', {'setting': setting(repeats=options.repeats), 'rows': found})}")
-    dist.barrier()
-    dist.destroy_process_group()
+    with two_ranks() as is_first:
+        found = []
+        for name, (case, rows) in few(list(SMALL.items())):
+            for recompute in ("full", "none"):
+                for num_microbatches in few(MICROBATCHES):
+                    found.append(row(name, case, rows, recompute, num_microbatches, options.repeats))
+                    if is_first:
+                        seconds = found[-1]["seconds"]
+                        shares = "  ".join(f"{part} {seconds[part] / seconds['step']:6.1%}" for part in PARTS)
+                        print(
+                            f"{name}  M={num_microbatches} {recompute}: {seconds['step']:.3f} s  {shares}", flush=True
+                        )
+        if is_first:
+            print(f"wrote {write('gpipe_breakdown', {'setting': setting(repeats=options.repeats), 'rows': found})}")
 
 
 if __name__ == "__main__":

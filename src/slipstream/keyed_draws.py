@@ -44,10 +44,11 @@ NO_PLACE = PlaceSeed(0)  # of what draws nothing
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Surrounds a trial, which draws nothing from the random numbers of PyTorch's CPUs, NumPy and Python."""
+    """Surrounds a trial, which draws nothing from the random numbers of PyTorch, NumPy and Python."""
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus):
             yield
     finally:
         random.setstate(states[0])

@@ -1,6 +1,6 @@
 """Tensor and data parallelism within the pipeline: the mesh, its groups, and each rank's share of the parameters."""
 
-from slipstream.parallel.device_mesh import MeshAxes, make_mesh
+from slipstream.parallel.device_mesh import MeshAxes, MeshAxis, add_axis, make_mesh
 from slipstream.parallel.gpu_allocator import (
     GpuMemory,
     allocator_setting,

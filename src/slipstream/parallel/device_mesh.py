@@ -3,7 +3,7 @@ ranks that share every layer (tp)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Self, get_args
@@ -15,9 +15,40 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.gpu_sharing import TransportName, check_transport
 from slipstream.parallel.launched_group import join_launched_group
-from slipstream.parallel.mesh_axis import DATA, PIPELINE, TENSOR, MeshAxis, known_axes
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.parallel.watched_group import NO_LIMIT, watch_group, watch_store
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the mesh.
+
+    Ranks along an axis that `shares_weights` hold the same parameters and see other tokens, by rows or by parts of
+    rows: their gradients, losses and counts are summed, and their optimizer state may be sharded. Along one that
+    `shares_batch` all are given the same rows.
+    """
+
+    name: str  # as `make_mesh` and a DeviceMesh call it
+    shares_weights: bool
+    shares_batch: bool
+    part_of: Callable[[Any, int, int], Any] | None = None
+    """Where ranks that share a batch work on parts of its tokens: returns a rank's part of a split batch, from that,
+    the rank's number and their number. Neither the batch's number of targets nor its seed changes."""
+
+
+PIPELINE = MeshAxis("pp", shares_weights=False, shares_batch=True)  # each rank has other layers
+DATA = MeshAxis("dp", shares_weights=True, shares_batch=False)
+TENSOR = MeshAxis("tp", shares_weights=False, shares_batch=True)  # each rank has a share of every layer
+
+# By name, in the order of ranks: those along tp are neighbours.
+_axes = {axis.name: axis for axis in (PIPELINE, DATA, TENSOR)}
+
+
+def add_axis(axis: MeshAxis) -> None:
+    """Makes an axis known to meshes, between dp and tp: what it exchanges lies between theirs."""
+    tensor = _axes.pop(TENSOR.name)
+    _axes[axis.name] = axis
+    _axes[TENSOR.name] = tensor
 
 
 def make_mesh(
@@ -65,7 +96,7 @@ def make_mesh(
             "torch.distributed.init_process_group first. One process alone needs no mesh."
         )
     given = {"pp": pp, "dp": dp, "tp": tp} | others
-    names = [axis.name for axis in known_axes()]
+    names = list(_axes)
     if unknown := [name for name in others if name not in names]:
         raise TypeError(f"make_mesh() got an unexpected keyword argument {unknown[0]!r}")
     sizes = {name: given[name] for name in names if name in given}
@@ -124,15 +155,14 @@ class MeshAxes:
             groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
             return cls(everyone, data, groups[TENSOR], data, everyone, (tuple(everyone.global_ranks),), groups)
         names = mesh.mesh_dim_names or ()
-        axes = {axis.name: axis for axis in known_axes()}
-        if "pp" not in names or set(names) - set(axes):
+        if "pp" not in names or set(names) - set(_axes):
             raise SlipstreamError(
                 f"the mesh has the axes {list(names)}; expected 'pp', and where they are used 'dp' and 'tp'. "
                 "Make it by slipstream.make_mesh(pp=..., dp=..., tp=...)."
             )
         groups = {
             axis: RankGroup(mesh.get_group(name)) if name in names else RankGroup()
-            for name, axis in axes.items()
+            for name, axis in _axes.items()
             if name in names or axis in (PIPELINE, DATA, TENSOR)
         }
         alike = [axis for axis in groups if axis.shares_weights]

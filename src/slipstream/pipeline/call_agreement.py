@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ _CALLS = (
     "memory_table",
 )
 _NUM_VALUES = 4
-_made = count(1)
+_made: Counter[tuple[int, ...]] = Counter()  # Pipelines in this process, by the ranks that share them
 
 
 class RankValues(NamedTuple):
@@ -50,7 +49,9 @@ class CallAgreement:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._number = next(_made)  # of the Pipeline in this process, as all ranks make them in one order
+        together = tuple(ranks.world.global_ranks)
+        _made[together] += 1
+        self._number = _made[together]  # of the Pipeline, as these ranks make theirs in one order
         self.name = _CALLS[0]
         """The method that a message belongs to. A method whose message has numbers of a batch sets it beforehand."""
         self._asked: tuple[str, Tensor, PendingWork | None] | None = None  # what is being gathered

@@ -13,7 +13,7 @@ from slipstream.errors import InterruptedRunError, RankFailedError
 from slipstream.launch import ForkServer, Progress, ended_by_requests, fork_server, has_launcher, launch_ranks
 from slipstream.terminal import go_on_in, make_console
 from slipstream.training.config import Config
-from slipstream.training.device_choice import check_machine, sharing_here
+from slipstream.training.device_choice import check_machine, choose_backends, sharing_here
 from slipstream.training.ownership import FolderLock
 from slipstream.training.preflight import less_memory, memory_account, preflight
 from slipstream.training.restarts import launch_with_restarts
@@ -54,7 +54,8 @@ def start_training(config: Config) -> None:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
             progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
             if sharing := sharing_here(config):
-                progress.say(f"{sharing}: messages go through gloo and pinned host memory")
+                way = "NCCL and sockets" if "nccl" in choose_backends(config) else "gloo and pinned host memory"
+                progress.say(f"{sharing}: messages go through {way}")
             launch_with_restarts(folder, lock.key, num_ranks, config.training.max_restarts, progress, server)
             if config.training.single_process_steps:
                 _compare(folder, lock.key, progress, server)

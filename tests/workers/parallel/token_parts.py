@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import slipstream
 from slipstream import CutTokens, Layers, Memory, Parallelism, Pipeline, make_mesh
-from slipstream.parallel.mesh_axis import MeshAxis, add_axis
+from slipstream.parallel import MeshAxis, add_axis
 from support.architectures import BOUND, gradient_error
 from support.parallel.group_cases import by_name, run_cases
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import slipstream
 from slipstream import Memory, Parallelism, Pipeline, Precision, Runtime, SlipstreamError
@@ -237,8 +237,12 @@ def calls_of(pipe: Pipeline, optimizer: torch.optim.Optimizer, folder: Path) -> 
 
 
 def other_pipelines() -> None:
-    """Ranks that call one method of two Pipelines are told which of them."""
+    """Ranks that call one method of two Pipelines are told which of them, whatever one has made by itself before."""
     rank, inputs = dist.get_rank(), tokens()
+    alone = dist.new_group([0])
+    if rank == 0:
+        mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("pp",))
+        Pipeline.from_config(ARCHITECTURES["llama"], mesh=mesh, runtime=Runtime(self_check=False)).step(inputs, inputs)
     pipes = [
         Pipeline.from_config(ARCHITECTURES["llama"], slices=2, runtime=Runtime(self_check=False)) for _ in range(2)
     ]

@@ -64,10 +64,12 @@ class GivenLosses(SliceLosses):
         """
         cut = [1] if any(len(slices) > 1 for slices in batch.slices) else []
         cut += [0] if len(batch.slices) > 1 or self._has_replicas else []
+        key = *cut, has_backward
+        if key in self._tried:
+            return
         pairs = (pair for pieces in zip(batch.slices, batch.targets, strict=True) for pair in zip(*pieces, strict=True))
         piece, targets = next((pair for pair in pairs if counted(pair[1])), (None, None))
-        key = *cut, has_backward
-        if targets is None or key in self._tried:
+        if targets is None:
             return
         self._tried.add(key)
         trial = _Trial(self.function, forms_of(piece, targets), targets, cut)
