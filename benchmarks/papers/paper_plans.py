@@ -21,7 +21,7 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.schedule_cache import ScheduleShape
 from slipstream.planner.search.step_bounds import PlacedPartition
 from slipstream.schedule import Action, Op, make_schedule
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
 
 KEPT = 128  # schedules
 

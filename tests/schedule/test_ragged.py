@@ -41,7 +41,7 @@ from slipstream.schedule import (
     validate,
 )
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, memory_of
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
 from support.examples import examples
 
 # What every generator returned before microbatches could differ, over counts up to 5, 5 and 4

@@ -19,7 +19,7 @@ from slipstream.planner.joint.quick_order import QuickOrder
 from slipstream.planner.joint.step_estimate import rank_bounds
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.best_order import find_order, step_lower_bound
-from slipstream.planner.order.order_search import PriorityRule
+from slipstream.planner.order.list_scheduling import PriorityRule
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import TableCost, simulate

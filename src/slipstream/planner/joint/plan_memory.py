@@ -9,7 +9,7 @@ from slipstream.planner.costs import partition_of
 from slipstream.planner.joint.candidates import Candidate
 from slipstream.planner.joint.joint_problem import JointProblem
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.planner.order.ordering_problem import OrderingProblem
+from slipstream.planner.order.ordering_problem import StepActions
 from slipstream.schedule import Schedule
 
 
@@ -46,8 +46,8 @@ class PlanMemory:
 
     def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
         """Returns the order that holds least: one microbatch after the other, with whole backwards."""
-        counts = self._problem.num_microbatches, len(candidate.slices)
-        order = OrderingProblem(self._placement, *counts, units.table(candidate.bounds)).whole
+        counts = (len(candidate.slices),) * self._problem.num_microbatches
+        order = StepActions(self._placement, counts).whole
         return units.without_frozen_backwards(order, candidate.bounds)
 
     def least_bytes(self, candidate: Candidate, units: SlicedUnits) -> Floats:

@@ -6,30 +6,25 @@ from itertools import product
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats
+from slipstream.array_types import Floats
+from slipstream.planner.costs import OPS
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.planner.order.list_scheduling import place
-from slipstream.planner.order.order_search import PriorityRule, splittings
-from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
+from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, alone_starts
+from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
 from slipstream.schedule import Op
-from slipstream.simulator import UnitCost
 
 
 class QuickOrder:
     """The orders of one placement with one number of microbatches and slices, whatever the actions cost."""
 
     def __init__(self, placement: tuple[int, ...], num_microbatches: int, num_slices: int, split: bool) -> None:
-        problem = OrderingProblem(placement, num_microbatches, num_slices, UnitCost(), split=split)
-        self._ranks = np.array(placement)
-        self._shape = (len(placement), num_microbatches, num_slices)
-        self._split = splittings(problem)
-        self._graphs = {name: problem.graph(flags) for name, flags in self._split.items()}
-        one = OrderingProblem(placement, 1, num_slices, UnitCost(), split=split)
-        self._one = one.graph(np.full(one.num_units, split))
+        self._actions = StepActions(placement, (num_slices,) * num_microbatches)
+        self._one = StepActions(placement, (num_slices,))
+        self._split, self._shape = split, (len(placement), num_microbatches, num_slices)
         lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
-        grid = product(self._graphs, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
+        names = self._actions.splittings(split)
+        grid = product(names, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
         self.rules = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
-        self._microbatch = np.tile(np.broadcast_to(np.arange(num_microbatches)[:, None], self._shape).ravel(), 3)
 
     def seconds(
         self,
@@ -47,56 +42,28 @@ class QuickOrder:
             rules: the rules to try.
         """
         held = units.stage_activations(bounds)
-        if room is not None and (np.bincount(self._ranks, held.sum(axis=1)) > room).any():
+        if room is not None and (np.bincount(self._actions.placement, held.sum(axis=1)) > room).any():
             return dict.fromkeys(rules or self.rules, np.inf)
-        times = {op: units.stage_seconds(op, bounds) for op in (Op.F, Op.B, Op.I, Op.W)}
-        needless = units.frozen_stages(bounds)  # stages to which no gradient is sent
-        one = _with_times(self._one, times, units.message_seconds, 1, None, needless)
-        _, alone = place(one, np.arange(float(len(one.seconds))), 0.0, 0.0)
         stages, microbatches, slices = self._shape
-        starts = np.broadcast_to(alone.reshape(3, stages, 1, slices), (3, *self._shape)).ravel()
-        backward = np.arange(len(starts)) >= len(starts) // 3
-        period = float((times[Op.F] + times[Op.B]).sum(axis=1).max())
-        graphs: dict[str, ActionGraph] = {}
-        found: dict[PriorityRule, float] = {}
-        for rule in rules or self.rules:
-            if rule.splitting not in graphs:
-                flags = self._split[rule.splitting]
-                whole = self._graphs[rule.splitting]
-                own = _with_times(whole, times, units.message_seconds, microbatches, flags, needless)
-                graphs[rule.splitting] = own if room is None else _with_memory(own, held, microbatches, flags, room)
-            graph = graphs[rule.splitting]
-            priority = starts + rule.lag * period * self._microbatch - rule.hurry * alone.max() * backward
-            _, start = place(graph, priority, 0.0, rule.patience)
-            found[rule] = float((start + graph.seconds)[graph.exists].max())
-        return found
+        times = {op: units.stage_seconds(op, bounds) for op in OPS}
+        limits = np.full(self._actions.num_ranks, np.inf) if room is None else room
+        one, every = (self._times(units, bounds, times, held, number) for number in (1, microbatches))
+        lone = self._one.graph_of(one, limits, np.full(self._one.num_units, self._split))
+        alone = alone_starts(lone, self._one.microbatch, 1).reshape(3, stages, 1, slices)
+        scheduler = ListScheduler(
+            self._actions,
+            every,
+            limits,
+            self._split,
+            alone=np.broadcast_to(alone, (3, *self._shape)).ravel(),
+            period=float((times[Op.F] + times[Op.B]).sum(axis=1).max()),
+        )
+        return {rule: scheduler.place(rule).seconds for rule in rules or self.rules}
 
-
-def _with_times(
-    graph: ActionGraph,
-    times: dict[Op, Floats],
-    messages: Floats,
-    num_microbatches: int,
-    split: Flags | None,
-    num_frozen: int,
-) -> ActionGraph:
-    """Returns the graph with the seconds of each stage's ops on each slice, and of each slice's message, of which those
-    to frozen stages aren't sent."""
-    forward, whole, inputs, weights = (
-        np.repeat(times[op][:, None], num_microbatches, axis=1).ravel() for op in (Op.F, Op.B, Op.I, Op.W)
-    )
-    flags = np.ones(len(forward), np.bool_) if split is None else split
-    seconds = np.concatenate([forward, np.where(flags, inputs, whole), np.where(flags, weights, 0)])
-    carried = np.tile(messages, len(seconds) // len(messages)) * (graph.channel >= 0)
-    if num_frozen:
-        first, of_stage = len(forward), len(forward) // len(times[Op.F])
-        carried[first : first + (num_frozen + 1) * of_stage] = 0.0
-    return graph._replace(seconds=seconds, link_seconds=carried, link_occupied=carried * 0)
-
-
-def _with_memory(graph: ActionGraph, held: Floats, num_microbatches: int, split: Flags, room: Floats) -> ActionGraph:
-    """Returns the graph with the bytes that each stage's forward of each slice keeps, and the bytes of each rank."""
-    sizes = np.repeat(held[:, None], num_microbatches, axis=1).ravel()
-    nothing = np.zeros(len(sizes))
-    released = np.concatenate([nothing, np.where(split, 0, sizes), np.where(split, sizes, 0)])
-    return graph._replace(acquired=np.concatenate([sizes, nothing, nothing]), released=released, limits=room)
+    def _times(
+        self, units: SlicedUnits, bounds: tuple[int, ...], times: dict[Op, Floats], held: Floats, number: int
+    ) -> UnitTimes:
+        """Returns the costs of so many microbatches, whose messages don't wait for each other."""
+        seconds = {op: np.tile(each, number) for op, each in times.items()}
+        travels = np.tile(units.message_seconds, number)
+        return UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))

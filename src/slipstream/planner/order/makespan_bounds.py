@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
+from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op
+from slipstream.simulator.action_graph import ActionGraph
 from slipstream.simulator.numba_jit import compiled
 
 
 def makespan_bound(problem: OrderingProblem) -> float:
     """Returns the bound that `slipstream.planner.order.best_order.step_lower_bound` describes, in seconds."""
-    times = problem.seconds
+    times = problem.times.seconds
     shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
     graph = problem.graph(np.ones(problem.num_units, np.bool_))
@@ -35,7 +36,7 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
     They are also the bytes of all units whose backwards need this unit's backward.
     """
     num_stages = len(problem.placement)
-    sizes = problem.activations.reshape(num_stages, -1)
+    sizes = problem.times.held.reshape(num_stages, -1)
     reach = problem.reach or [(0,) * count for count in problem.slice_counts]
     under = np.zeros_like(sizes)
     for begin, row in zip(problem.firsts, reach, strict=False):
@@ -109,6 +110,19 @@ def _travels(graph: ActionGraph, senders: Ints, tails: Floats) -> Floats:
     return travels
 
 
+def longest_paths(graph: ActionGraph) -> Floats:
+    """Returns the seconds of the longest path to each action: when it starts where only the rules of order delay it."""
+    heads = np.zeros(len(graph.seconds))
+    _raise_paths(graph, _along(len(heads) // 3), heads, False)
+    return heads
+
+
+def _along(num_units: int) -> Ints:
+    """Returns all action numbers in an order in which each follows what it needs."""
+    backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
+    return np.concatenate((np.arange(num_units), backwards, np.arange(2 * num_units, 3 * num_units)))
+
+
 def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats) -> float:
     """Returns the largest one-machine bound over the ranks and the channels, for these actions and their messages."""
     found = [0.0]
@@ -124,9 +138,7 @@ def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats
 
 def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
     size, num_units = len(graph.seconds), len(under)
-    forwards, weights = np.arange(num_units), np.arange(2 * num_units, size)
-    backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
-    along = np.concatenate((forwards, backwards, weights))
+    forwards, along = np.arange(num_units), _along(num_units)
     paths = _Paths(np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.full(size, -np.inf))
     heads, tails, to_turn, from_turn = paths
     _raise_paths(graph, along, heads, False)

@@ -18,7 +18,7 @@ import numpy as np
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule
 from slipstream.schedule import NARROWEST_WINDOW, Op
-from slipstream.simulator.compiled_simulation import OPS, ActionArrays
+from slipstream.simulator.action_graph import OPS, ActionArrays
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 _OFFLOAD = OPS.index(Op.OFFLOAD)
@@ -55,8 +55,8 @@ def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floa
     What a forward received stays until its slice's backward is done, unless it is offloaded or no backward comes; and
     the last few sends of a channel may still be on their way.
     """
-    awaited, channel, num_channels = arrays.messages
-    received = (arrays.op == _F) & (awaited >= 0) & (arrays.stage >= arrays.schedule.num_frozen_stages)
+    awaits, channel, num_channels = arrays.messages
+    received = (arrays.op == _F) & awaits & (arrays.stage >= arrays.schedule.num_frozen_stages)
     done = (arrays.op == _B) | (arrays.op == _W)
     key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
     stays = np.zeros(key.max(axis=0) + 1, bool)

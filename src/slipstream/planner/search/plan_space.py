@@ -25,7 +25,7 @@ from slipstream.planner.search.step_bounds import (
     StageTimes,
 )
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)

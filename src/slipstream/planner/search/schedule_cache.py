@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from slipstream.schedule import Schedule, add_offload, add_recompute, freeze_stages, make_schedule, split_backwards
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
 
 _KEPT = 32  # schedules; a large one takes 30 MB
 

@@ -16,7 +16,7 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of, quick_peaks
-from slipstream.simulator.compiled_simulation import OPS, ActionArrays
+from slipstream.simulator.action_graph import OPS, ActionArrays
 
 
 @dataclass(frozen=True)

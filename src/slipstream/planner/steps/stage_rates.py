@@ -48,6 +48,12 @@ class StageRates:
     def num_stages(self) -> int:
         return len(self.activation_bytes)
 
+    @property
+    def num_frozen(self) -> int:
+        """The number of the first stages without backwards."""
+        trains = np.sum([self.seconds[op].any(axis=1) for op in (Op.B, Op.I)], axis=0) > 0
+        return int(trains.argmax())
+
     def to_json(self) -> dict[str, Any]:
         """Returns the rates as JSON and YAML hold them: `from_json` finds the same numbers, to the bit."""
         return {

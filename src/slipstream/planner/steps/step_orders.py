@@ -7,70 +7,68 @@ from functools import cached_property
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats
+from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.list_scheduling import place
-from slipstream.planner.order.local_search import makespan, peak, start_times
-from slipstream.planner.order.order_search import PriorityRule
-from slipstream.planner.order.ordering_problem import ActionGraph, ActionOrder
-from slipstream.planner.steps.alone_times import alone_starts
+from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order
+from slipstream.planner.order.makespan_bounds import longest_paths
+from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
 from slipstream.planner.steps.sliced_step import SlicedStep
-from slipstream.planner.steps.step_graph import StepGraph
+from slipstream.planner.steps.step_plan import StepPlan
 from slipstream.planner.steps.step_problem import StepProblem
 from slipstream.schedule import Op, make_schedule, split_backwards
 
 
 @dataclass(frozen=True, eq=False)
-class StepOrder:
-    """An order of a step's actions, and its simulated seconds."""
-
-    seconds: float
-    step: SlicedStep
-    order: ActionOrder
-    split: Flags  # whose backwards are I and W
-
-
 class StepOrders:
     """The orders of one step's slices."""
 
-    def __init__(self, problem: StepProblem, step: SlicedStep) -> None:
-        self.problem, self.step = problem, step
-        self.graph = StepGraph(step, problem.ranks, problem.limits)
-        self._splittings = self.graph.splittings(problem.split)
-        self._graphs: dict[str, ActionGraph] = {}
+    problem: StepProblem
+    step: SlicedStep
+
+    @cached_property
+    def _actions(self) -> StepActions:
+        return StepActions(self.problem.placement, self.step.counts.tolist())
+
+    @cached_property
+    def _times(self) -> UnitTimes:
+        step = self.step
+        return UnitTimes.of_slices(step.seconds, step.links, step.held, self.problem.rates.num_frozen)
+
+    @property
+    def _limits(self) -> Floats:
+        limits: Floats = self.problem.limits * (1 + ROUNDING)
+        return limits
 
     @property
     def num_actions(self) -> int:
         """The number of actions with whole backwards."""
-        return 2 * self.graph.num_units
-
-    def by(self, rule: PriorityRule) -> StepOrder:
-        """Returns the order of a rule of list scheduling, which fits the memory."""
-        split = self._splittings[rule.splitting]
-        if rule.splitting not in self._graphs:
-            self._graphs[rule.splitting] = self.graph.with_split(split)
-        graph = self._graphs[rule.splitting]
-        alone, before, backward = self._priorities
-        priority = alone + rule.lag * before - rule.hurry * alone.max() * backward
-        order, start = place(graph, priority, 0.0, rule.patience)
-        return StepOrder(float((start + graph.seconds)[graph.exists].max()), self.step, order, split)
+        return 2 * self._actions.num_units
 
     @cached_property
-    def _priorities(self) -> tuple[Floats, Floats, Flags]:
-        """Each action's start if its microbatch ran alone; the busiest rank's work of all microbatches before; and
-        whether it is of the backward."""
-        problem, step = self.problem, self.step
+    def _scheduler(self) -> ListScheduler:
+        """List scheduling by each action's start if its microbatch ran alone and each stage had a rank, with whole
+        backwards, and by the busiest rank's work of all microbatches before."""
+        problem, step, actions = self.problem, self.step, self._actions
         forward, whole = step.seconds[Op.F], step.seconds[Op.B]
-        crosses = np.diff(problem.ranks, prepend=problem.ranks[0]) != 0
-        starts = alone_starts(forward, whole, step.links[0], crosses, self.graph.microbatch)
-        alone = np.concatenate([starts.ravel(), (starts[1] + whole).ravel()])
         work = np.zeros((problem.num_ranks, len(step.counts)))
         np.add.at(work, problem.ranks, np.add.reduceat(forward + whole, step.firsts, axis=1))
         busiest = work[work.sum(axis=1).argmax()]
-        before = np.tile((np.cumsum(busiest) - busiest)[self.graph.microbatch], 3 * len(forward))
-        return alone, before, np.arange(len(alone)) >= self.graph.num_units
+        none = np.zeros(actions.num_units, np.bool_)
+        return ListScheduler(
+            actions,
+            self._times,
+            self._limits,
+            problem.split,
+            alone=longest_paths(actions.graph_of(self._times, self._limits, none)),
+            before=(np.cumsum(busiest) - busiest)[actions.microbatch],
+            period=1.0,
+        )
 
-    def named(self, name: str) -> StepOrder | None:
+    def by(self, rule: PriorityRule) -> MeasuredOrder:
+        """Returns the order of a rule of list scheduling, which fits the memory."""
+        return self._scheduler.place(rule)
+
+    def named(self, name: str) -> MeasuredOrder | None:
         """Returns the order of a schedule that has a name; None where it doesn't fit the memory.
 
         Raises:
@@ -85,8 +83,9 @@ class StepOrders:
             )
         if problem.split and Op.W not in schedule.ops:
             schedule = split_backwards(schedule)
-        order, split = self.graph.order(schedule)
-        graph = self.graph.with_split(split)
-        if any(peak(graph, order, rank) > limit for rank, limit in enumerate(graph.limits)):
-            return None
-        return StepOrder(makespan(graph, start_times(graph, order)), self.step, order, split)
+        return measure_order(self._actions, self._times, self._limits, schedule)
+
+    def plan(self, found: MeasuredOrder) -> StepPlan:
+        """Returns the plan of the step in an order."""
+        schedule = self._actions.schedule(found.order, found.split)
+        return StepPlan(self.step.rows.groups, self.step.slices, schedule, found.seconds)

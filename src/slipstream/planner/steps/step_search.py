@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.order_search import PriorityRule
+from slipstream.planner.order.list_scheduling import MeasuredOrder, PriorityRule
 from slipstream.planner.steps.step_candidates import candidates, lower_bound
-from slipstream.planner.steps.step_orders import StepOrder, StepOrders
+from slipstream.planner.steps.step_orders import StepOrders
 from slipstream.planner.steps.step_plan import StepPlan
 from slipstream.planner.steps.step_problem import StepProblem
 
@@ -44,8 +44,7 @@ class _StepSearch:
 
     def __init__(self, problem: StepProblem) -> None:
         self.problem, self.effort = problem, problem.effort
-        self.best: StepOrder | None = None
-        self._orders: dict[int, StepOrders] = {}
+        self.best: tuple[MeasuredOrder, StepOrders] | None = None
 
     def plan(self) -> StepPlan:
         """Returns the best order's plan."""
@@ -53,32 +52,30 @@ class _StepSearch:
         bounds = [lower_bound(problem, step) for step in steps]
         rules = [rule for rule in _FIRST if problem.split or rule.splitting == "none"]
         for number in np.argsort(bounds, kind="stable").tolist():
-            if self.best is not None and (bounds[number] >= self.best.seconds or self.effort < problem.effort / 3):
+            if self.best and (bounds[number] >= self.best[0].seconds or self.effort < problem.effort / 3):
                 break
             self._try(StepOrders(problem, steps[number]), rules)
         if self.best is None:
             raise _nothing_fits(self.problem)
-        orders = StepOrders(self.problem, self.best.step)
         if self.problem.schedule is None:
-            self._try(orders, self._all_rules())
-        step = self.best.step
-        schedule = orders.graph.schedule(self.best.order, self.best.split)
-        return StepPlan(step.rows.groups, step.slices, schedule, self.best.seconds)
+            self._try(self.best[1], self._all_rules())
+        found, orders = self.best
+        return orders.plan(found)
 
     def _try(self, orders: StepOrders, rules: list[PriorityRule]) -> None:
         if self.problem.schedule is not None:
             self.effort -= _NAMED * orders.num_actions
-            self._offer(orders.named(self.problem.schedule))
+            self._offer(orders.named(self.problem.schedule), orders)
             return
         for rule in rules:
             if self.effort < orders.num_actions:
                 return
             self.effort -= orders.num_actions
-            self._offer(orders.by(rule))
+            self._offer(orders.by(rule), orders)
 
-    def _offer(self, found: StepOrder | None) -> None:
-        if found is not None and (self.best is None or found.seconds < self.best.seconds):
-            self.best = found
+    def _offer(self, found: MeasuredOrder | None, orders: StepOrders) -> None:
+        if found is not None and (self.best is None or found.seconds < self.best[0].seconds):
+            self.best = found, orders
 
     def _all_rules(self) -> list[PriorityRule]:
         names = ("sent", "none", "all") if self.problem.split else ("none",)
