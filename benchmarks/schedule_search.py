@@ -164,7 +164,7 @@ def timed_16_cubed() -> dict[str, float]:
         program = (
             "import time; began = time.perf_counter()\n"
             "from slipstream.simulator.costs import UnitCost\n"
-            "from slipstream.planner.order.best_order import find_order\n"
+            "from slipstream.planner.order.order_search import find_order\n"
             "cost = UnitCost(link=0.05); limits = [1.5 * 16] * 16\n"
             "find_order(range(16), 16, 16, cost, memory_limit=limits); print(time.perf_counter() - began)"
         )

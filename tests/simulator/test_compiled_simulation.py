@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.search.memory_bound import least_messages
-from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule
+from slipstream.planner.search.step_bounds import ScheduleShape, cached_schedule, least_messages
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication, predecessors
 from slipstream.simulator import MemoryTable, TableCost, simulate
 from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.buffer_pool import pool_bytes
+from slipstream.simulator.time_kernel import end_times
 from support.examples import examples
 
 
@@ -40,7 +40,7 @@ def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, see
         bandwidth=rng.choice([None, 0.5, 5.0]),
     )
     arrays = ActionArrays.of(schedule)
-    ends, seconds = arrays.ends(cost)
+    ends, seconds = end_times(arrays, cost)
     spans = {span.action: span for span in simulate(schedule, cost).spans}
     actions = [action for row in schedule.actions for action in row]
     assert ends.tolist() == pytest.approx([spans[action].end for action in actions], rel=1e-12)

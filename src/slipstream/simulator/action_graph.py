@@ -122,6 +122,22 @@ def _within_microbatch(
     return before, after
 
 
+class ContextMarks(NamedTuple):
+    """The actions at which a microbatch's keys, values and their gradients on a stage come and go."""
+
+    opens: Flags  # its first forward
+    begins: Flags  # its first B or I
+    closes: Flags  # its last B or I, or the last F of a stage without backwards
+
+
+def first_of(key: Ints, among: Flags) -> Flags:
+    """Marks the first entry of every key, of the entries in `among`."""
+    places = np.flatnonzero(among)
+    first = np.zeros(len(key), np.bool_)
+    first[places[np.unique(key[places], return_index=True)[1]]] = True
+    return first
+
+
 @dataclass(frozen=True, eq=False)
 class ActionArrays:
     """A valid schedule of compute actions as arrays; rank r's, in order, are `firsts[r]` up to `firsts[r + 1]`."""
@@ -190,18 +206,26 @@ class ActionArrays:
         sends = [sending(action, self.schedule) for action in self._kinds[0]]
         return [None if send is None else (send, channel(send, self.schedule)) for send in sends]
 
-    def ends(self, cost: CostModel) -> tuple[Floats, Floats]:
-        """Returns when every action ends, as `slipstream.simulate` has it, and how long it takes."""
-        from slipstream.simulator.time_kernel import start_times  # loads numba
+    @property
+    def context_marks(self) -> ContextMarks:
+        """When the context of each microbatch comes and goes."""
+        chain = self.stage * self.schedule.num_microbatches + self.microbatch
+        forward = self.op == NUMBERS[Op.F]
+        backward = (self.op == NUMBERS[Op.B]) | (self.op == NUMBERS[Op.I])
+        last = np.where(self.stage < self.schedule.num_frozen_stages, forward, backward)
+        closes = first_of(chain[::-1], last[::-1])[::-1]
+        return ContextMarks(first_of(chain, forward), first_of(chain, backward), closes)
+
+    def graph(self, cost: CostModel) -> tuple[ActionGraph, ActionOrder]:
+        """Returns the arrays for compiled code, without bytes, and the schedule's order of them."""
 
         def link(value: Callable[[Action, int, int], float]) -> Floats:
-            sent = [
-                0.0 if each is None else value(each[0], each[1].source, each[1].destination) for each in self._sends
-            ]
-            return np.array(sent, float)[self._kinds[1]]
+            sent = (each and value(each[0], each[1].source, each[1].destination) for each in self._sends)
+            return np.array([each or 0.0 for each in sent], float)[self._kinds[1]]
 
         size, rows = len(self.op), [range(*self.firsts[rank : rank + 2]) for rank in range(len(self.firsts) - 1)]
         nothing, (_, line, num_lines) = np.zeros(size), self.messages
+        longest = max(map(len, rows))
         graph = ActionGraph(
             seconds=self.each(cost.seconds),
             exists=np.ones(size, np.bool_),
@@ -214,6 +238,6 @@ class ActionArrays:
             released=nothing,
             **self.precedence._asdict(),
             limits=np.full(len(rows), np.inf),
-            counts=np.array([len(rows), num_lines, self.schedule.num_microbatches, max(map(len, rows))]),
+            counts=np.array([len(rows), num_lines, self.schedule.num_microbatches, longest]),
         )
-        return start_times(graph, ActionOrder.of(rows, max(map(len, rows)))) + graph.seconds, graph.seconds
+        return graph, ActionOrder.of(rows, longest)

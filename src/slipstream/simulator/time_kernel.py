@@ -8,10 +8,17 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.simulator.action_graph import ActionGraph, ActionOrder
+from slipstream.simulator.action_graph import ActionArrays, ActionGraph, ActionOrder
+from slipstream.simulator.costs import CostModel
 from slipstream.simulator.numba_jit import compiled
 
 _NEVER = np.inf
+
+
+def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
+    """Returns when every action of a schedule ends, as `slipstream.simulate` has it, and how long it takes."""
+    graph, order = arrays.graph(cost)
+    return start_times(graph, order) + graph.seconds, graph.seconds
 
 
 @compiled

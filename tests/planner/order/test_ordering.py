@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.best_order import find_order, step_lower_bound
 from slipstream.planner.order.local_search import anneal
+from slipstream.planner.order.order_search import find_order, step_lower_bound
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (
     GENERATORS,

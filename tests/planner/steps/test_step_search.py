@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from slipstream.planner.order.best_order import step_lower_bound
+from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
-from slipstream.planner.steps.step_candidates import candidates, lower_bound
+from slipstream.planner.steps.step_search import candidates, lower_bound
 from slipstream.schedule import Op, validate
 from slipstream.simulator import simulate
 from support.examples import examples

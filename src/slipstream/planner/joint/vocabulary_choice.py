@@ -12,8 +12,7 @@ import numpy as np
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import StageParts
-from slipstream.planner.joint.joint_plan import JointPlan
-from slipstream.planner.joint.joint_problem import JointProblem, MemoryAccount
+from slipstream.planner.joint.joint_problem import JointPlan, JointProblem, MemoryAccount
 from slipstream.planner.joint.joint_search import find_joint_plan
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
 from slipstream.schedule import Op, Schedule, spread_vocabulary

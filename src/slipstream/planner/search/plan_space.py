@@ -16,13 +16,15 @@ from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import AUTO, Configuration
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.step_bounds import (
     ConfigurationGroup,
     PlacedPartition,
+    ScheduleShape,
     StageSizes,
     StageTimes,
+    cached_schedule,
+    with_savings,
 )
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 from slipstream.simulator.action_graph import ActionArrays

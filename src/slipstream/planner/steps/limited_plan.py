@@ -12,8 +12,7 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
 from slipstream.planner.order.ordering_problem import StepActions
-from slipstream.planner.steps.step_plan import StepPlan
-from slipstream.planner.steps.step_problem import StepProblem
+from slipstream.planner.steps.step_problem import StepPlan, StepProblem
 from slipstream.planner.steps.step_search import NothingFitsError, find_step_plan
 
 _EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
