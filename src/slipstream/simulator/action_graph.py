@@ -1,7 +1,7 @@
 """The actions of a step as arrays for compiled code: what comes before each, on which rank it runs, what it sends.
 
 The rules of order are asked for the actions of one microbatch (`slipstream.schedule.predecessors`), and hold for all
-microbatches that have the same actions: no action needs one of another microbatch.
+microbatches that have the same actions: none but REDUCE_GRAD, which follows its rank's order, needs one of another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.array_types import Flags, Floats, Ints
 from slipstream.schedule import Action, Channel, Op, Schedule, channel, predecessors, sending
 from slipstream.simulator.costs import CostModel
 
-OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD)
+OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD)
 NUMBERS = {op: number for number, op in enumerate(OPS)}
 _PLACES = 2**20  # slices of a stage that are told apart
 

@@ -11,6 +11,8 @@ from slipstream.schedule import Op
 from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays, first_of
 from slipstream.simulator.memory_table import MemoryTable, StageSlice
 
+BACKWARD_OPS = (Op.B, Op.I, Op.W)
+
 
 def quick_peaks(arrays: ActionArrays, table: MemoryTable) -> tuple[Floats, Floats]:
     """Returns the most bytes that each rank holds, messages aside, and the most that each has on the host.
@@ -35,24 +37,54 @@ def quick_peaks(arrays: ActionArrays, table: MemoryTable) -> tuple[Floats, Float
         np.array(sizes, float)[like]
         for sizes in ([each.leaves for each in footprints], [each.peak for each in footprints])
     )
-    changes = left.copy()
-    makes = np.array([[(g, each) in table.gradients for g in stages] for each in OPS])
-    for number in np.flatnonzero(first_of(stage, makes[op, stage])).tolist():
-        unit, making = kinds[like[number]]
-        during[number] = table.first[unit, making]
-        changes[number] += table.gradients[unit.stage, making]
+    first = np.array([table.first.get(kind, np.nan) for kind in kinds])[like]
+    made = np.array([[table.gradients.get((g, each), 0.0) for g in stages] for each in BACKWARD_OPS], float)
     context, gradients = (
         np.array([sizes[g] for g in stages], float)[stage] for sizes in (table.context, table.context_gradients)
     )
-    opens, begins, closes = arrays.context_marks
-    changes += context * opens + gradients * begins - context * closes
-    changes -= gradients * (closes & (stage >= schedule.num_frozen_stages))
     state = np.bincount(schedule.placement, [table.parameters[g] + table.optimizer[g] for g in stages])
     moved = left * ((op == NUMBERS[Op.OFFLOAD]) | (op == NUMBERS[Op.RELOAD]))
     nothing = np.zeros(len(op))
-    return state + row_peaks(arrays.firsts, nothing, during, -changes), row_peaks(
-        arrays.firsts, -moved, nothing, nothing
-    )
+    held = state + row_peaks(arrays.firsts, *rank_bytes(arrays, left, during, first, made, context, gradients))
+    return held, row_peaks(arrays.firsts, -moved, nothing, nothing)
+
+
+def rank_bytes(
+    arrays: ActionArrays,
+    leaves: Floats,
+    during: Floats,
+    first: Floats,
+    made: Floats,
+    context: Floats,
+    context_gradients: Floats,
+) -> tuple[Floats, Floats, Floats]:
+    """Returns the bytes that each action takes, holds besides and frees, as `row_peaks` has them.
+
+    Args:
+        arrays: of the actions.
+        leaves: what each leaves for others.
+        during: the most that each holds over what was held before.
+        first: likewise, of an action that makes weight gradients. Not a number: those and what it holds.
+        made: the weight gradients that the first B, I and W of each stage make, (3, stages): B all, the others a part.
+        context: the keys and values of each action's microbatch on its stage.
+        context_gradients: their gradients.
+    """
+    op, stage, size = arrays.op, arrays.stage, len(arrays.op)
+    firsts = np.full(made.shape, size)
+    for number, each in enumerate(BACKWARD_OPS):
+        places = np.flatnonzero(first_of(stage, op == NUMBERS[each]))
+        firsts[number, stage[places]] = places
+    makes = firsts < size
+    makes[1:] &= firsts[1:] < firsts[0]  # where B came before there is nothing left to make
+    own, more = made.copy(), made.copy()
+    more[0] -= (made[1:] * makes[1:]).sum(axis=0)
+    takes, during, at = np.zeros(size), during.copy(), firsts[makes]
+    takes[at] = more[makes]
+    during[at] = np.where(np.isnan(first[at]), during[at], first[at] - own[makes])
+    opens, begins, closes = arrays.context_marks
+    gives = leaves + context * opens + context_gradients * begins - context * closes
+    gives -= context_gradients * (closes & (stage >= arrays.schedule.num_frozen_stages))
+    return takes, during, -gives
 
 
 def _has(op: Op, arrays: ActionArrays) -> Flags:
