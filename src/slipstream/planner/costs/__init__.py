@@ -15,5 +15,13 @@ from slipstream.planner.costs.profile import (
     Profile,
     load_profile,
 )
-from slipstream.planner.costs.stage_basis import Stage, StageParts, choose_stages, part_kinds, partition_of, parts_of
+from slipstream.planner.costs.stage_basis import (
+    Stage,
+    StageParts,
+    choose_stages,
+    part_kinds,
+    partition_of,
+    parts_of,
+    unit_bounds,
+)
 from slipstream.planner.costs.time_fit import AttentionWindow, SlicePoint, TimeFit, find_windows, fit_times

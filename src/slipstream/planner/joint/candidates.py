@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 from typing import Any, TypeVar
 
-from slipstream.planner.costs import partition_of
+from slipstream.planner.costs import partition_of, unit_bounds
 from slipstream.planner.joint.joint_problem import JointProblem
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.schedule import Schedule
@@ -102,8 +102,7 @@ class SlowedStep:
         return self.units.costs.units_per_layer
 
     def _bounds(self, partition: Sequence[float]) -> tuple[int, ...]:
-        inner = [1 + round(layers * self._per_layer) for layers in accumulate(partition[:-1])]
-        return (0, *inner, self.units.costs.num_layers * self._per_layer + 2)
+        return unit_bounds(partition, self.units.costs.num_layers, self._per_layer)
 
     def _simulated(self, bounds: Sequence[int]) -> float:
         return simulate(self.schedule, self._slowed(self.units.table(bounds))).makespan

@@ -20,6 +20,7 @@ from slipstream.planner.costs import (
     StateBytes,
     messages_of_stages,
 )
+from slipstream.planner.slicing.time_table import between_cuts
 from slipstream.schedule import Action, Op, Schedule, freeze_stages
 from slipstream.simulator import TableCost
 
@@ -290,14 +291,13 @@ class AnalyticUnits:
     @cached_property
     def _tables(self) -> dict[Op, Floats]:
         """The seconds of each kind of unit on the slice between any two places to cut, (kinds, ends, starts)."""
-        bounds = np.append(np.arange(0, self.seq_len, self.granularity), self.seq_len)
-        ends, starts = np.tril_indices(len(bounds), -1)
-        lengths, contexts = bounds[ends] - bounds[starts], bounds[starts]
-        shape = (self._kinds.max() + 1, len(bounds), len(bounds))
-        tables = {op: np.zeros(shape) for op in OPS}
-        for op, table in tables.items():
-            table[:, ends, starts] = self._of_kinds(partial(self._seconds, op=op, lengths=lengths, contexts=contexts))
-        return tables
+
+        def of_op(op: Op) -> Callable[[Ints, Ints], Floats]:
+            return lambda lengths, contexts: self._of_kinds(
+                partial(self._seconds, op=op, lengths=lengths, contexts=contexts)
+            )
+
+        return {op: between_cuts(self.seq_len, self.granularity, of_op(op)) for op in OPS}
 
     def _seconds(self, unit: StageParts, op: Op, lengths: Ints, contexts: Ints) -> Floats:
         seconds = np.asarray(self.costs.seconds(unit, op, lengths, contexts))

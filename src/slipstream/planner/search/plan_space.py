@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import WITH_MESSAGES, CostSource, Stage, StageParts, messages_of_stages, parts_of
+from slipstream.planner.costs import WITH_MESSAGES, CostSource, Stage, messages_of_stages, parts_of, unit_bounds
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import AUTO, Configuration
@@ -148,8 +148,7 @@ class PlanSpace:
         weights = [seconds(self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         ranks = placement if num_layers <= _MOST_LAYERS else None
         partition = partition_layers(weights, len(placement), placement=ranks)
-        stages = StageParts.of_partition(partition, num_layers, self.source.units_per_layer)
-        return PlacedPartition(costs, placement, (*(stage.start for stage in stages), stages[-1].stop))
+        return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
 
     def slices(self, configuration: Configuration) -> tuple[int, ...]:
         """Returns the tokens of each slice."""

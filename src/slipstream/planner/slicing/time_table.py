@@ -128,6 +128,21 @@ def cut_positions(length: int, granularity: int) -> Ints:
     return np.append(np.arange(num_cuts) * granularity, length)
 
 
+def between_cuts(
+    length: int, granularity: int, seconds: Callable[[Ints, Ints], Floats], otherwise: float = 0.0
+) -> Floats:
+    """Returns the seconds of the slice between any two places to cut, (..., ends, starts), and elsewhere `otherwise`.
+
+    `seconds` are those of slices of some lengths after some contexts, (..., slices).
+    """
+    bounds = cut_positions(length, granularity)
+    ends, starts = np.tril_indices(len(bounds), -1)
+    found = seconds(bounds[ends] - bounds[starts], bounds[starts])
+    table = np.full((*found.shape[:-1], len(bounds), len(bounds)), otherwise)
+    table[..., ends, starts] = found
+    return table
+
+
 def time_table(times: Sequence[SliceTime], length: int, granularity: int, min_slice: int | None) -> TimeTable:
     """Returns the times of all slices of at least `min_slice` tokens.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, product
+from itertools import product
 from typing import Any, Self
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages
+from slipstream.planner.costs import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
 from slipstream.planner.costs.time_fit import fit_nonnegative
 from slipstream.planner.joint import UnitCosts
 from slipstream.schedule import Op
@@ -149,7 +149,7 @@ def fit_rates(
     lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
     contexts = np.linspace(0, max(longest_sequence - longest_slice, 0), _POINTS).round().astype(np.int64)
     i, j = np.array([*product(lengths, np.unique(contexts))], np.int64).T
-    bounds = _unit_bounds(units, partition)
+    bounds = unit_bounds(partition, units.num_layers, units.units_per_layer)
     scores = [np.asarray(window.scores(i + j) - window.scores(j), float) for window in windows]
     features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
     handled = np.outer(messages_of_stages(len(partition)), units.handling_seconds(i))
@@ -171,12 +171,6 @@ def fit_rates(
         bandwidth=units.bandwidth,
         windows=tuple(windows),
     )
-
-
-def _unit_bounds(units: UnitCosts, partition: Sequence[float]) -> list[int]:
-    """Returns the first unit of each stage, and the number of units: embedding, layers or their halves, head."""
-    begins = [1 + round(units.units_per_layer * layers) for layers in accumulate(partition)]
-    return [0, *begins[:-1], begins[-1] + 1]
 
 
 def _of_stages(each: Floats, fixed: Floats, bounds: Sequence[int]) -> Floats:
