@@ -194,11 +194,17 @@ class ActionArrays:
         lines = [sent and sent[1] for sent in self._sends]
         numbers = {line: number for number, line in enumerate(dict.fromkeys(filter(None, lines)))}
         own = np.array([-1 if line is None else numbers[line] for line in lines])[self._kinds[1]]
+        return self.producer >= 0, own, len(numbers)
+
+    @cached_property
+    def producer(self) -> Ints:
+        """The action of another rank whose result each action needs, or -1."""
         first_before, before, *_ = self.precedence
         after = np.repeat(np.arange(len(self.op)), np.diff(first_before))
-        awaits = np.zeros(len(self.op), np.bool_)
-        awaits[after[self.rank[before] != self.rank[after]]] = True
-        return awaits, own, len(numbers)
+        crosses = self.rank[before] != self.rank[after]
+        producer = np.full(len(self.op), -1)
+        producer[after[crosses]] = before[crosses]
+        return producer
 
     @cached_property
     def _sends(self) -> list[tuple[Action, Channel] | None]:
@@ -216,28 +222,40 @@ class ActionArrays:
         closes = first_of(chain[::-1], last[::-1])[::-1]
         return ContextMarks(first_of(chain, forward), first_of(chain, backward), closes)
 
-    def graph(self, cost: CostModel) -> tuple[ActionGraph, ActionOrder]:
-        """Returns the arrays for compiled code, without bytes, and the schedule's order of them."""
+    def timed(self, cost: CostModel) -> tuple[ActionGraph, ActionOrder]:
+        """Returns the arrays for compiled code, with what actions and messages cost, and the schedule's order."""
 
         def link(value: Callable[[Action, int, int], float]) -> Floats:
             sent = (each and value(each[0], each[1].source, each[1].destination) for each in self._sends)
             return np.array([each or 0.0 for each in sent], float)[self._kinds[1]]
 
+        _, line, num_lines = self.messages
+        return self.graph(self.each(cost.seconds), line, num_lines, link(cost.link_seconds), link(cost.link_occupied))
+
+    def graph(
+        self,
+        seconds: Floats,
+        channel: Ints | None = None,
+        num_channels: int = 0,
+        link_seconds: Floats | None = None,
+        link_occupied: Floats | None = None,
+    ) -> tuple[ActionGraph, ActionOrder]:
+        """Returns the arrays for compiled code, without bytes, and the schedule's order; by default messages take no
+        time."""
         size, rows = len(self.op), [range(*self.firsts[rank : rank + 2]) for rank in range(len(self.firsts) - 1)]
-        nothing, (_, line, num_lines) = np.zeros(size), self.messages
-        longest = max(map(len, rows))
+        nothing, longest = np.zeros(size), max(map(len, rows))
         graph = ActionGraph(
-            seconds=self.each(cost.seconds),
+            seconds=seconds,
             exists=np.ones(size, np.bool_),
             rank=self.rank,
             chain=self.microbatch,
-            channel=line,
-            link_seconds=link(cost.link_seconds),
-            link_occupied=link(cost.link_occupied),
+            channel=np.full(size, -1) if channel is None else channel,
+            link_seconds=nothing if link_seconds is None else link_seconds,
+            link_occupied=nothing if link_occupied is None else link_occupied,
             acquired=nothing,
             released=nothing,
             **self.precedence._asdict(),
             limits=np.full(len(rows), np.inf),
-            counts=np.array([len(rows), num_lines, self.schedule.num_microbatches, longest]),
+            counts=np.array([len(rows), num_channels, self.schedule.num_microbatches, longest]),
         )
         return graph, ActionOrder.of(rows, longest)

@@ -14,11 +14,13 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.schedule import NARROWEST_WINDOW, Op, Schedule
-from slipstream.simulator.action_graph import NUMBERS, ActionArrays
+from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays
 from slipstream.simulator.memory_arrays import rank_bytes, row_peaks
 from slipstream.simulator.numba_jit import compiled
+from slipstream.simulator.time_kernel import start_times
 
 _F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
+_UNITS = np.array([{Op.B: 2.0, Op.REDUCE_GRAD: 0.0}.get(op, 1.0) for op in OPS])  # of time, as lowering counts them
 
 
 class OrderArrays(NamedTuple):
@@ -71,7 +73,10 @@ class CompiledAccount:
         """Returns the most bytes that each rank holds."""
         arrays = ActionArrays.of(schedule)
         order = OrderArrays.of(arrays)
-        peaks: list[float] = (self._held(arrays, order) + _pools(order, self.step, NARROWEST_WINDOW)).tolist()
+        graph, rows = arrays.graph(_UNITS[arrays.op])
+        starts = start_times(graph, rows)
+        buffers = _pools(order, self.step, starts, starts + graph.seconds, arrays.producer, NARROWEST_WINDOW)
+        peaks: list[float] = (self._held(arrays, order) + buffers).tolist()
         return peaks
 
     def _held(self, arrays: ActionArrays, order: OrderArrays) -> Floats:
@@ -103,9 +108,17 @@ class CompiledAccount:
 
 
 @compiled
-def _pools(order: OrderArrays, step: StepBytes, narrowest: int) -> Floats:
-    """Returns the bytes of each rank's buffers of messages."""
-    starts, ends, producer = _witness(order)
+def _pools(order: OrderArrays, step: StepBytes, starts: Floats, ends: Floats, producer: Ints, narrowest: int) -> Floats:
+    """Returns the bytes of each rank's buffers of messages.
+
+    Args:
+        order: of the actions.
+        step: their bytes.
+        starts: of each action in a run in units of time.
+        ends: of each.
+        producer: the action of another rank whose result each needs, or -1.
+        narrowest: the fewest sends of a channel that may be on their way.
+    """
     posted = _posted(order, starts, ends, producer)
     num_ranks = len(order.firsts) - 1
     windows = _windows(order, posted, producer, narrowest)
@@ -116,42 +129,7 @@ def _pools(order: OrderArrays, step: StepBytes, narrowest: int) -> Floats:
 
 
 @compiled
-def _witness(order: OrderArrays) -> tuple[Ints, Ints, Ints]:
-    """Returns when each action starts and ends in a run in units of time, and the action of another rank whose result
-    it needs, or -1."""
-    size, num_ranks, num_stages = len(order.op), len(order.firsts) - 1, len(order.placement)
-    made = np.full((2, num_stages, len(order.microbatch)), -1)
-    for number in range(size):
-        if order.op[number] <= _I:
-            made[min(order.op[number], 1), order.stage[number], order.slice[number]] = number
-    producer = np.full(size, -1)
-    for number in range(size):
-        op, stage = order.op[number], order.stage[number]
-        if op <= _I:
-            other = stage - 1 if op == _F else stage + 1
-            if 0 <= other < num_stages and order.placement[other] != order.placement[stage]:
-                producer[number] = made[min(op, 1), other, order.slice[number]]
-    starts, ends = np.zeros(size, np.int64), np.full(size, -1)
-    reached, free = order.firsts[:-1].copy(), np.zeros(num_ranks, np.int64)
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(num_ranks):
-            while reached[rank] < order.firsts[rank + 1]:
-                number = reached[rank]
-                source = producer[number]
-                if source >= 0 and ends[source] < 0:
-                    break
-                op = order.op[number]
-                starts[number] = free[rank] if source < 0 else max(free[rank], ends[source])
-                free[rank] = ends[number] = starts[number] + (2 if op == _B else 1 if op <= _W else 0)
-                reached[rank] += 1
-                moved = True
-    return starts, ends, producer
-
-
-@compiled
-def _posted(order: OrderArrays, starts: Ints, ends: Ints, producer: Ints) -> Ints:
+def _posted(order: OrderArrays, starts: Floats, ends: Floats, producer: Ints) -> Ints:
     """Returns before which action the receive of each action's input is posted; -1 where it receives none.
 
     From the last message of a channel to the first: where its rank stands when it is sent, or one action before it is

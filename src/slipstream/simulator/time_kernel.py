@@ -17,7 +17,7 @@ _NEVER = np.inf
 
 def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
     """Returns when every action of a schedule ends, as `slipstream.simulate` has it, and how long it takes."""
-    graph, order = arrays.graph(cost)
+    graph, order = arrays.timed(cost)
     return start_times(graph, order) + graph.seconds, graph.seconds
 
 
