@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +48,8 @@ class ListScheduler:
         times: what they cost.
         limits: the bytes of each rank.
         split: whether backwards may be split.
-        alone: the start of each action if its microbatch ran alone. None: `alone_starts` says.
+        alone: the start of each action if its microbatch ran alone, or what finds it from the graph of whole backwards.
+            None: `alone_starts` does.
         before: the periods of the microbatches before each action's. None: one for each.
         period: the busiest rank's work in one. None: its mean work of a microbatch.
     """
@@ -59,14 +60,14 @@ class ListScheduler:
         times: UnitTimes,
         limits: Sequence[float] | Floats,
         split: bool,
-        alone: Floats | None = None,
+        alone: Floats | Callable[[ActionGraph], Floats] | None = None,
         before: Floats | Ints | None = None,
         period: float | None = None,
     ) -> None:
         self._actions, self._times, self._limits = actions, times, limits
         self.splittings = actions.splittings(split)
         self._graphs: dict[str, ActionGraph] = {}
-        self.alone = self._alone(split) if alone is None else alone
+        self.alone = self._alone(split) if alone is None else alone(self.graph("none")) if callable(alone) else alone
         self._before = actions.microbatch if before is None else before
         self._backward = np.arange(len(self.alone)) >= actions.num_units
         if period is None:

@@ -200,13 +200,11 @@ class StepActions:
 
     def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
         """Returns the Schedule, named "auto", of an order."""
+        places = [(stage, *place) for stage in range(len(self.placement)) for place in self._slices]
         backwards = [Op.I if each else Op.B for each in split.tolist()]
-
-        def action(number: int) -> Action:
-            part, unit = divmod(number, self.num_units)
-            return self.action((Op.F, backwards[unit], Op.W)[part], unit)
-
-        return self.schedule_of([[action(number) for number in row.tolist()] for row in order.by_rank()])
+        ops = [Op.F] * self.num_units, backwards, [Op.W] * self.num_units
+        made = [Action(op, *place) for part in ops for op, place in zip(part, places, strict=True)]
+        return self.schedule_of([[made[number] for number in row.tolist()] for row in order.by_rank()])
 
 
 class OrderingProblem(StepActions):

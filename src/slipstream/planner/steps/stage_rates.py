@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, Self
 
@@ -51,7 +52,7 @@ class StageRates:
     def num_stages(self) -> int:
         return len(self.activation_bytes)
 
-    @property
+    @cached_property
     def num_frozen(self) -> int:
         """The number of the first stages without backwards."""
         trains = np.sum([self.seconds[op].any(axis=1) for op in (Op.B, Op.I)], axis=0) > 0

@@ -113,13 +113,12 @@ class StepOrders:
         work = np.zeros((problem.num_ranks, len(step.counts)))
         np.add.at(work, problem.ranks, np.add.reduceat(forward + whole, step.firsts, axis=1))
         busiest = work[work.sum(axis=1).argmax()]
-        none = np.zeros(actions.num_units, np.bool_)
         return ListScheduler(
             actions,
             self._times,
             self._limits,
             problem.split,
-            alone=longest_paths(actions.graph_of(self._times, self._limits, none)),
+            alone=longest_paths,
             before=(np.cumsum(busiest) - busiest)[actions.microbatch],
             period=1.0,
         )
