@@ -1,6 +1,6 @@
 """The account of memory over arrays, compiled: the peak of every rank with an order that isn't lowered yet.
 
-It states a second time what `memory_account`, `buffer_pool` and `add_communication` state, because a step is planned
+Of messages' buffers it states a second time what `buffer_pool` and `add_communication` state, because a step is planned
 while another one runs, and lowering each plan takes far longer than making it; a property test shows that they agree.
 It knows F, B, I, W and REDUCE_GRAD.
 """
