@@ -10,7 +10,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from benchmarks.harness import is_trial
-from slipstream.planner.slicing.equal_time_cuts import equal_time_slices
+from slipstream.planner.slicing.equal_stage_slicing import equal_time_slices
 
 DEFAULT = "1f1b, balanced, 8 slices"
 _ATTENTION = 0.3  # of the time, for slices of equal time

@@ -38,7 +38,8 @@ import numpy as np
 
 from benchmarks.harness import few, setting, write
 from slipstream import find_order, step_lower_bound
-from slipstream.planner.order.order_search import hand_written, measure_order
+from slipstream.planner.order.list_scheduling import measure_order
+from slipstream.planner.order.order_search import hand_written
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import TableCost, simulate
@@ -59,9 +60,8 @@ BETTER = 1e-3
 def best_hand_written(*arguments: Any, **keywords: Any) -> Schedule | None:
     """Returns the fastest hand-written schedule for the arguments of `find_order`; None where none fits the memory."""
     problem = OrderingProblem(*arguments, **keywords)
-    fitting = [
-        (found.seconds, schedule) for schedule in hand_written(problem) if (found := measure_order(problem, schedule))
-    ]
+    measured = ((measure_order(problem, problem.times, problem.limits, each), each) for each in hand_written(problem))
+    fitting = [(found.seconds, schedule) for found, schedule in measured if found]
     _, best = min(fitting, key=lambda pair: pair[0], default=(inf, None))
     return best and replace(best, reach=problem.reach)
 
@@ -164,7 +164,7 @@ def timed_16_cubed() -> dict[str, float]:
         program = (
             "import time; began = time.perf_counter()\n"
             "from slipstream.simulator.costs import UnitCost\n"
-            "from slipstream.planner.order.best_order import find_order\n"
+            "from slipstream.planner.order.order_search import find_order\n"
             "cost = UnitCost(link=0.05); limits = [1.5 * 16] * 16\n"
             "find_order(range(16), 16, 16, cost, memory_limit=limits); print(time.perf_counter() - began)"
         )

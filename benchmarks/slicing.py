@@ -20,10 +20,16 @@ import numpy as np
 
 from benchmarks.harness import few, interleaved, medians, restart_in_environment, setting, write
 from slipstream.array_types import Floats
-from slipstream.planner.slicing.branch_and_bound import minimize
-from slipstream.planner.slicing.shortest_path import CutPath, PathSearch, search_numpy, shortest_path
-from slipstream.planner.slicing.shortest_path_compiled import search as search_compiled
-from slipstream.planner.slicing.time_table import TimeTable, time_table
+from slipstream.planner.slicing.time_table import (
+    CutPath,
+    PathSearch,
+    TimeTable,
+    minimize,
+    search_compiled,
+    search_numpy,
+    shortest_path,
+    time_table,
+)
 from slipstream.simulator.numba_jit import compiled
 
 LENGTH, GRANULARITY = 131_072, 128
@@ -97,10 +103,10 @@ def algorithm_1(table: TimeTable, num_stages: int, search: PathSearch) -> tuple[
 def measure(num_stages: int, attention_share: float, repeats: int) -> dict[str, object]:
     results: dict[str, tuple[CutPath, int]] = {}
     methods = {
-        "exact": (exact, search_compiled),
+        "exact": (exact, search_compiled()),
         "exact without Numba": (exact, search_numpy),
         "Algorithm 1": (algorithm_1, as_printed),
-        "Algorithm 1, our inner program": (algorithm_1, search_compiled),
+        "Algorithm 1, our inner program": (algorithm_1, search_compiled()),
     }
 
     def contender(name: str) -> Callable[[], float]:

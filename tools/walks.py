@@ -150,7 +150,7 @@ WALKS = {
             Row(
                 "Schedule and costs",
                 (
-                    Box("simulator/compiled_simulation.py", "Start and end of every action."),
+                    Box("simulator/action_graph.py", "Start and end of every action."),
                     Box("simulator/memory_account.py", "Bytes of every rank at its fullest moment."),
                 ),
             ),

@@ -18,10 +18,9 @@ from slipstream.planner.costs.analytic_costs import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.schedule_cache import ScheduleShape
-from slipstream.planner.search.step_bounds import PlacedPartition
+from slipstream.planner.search.step_bounds import PlacedPartition, ScheduleShape
 from slipstream.schedule import Action, Op, make_schedule
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
 
 KEPT = 128  # schedules
 

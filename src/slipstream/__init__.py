@@ -24,14 +24,17 @@ if TYPE_CHECKING:
     from slipstream.pipeline.pipeline_options import SequenceLoss
     from slipstream.planner import Plan
     from slipstream.planner.costs import load_cluster, load_profile
-    from slipstream.planner.order.best_order import find_order, step_lower_bound
+    from slipstream.planner.order.order_search import find_order, step_lower_bound
     from slipstream.planner.partition import partition_layers
     from slipstream.planner.report.html_page import write_report
     from slipstream.planner.search import PlanOptions
-    from slipstream.planner.slicing.batch_slicing import slice_batch, slice_batch_with_flushes
-    from slipstream.planner.slicing.equal_stage_slicing import slice_tokens, slicing_frontier
-    from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
-    from slipstream.planner.slicing.slice_costs import layer_sequence_costs, schedule_costs
+    from slipstream.planner.slicing.equal_stage_slicing import (
+        slice_batch,
+        slice_batch_with_flushes,
+        slice_tokens,
+        slicing_frontier,
+    )
+    from slipstream.planner.slicing.schedule_slicing import layer_sequence_costs, schedule_costs, slice_for_schedule
     from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
     from slipstream.planning.plan_model import plan
     from slipstream.schedule.action import Action, Op, ScheduleError

@@ -41,7 +41,8 @@ from slipstream.schedule import (
     validate,
 )
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, memory_of
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
+from slipstream.simulator.time_kernel import end_times
 from support.examples import examples
 
 # What every generator returned before microbatches could differ, over counts up to 5, 5 and 4
@@ -124,7 +125,7 @@ def test_a_rectangle_is_what_it_was(name: str) -> None:
 def test_both_simulators_end_every_action_at_the_same_time(schedule: Schedule, seed: int) -> None:
     cost = costs_of(schedule, seed)
     timeline = simulate(schedule, cost)
-    ends, seconds = ActionArrays.of(schedule, alike=False).ends(cost)
+    ends, seconds = end_times(ActionArrays.of(schedule, alike=False), cost)
     actions = [action for row in schedule.actions for action in row]
     assert ends.tolist() == pytest.approx([timeline.span_of[action].end for action in actions], rel=1e-12)
     assert seconds.tolist() == [cost.seconds(action) for action in actions]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.search.memory_bound import least_messages
-from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication
+from slipstream.planner.search.step_bounds import ScheduleShape, cached_schedule, least_messages
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication, predecessors
 from slipstream.simulator import MemoryTable, TableCost, simulate
+from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.buffer_pool import pool_bytes
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.time_kernel import end_times
 from support.examples import examples
 
 
@@ -39,7 +40,7 @@ def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, see
         bandwidth=rng.choice([None, 0.5, 5.0]),
     )
     arrays = ActionArrays.of(schedule)
-    ends, seconds = arrays.ends(cost)
+    ends, seconds = end_times(arrays, cost)
     spans = {span.action: span for span in simulate(schedule, cost).spans}
     actions = [action for row in schedule.actions for action in row]
     assert ends.tolist() == pytest.approx([spans[action].end for action in actions], rel=1e-12)
@@ -59,3 +60,27 @@ def test_no_rank_has_fewer_buffers_for_messages(schedule: Schedule) -> None:
 def test_the_fewest_buffers_by_hand() -> None:
     """1F1B of two ranks and three microbatches: three sends each, and on rank 1 an input, which I needs."""
     assert least_messages(cached_schedule(ScheduleShape("1f1b", 2, 3, 1, 1)), [7]).tolist() == [21, 28]
+
+
+@examples(60)
+@given(schedules(), st.integers(0, 2**32))
+def test_the_rules_of_one_microbatch_are_those_of_all_like_it(schedule: Schedule, seed: int) -> None:
+    """Some attend to documents of their own, and others are recomputed or offloaded in part."""
+    pick = random.Random(seed)
+    rows = tuple(
+        tuple(pick.randint(0, i) for i in range(schedule.num_slices)) for _ in range(schedule.num_microbatches)
+    )
+    schedule = replace(schedule, reach=pick.choice([None, rows]))
+    actions = [action for row in schedule.actions for action in row]
+    first_before, before, first_after, after = ActionArrays.of(schedule).precedence
+    pairs = set()
+    for number, action in enumerate(actions):
+        mine = before[first_before[number] : first_before[number + 1]].tolist()
+        assert {actions[each] for each in mine} == {*predecessors(action, schedule)}
+        assert len({*mine}) == len(mine)
+        pairs |= {(each, number) for each in mine}
+    assert pairs == {
+        (number, each)
+        for number in range(len(actions))
+        for each in after[first_after[number] : first_after[number + 1]].tolist()
+    }

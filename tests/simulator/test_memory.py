@@ -32,10 +32,11 @@ from slipstream.simulator import (
     StageSlice,
     UnitCost,
     memory_of,
-    quick_peaks,
     simulate,
 )
+from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.buffer_pool import pool_bytes
+from slipstream.simulator.memory_arrays import quick_peaks
 from support.examples import examples
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
@@ -120,11 +121,11 @@ def test_the_quick_peaks_are_those_of_the_account(schedule: Schedule, data: st.D
     found = footprints_of(schedule, kept=2)
     first = {(unit, op): found[unit, op].peak + data.draw(size) for unit, op in found if op in (Op.B, Op.W)}
     table = MemoryTable(found, first, sizes[0], sizes[1], (), 0, sizes[2], gradients, sizes[3])
-    for row, rank in zip(schedule.actions, memory_of(schedule, table), strict=True):
+    ranks = schedule.actions, memory_of(schedule, table), *quick_peaks(ActionArrays.of(schedule), table)
+    for row, rank, peak, away in zip(*ranks, strict=True):
         held = [
             sum(size for kind, size in moment.during.items() if kind != MemoryKind.MESSAGES) for moment in rank.moments
         ]
-        peak, away = quick_peaks(row, schedule, table)
         assert peak == max(held)
         moved = [-found[StageSlice.of(a, schedule), a.op].leaves for a in row if a.op in (Op.OFFLOAD, Op.RELOAD)]
         assert away == max(accumulate(moved, initial=0))

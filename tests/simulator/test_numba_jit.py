@@ -44,6 +44,39 @@ def test_a_renamed_class_in_the_index_is_compiled_again(tmp_path: Path, monkeypa
     monkeypatch.delitem(sys.modules, "upgraded")
 
 
+CALLED = """
+from slipstream.simulator.numba_jit import compiled
+
+@compiled
+def step(number):
+    return number + {more}
+"""
+CALLER = """
+from called import step
+from slipstream.simulator.numba_jit import compiled
+
+@compiled
+def twice(number):
+    return step(step(number))
+"""
+
+
+def test_a_change_of_a_called_function_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "caller.py").write_text(CALLER)
+
+    def run(more: int) -> int:
+        (tmp_path / "called.py").write_text(CALLED.format(more=more))
+        for name in ("caller", "called"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return importlib.import_module("caller").twice(0)
+
+    assert (run(1), run(200)) == (2, 400)
+    for name in ("caller", "called"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 WITHOUT_A_PLACE = """
 from slipstream.simulator.numba_jit import compiled
 names = {}

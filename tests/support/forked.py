@@ -31,7 +31,7 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
         "slipstream.pipeline.pipeline",
-        "slipstream.planner.order.best_order",
+        "slipstream.planner.order.order_search",
         "slipstream.cli.train",
         "slipstream.training.training_rank",
         "transformers.models.auto.modeling_auto",

@@ -1,6 +1,6 @@
 """Runs a schedule against costs instead of tensors: start and end times, and memory."""
 
 from slipstream.simulator.costs import CostModel, MeasuredCost, MicrobatchCost, TableCost, UnitCost, result_seconds
-from slipstream.simulator.memory_account import RankMemory, memory_of, quick_peaks, rank_memory
+from slipstream.simulator.memory_account import RankMemory, memory_of, rank_memory
 from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, MemoryTables, StageSlice, table_of
 from slipstream.simulator.simulation import simulate

@@ -1,6 +1,6 @@
 """The account of memory over arrays, compiled: the peak of every rank with an order that isn't lowered yet.
 
-It states a second time what `memory_account`, `buffer_pool` and `add_communication` state, because a step is planned
+Of messages' buffers it states a second time what `buffer_pool` and `add_communication` state, because a step is planned
 while another one runs, and lowering each plan takes far longer than making it; a property test shows that they agree.
 It knows F, B, I, W and REDUCE_GRAD.
 """
@@ -14,39 +14,37 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.schedule import NARROWEST_WINDOW, Op, Schedule
+from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays
+from slipstream.simulator.memory_arrays import rank_bytes, row_peaks
 from slipstream.simulator.numba_jit import compiled
+from slipstream.simulator.time_kernel import start_times
 
-_NUMBERS = {op: number for number, op in enumerate((Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD))}
-_F, _B, _I, _W = range(4)
+_F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
+_UNITS = np.array([{Op.B: 2.0, Op.REDUCE_GRAD: 0.0}.get(op, 1.0) for op in OPS])  # of time, as lowering counts them
 
 
 class OrderArrays(NamedTuple):
     """A valid order as arrays; rank r's actions are `firsts[r]` up to `firsts[r + 1]`. Slices count over the step."""
 
     firsts: Ints
-    op: Ints  # F, B, I, W, REDUCE_GRAD
+    op: Ints  # place in OPS
     stage: Ints
     slice: Ints
     placement: Ints
     microbatch: Ints  # of each slice
-    counts: Ints  # slices of each microbatch
 
     @classmethod
-    def of(cls, schedule: Schedule) -> OrderArrays:
+    def of(cls, arrays: ActionArrays) -> OrderArrays:
         """Returns the arrays of a schedule of these ops, without sends and receives."""
-        counts = np.array(schedule.slice_counts, np.int64)
+        counts = np.array(arrays.schedule.slice_counts, np.int64)
         begins = np.cumsum(counts) - counts
-        columns = np.array(
-            [(_NUMBERS[op], stage, m, index) for row in schedule.actions for op, stage, m, index in row], np.int64
-        ).reshape(-1, 4)
         return cls(
-            np.cumsum([0, *map(len, schedule.actions)]),
-            columns[:, 0].copy(),
-            columns[:, 1].copy(),
-            begins[columns[:, 2]] + columns[:, 3],
-            np.array(schedule.placement, np.int64),
+            arrays.firsts,
+            arrays.op,
+            arrays.stage,
+            begins[arrays.microbatch] + arrays.slice,
+            np.array(arrays.schedule.placement, np.int64),
             np.repeat(np.arange(len(counts)), counts),
-            counts,
         )
 
 
@@ -73,59 +71,65 @@ class CompiledAccount:
 
     def peaks(self, schedule: Schedule) -> list[float]:
         """Returns the most bytes that each rank holds."""
-        peaks: list[float] = _peaks(OrderArrays.of(schedule), self.step, NARROWEST_WINDOW).tolist()
+        arrays = ActionArrays.of(schedule)
+        order = OrderArrays.of(arrays)
+        graph, rows = arrays.graph(_UNITS[arrays.op])
+        starts = start_times(graph, rows)
+        buffers = _pools(order, self.step, starts, starts + graph.seconds, arrays.producer, NARROWEST_WINDOW)
+        peaks: list[float] = (self._held(arrays, order) + buffers).tolist()
         return peaks
+
+    def _held(self, arrays: ActionArrays, order: OrderArrays) -> Floats:
+        """Returns the most that each rank holds besides buffers, while its actions run and before they have sent."""
+        step, place = self.step, (np.minimum(order.op, _W), order.stage, order.slice)
+        own = place[1], order.microbatch[order.slice]
+        computes = order.op <= _W
+        takes, during, frees = rank_bytes(
+            arrays,
+            np.where(computes, step.leaves[place], 0.0),
+            np.where(computes, step.peaks[place], 0.0),
+            step.first[place],
+            step.gradients[_B:],
+            step.context[own],
+            step.context_gradients[own],
+        )
+        forward, backward = order.op == _F, (order.op == _B) | (order.op == _I)
+        there = np.concatenate([[-1], order.placement, [-1]])  # the rank of each stage, after that of the one before
+        before, here, after = there[order.stage], there[order.stage + 1], there[order.stage + 2]
+        other = np.where(forward, after, before)
+        sends = (forward | backward) & (other >= 0) & (other != here)
+        kept = ((forward | backward) & (other == here)).astype(int)
+        kept -= backward & (before == here)
+        kept -= ((order.op == _B) | (order.op == _W)) & (after == here)
+        payload = step.payload[order.slice]
+        frees = frees - payload * kept
+        during = np.where(sends, np.maximum(during, payload - frees), during)
+        return step.state + row_peaks(arrays.firsts, takes, during, frees)
 
 
 @compiled
-def _peaks(order: OrderArrays, step: StepBytes, narrowest: int) -> Floats:
-    starts, ends, producer = _witness(order)
+def _pools(order: OrderArrays, step: StepBytes, starts: Floats, ends: Floats, producer: Ints, narrowest: int) -> Floats:
+    """Returns the bytes of each rank's buffers of messages.
+
+    Args:
+        order: of the actions.
+        step: their bytes.
+        starts: of each action in a run in units of time.
+        ends: of each.
+        producer: the action of another rank whose result each needs, or -1.
+        narrowest: the fewest sends of a channel that may be on their way.
+    """
     posted = _posted(order, starts, ends, producer)
     num_ranks = len(order.firsts) - 1
     windows = _windows(order, posted, producer, narrowest)
     found = np.zeros(num_ranks)
     for rank in range(num_ranks):
-        found[rank] = _held(order, step, rank) + _pool(order, step, posted, producer, windows, rank)
+        found[rank] = _pool(order, step, posted, producer, windows, rank)
     return found
 
 
 @compiled
-def _witness(order: OrderArrays) -> tuple[Ints, Ints, Ints]:
-    """Returns when each action starts and ends in a run in units of time, and the action of another rank whose result
-    it needs, or -1."""
-    size, num_ranks, num_stages = len(order.op), len(order.firsts) - 1, len(order.placement)
-    made = np.full((2, num_stages, len(order.microbatch)), -1)
-    for number in range(size):
-        if order.op[number] <= _I:
-            made[min(order.op[number], 1), order.stage[number], order.slice[number]] = number
-    producer = np.full(size, -1)
-    for number in range(size):
-        op, stage = order.op[number], order.stage[number]
-        if op <= _I:
-            other = stage - 1 if op == _F else stage + 1
-            if 0 <= other < num_stages and order.placement[other] != order.placement[stage]:
-                producer[number] = made[min(op, 1), other, order.slice[number]]
-    starts, ends = np.zeros(size, np.int64), np.full(size, -1)
-    reached, free = order.firsts[:-1].copy(), np.zeros(num_ranks, np.int64)
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(num_ranks):
-            while reached[rank] < order.firsts[rank + 1]:
-                number = reached[rank]
-                source = producer[number]
-                if source >= 0 and ends[source] < 0:
-                    break
-                op = order.op[number]
-                starts[number] = free[rank] if source < 0 else max(free[rank], ends[source])
-                free[rank] = ends[number] = starts[number] + (2 if op == _B else 1 if op <= _W else 0)
-                reached[rank] += 1
-                moved = True
-    return starts, ends, producer
-
-
-@compiled
-def _posted(order: OrderArrays, starts: Ints, ends: Ints, producer: Ints) -> Ints:
+def _posted(order: OrderArrays, starts: Floats, ends: Floats, producer: Ints) -> Ints:
     """Returns before which action the receive of each action's input is posted; -1 where it receives none.
 
     From the last message of a channel to the first: where its rank stands when it is sent, or one action before it is
@@ -209,51 +213,3 @@ def _pool(order: OrderArrays, step: StepBytes, posted: Ints, producer: Ints, win
                 if 0 <= other < num_stages and order.placement[other] != rank:
                     used[size] -= 1
     return float((step.sizes * most).sum())
-
-
-@compiled
-def _held(order: OrderArrays, step: StepBytes, rank: int) -> float:
-    """Returns the most that a rank holds besides buffers, while its actions run and before their results are sent."""
-    num_stages = len(order.placement)
-    held = most = step.state[rank]
-    ran = np.zeros((4, num_stages), np.bool_)
-    made = np.zeros(num_stages)
-    forwards, left = np.zeros((2, num_stages, len(order.counts)), np.int64)
-    for number in range(order.firsts[rank], order.firsts[rank + 1]):
-        op, stage, index = order.op[number], order.stage[number], order.slice[number]
-        if op > _W:
-            continue
-        microbatch = order.microbatch[index]
-        during = step.peaks[op, stage, index]
-        if op != _F and not ran[op, stage] and not ran[_B, stage]:
-            ran[op, stage] = True
-            own = step.gradients[op, stage]
-            more = own - made[stage] if op == _B else own
-            held += more
-            made[stage] += more
-            during = step.first[op, stage, index] - own
-        most = max(most, held + during)
-        held += step.leaves[op, stage, index]
-        if op == _F:
-            if not forwards[stage, microbatch]:
-                held += step.context[stage, microbatch]
-                left[stage, microbatch] = order.counts[microbatch]
-            forwards[stage, microbatch] += 1
-        elif op != _W:
-            if left[stage, microbatch] == order.counts[microbatch]:
-                held += step.context_gradients[stage, microbatch]
-            left[stage, microbatch] -= 1
-            if not left[stage, microbatch]:
-                held -= step.context[stage, microbatch] + step.context_gradients[stage, microbatch]
-        other = stage + 1 if op == _F else stage - 1
-        makes = op <= _I and 0 <= other < num_stages
-        if makes:
-            held += step.payload[index]
-        if stage > 0 and order.placement[stage - 1] == rank and op in (_B, _I):
-            held -= step.payload[index]
-        if stage + 1 < num_stages and order.placement[stage + 1] == rank and op in (_B, _W):
-            held -= step.payload[index]
-        if makes and order.placement[other] != rank:
-            most = max(most, held)
-            held -= step.payload[index]
-    return float(most)

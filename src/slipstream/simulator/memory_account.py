@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from slipstream.schedule import (
     send_windows,
 )
 from slipstream.simulator.buffer_pool import Windows, pool_bytes
-from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, MemoryTables, StageSlice, table_of
+from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTables, StageSlice, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,50 +81,6 @@ def rank_memory(
     account = _Account(schedule, rank, tables, windows)
     row = [*_freeing_late(schedule.actions[rank])] if frees_late else schedule.actions[rank]
     return RankMemory(tuple(account.run(action) for action in row if action.op not in RECEIVES | {Op.REDUCE_GRAD}))
-
-
-def quick_peaks(row: Sequence[Action], schedule: Schedule, table: MemoryTable) -> tuple[float, float]:
-    """Returns the most bytes that a rank holds, messages aside, and the most that it has on the host.
-
-    The search of plans runs this for every configuration, so it keeps one sum instead of one per kind and needs no
-    lowered schedule. `rank_memory` is the full account; a property test shows that they agree. Every stage must split
-    all of its backwards or none.
-
-    Args:
-        row: the rank's actions in order, without sends and receives.
-        schedule: the whole schedule.
-        table: bytes of every action of the row.
-    """
-    stages = {action.stage for action in row}  # those without gradients yet
-    held = sum(table.parameters[g] + table.optimizer[g] for g in stages)
-    left: Counter[tuple[int, int]] = Counter()  # backwards to come, of a stage and microbatch
-    peak = away = most_away = 0.0
-    for action in row:
-        key = action.stage, action.microbatch
-        unit = StageSlice.of(action, schedule)
-        footprint, made = table.footprints[unit, action.op], 0.0
-        during = footprint.peak
-        if (action.stage, action.op) in table.gradients and action.stage in stages:
-            stages.remove(action.stage)
-            made, during = table.gradients[action.stage, action.op], table.first[unit, action.op]
-        peak = max(peak, held + during)
-        held += made
-        held += footprint.leaves
-        if action.op is Op.F:
-            if key not in left:
-                left[key] = schedule.slice_counts[action.microbatch]
-                held += table.context[action.stage]
-            held -= table.context[action.stage] if ends_context(action, schedule) else 0
-        elif action.op in (Op.B, Op.I):
-            is_first = left[key] == schedule.slice_counts[action.microbatch]
-            held += table.context_gradients[action.stage] if is_first else 0
-            left[key] -= 1
-            if not left[key]:
-                held -= table.context[action.stage] + table.context_gradients[action.stage]
-        elif action.op in (Op.OFFLOAD, Op.RELOAD):
-            away -= footprint.leaves
-            most_away = max(most_away, away)
-    return peak, most_away
 
 
 def _freeing_late(row: Sequence[Action]) -> Iterator[Action]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from numba import njit
 from numba.core.caching import FunctionCache
+from numba.core.dispatcher import Dispatcher
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _has_told = False  # that there is no place for the cache
@@ -16,7 +18,7 @@ _has_told = False  # that there is no place for the cache
 def compiled(function: Function) -> Function:
     """Compiles a function at its first call and keeps the code in numba's cache on disk.
 
-    The cache notices changes of the function's own file only, so compiled functions must not call those of other files.
+    The cache notices changes of the function's own file, and of those of the compiled functions that it calls.
     """
     global _has_told
     dispatcher = njit(function)
@@ -39,9 +41,21 @@ class _RenewedCache(FunctionCache):  # type: ignore[misc]
     the whole index before it sees that the function's file has changed.
     """
 
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        stamps = [(each.st_mtime, each.st_size) for each in map(Path.stat, sorted(_sources(function)))]
+        self._cache_file._source_stamp = tuple(stamps)
+
     def load_overload(self, *signature: Any) -> Any:
         try:
             return super().load_overload(*signature)
         except Exception:  # pickle raises what the classes raise
             self.flush()
             return None
+
+
+def _sources(function: Any) -> set[Path]:
+    """Returns the files of a function and of all compiled functions that it calls."""
+    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    others = (_sources(each.py_func) for each in called if isinstance(each, Dispatcher))
+    return {Path(function.__code__.co_filename)}.union(*others)

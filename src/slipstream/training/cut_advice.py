@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.planner.joint import JointPlan, SlicedUnits, UnitCosts
-from slipstream.planner.moved_cuts import SlowedStep
+from slipstream.planner.joint.candidates import SlowedStep
 from slipstream.training.config import Config
 from slipstream.training.run_folder import RunFolder
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.nonnegative_fit import fit_nonnegative
 from slipstream.planner.costs.time_fit import (
     AttentionWindow,
     SlicePoint,
     TimeFit,
     find_window,
+    fit_nonnegative,
     fit_times,
 )
 

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
+from slipstream.planner.costs import OPS
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
-from slipstream.planner.joint.finals import Finals
 from slipstream.planner.joint.joint_problem import MemoryAccount
-from slipstream.planner.joint.placement_search import PlacementSearch
-from slipstream.planner.joint.placements import placements
-from slipstream.planner.joint.quick_order import QuickOrder
-from slipstream.planner.joint.step_estimate import rank_bounds
+from slipstream.planner.joint.joint_search import Finals, placements
+from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.planner.order.best_order import find_order
+from slipstream.planner.order.makespan_bounds import rank_bounds
+from slipstream.planner.order.order_search import find_order
 from slipstream.schedule import Op, Schedule, validate
 from slipstream.simulator import simulate
 
@@ -284,7 +283,8 @@ def test_bounds_and_quick_orders_enclose_the_best_order(
     units = SlicedUnits(costs, tuple(slices))
     table = units.table(bounds)
     found = find_order(placement, microbatches, len(slices), table, effort=2e5)
-    least = rank_bounds(units, bounds, np.array(placement), microbatches).max()
+    seconds = {op: units.stage_seconds(op, bounds) for op in OPS}
+    least = rank_bounds(seconds, np.array(placement), [0], units.message_seconds, microbatches).max()
     quick = min(QuickOrder(placement, microbatches, len(slices), True).seconds(units, bounds).values())
     best = simulate(found, table).makespan
     assert least <= best * (1 + 1e-9)

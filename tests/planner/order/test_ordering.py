@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.best_order import find_order, step_lower_bound
-from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
+from slipstream.planner.order.local_search import anneal
+from slipstream.planner.order.order_search import find_order, step_lower_bound
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (
     GENERATORS,
@@ -33,6 +33,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
+from slipstream.simulator.time_kernel import makespan, peak, start_times
 from support.cp_sat import Instance, shortest
 from support.examples import examples
 
@@ -138,7 +139,7 @@ def test_annealing_gives_the_best_it_found(seed: int) -> None:
     before = [part.copy() for part in (*order, split)]
     graph = problem.graph(split)
     first = makespan(graph, start_times(graph, order))
-    times = np.stack([problem.seconds[op] for op in (Op.B, Op.I, Op.W)])
+    times = np.stack([problem.times.seconds[op] for op in (Op.B, Op.I, Op.W)])
     seconds, order_found, split_found = anneal(graph, order, split, times, 300, 10.0, 0)
     assert seconds <= first
     assert simulate(problem.schedule(order_found, split_found), small.cost).makespan == pytest.approx(seconds)

@@ -12,8 +12,14 @@ from matplotlib.image import imread
 
 from slipstream.html_parts import Bar, axis_ticks, bar_chart
 from slipstream.planner.plans import Alternative, Plan
-from slipstream.planner.report.html_page import report_page, write_report
-from slipstream.planner.report.timeline_svg import MOST_RANKS, MOST_SPANS, shown_parts, timeline_svg
+from slipstream.planner.report.html_page import (
+    MOST_RANKS,
+    MOST_SPANS,
+    report_page,
+    shown_parts,
+    timeline_svg,
+    write_report,
+)
 from slipstream.planner.report.wording import reasons, search_text, shared_choices, slices_text
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Cause, idle_by_cause

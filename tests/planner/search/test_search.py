@@ -33,7 +33,8 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profiler import count_model
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
-from slipstream.simulator import MemoryKind, StageSlice, memory_of, quick_peaks
+from slipstream.simulator import MemoryKind, StageSlice, memory_of
+from slipstream.simulator.memory_arrays import quick_peaks
 from support.architectures import llama
 from support.examples import examples
 from support.parameters import each_once, first_of
@@ -159,9 +160,7 @@ def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: fl
     space, found = bounds(number)
     _, _, configuration = found[choice % len(found)]
     candidate = SimulatedConfiguration.of(space, configuration)
-    peaks, away = zip(
-        *(quick_peaks(row, candidate.schedule, candidate.table) for row in candidate.schedule.actions), strict=True
-    )
+    peaks, away = quick_peaks(candidate.arrays, candidate.table)
     assert max(peaks) <= max(candidate.peaks())
     cluster = small_cluster()
     cluster = replace(cluster, device=replace(cluster.device, host_memory=max(away) * (1 + spare)))

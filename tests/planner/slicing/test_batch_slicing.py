@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from slipstream import SlipstreamError
-from slipstream.planner.slicing.batch_slicing import slice_batch, slice_batch_with_flushes, split_batch
-from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
+from slipstream.planner.slicing.equal_stage_slicing import (
+    slice_batch,
+    slice_batch_with_flushes,
+    slice_tokens,
+    split_batch,
+)
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=10), st.integers(1, 25))

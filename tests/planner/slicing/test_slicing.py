@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 
 from slipstream import SlipstreamError
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens, slicing_frontier
-from slipstream.planner.slicing.shortest_path import search_numpy, shortest_path
-from slipstream.planner.slicing.shortest_path_compiled import search as search_compiled
-from slipstream.planner.slicing.time_table import time_table
+from slipstream.planner.slicing.time_table import search_compiled, search_numpy, shortest_path, time_table
 
 Table = list[list[float]]  # [i][j]: i tokens after j
 
@@ -100,7 +98,7 @@ def test_numba_and_numpy_agree_to_the_last_bit(backward: bool) -> None:
         finite = [sorted(time[np.isfinite(time)]) for time in each.times]
         for share in (0.001, 0.01, 0.1, 0.3, 0.6, 1.0):
             limits = tuple(float(times[int(share * (len(times) - 1))]) for times in finite)
-            plain, fast = (shortest_path(each, limits, search) for search in (search_numpy, search_compiled))
+            plain, fast = (shortest_path(each, limits, search) for search in (search_numpy, search_compiled()))
             assert fast == plain
             assert all(a <= b for a, b in zip(fast.maxima, limits, strict=True))
 

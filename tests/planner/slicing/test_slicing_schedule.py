@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError, simulate
-from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
-from slipstream.planner.slicing.equal_time_cuts import equal_time_cuts, equal_time_slices
-from slipstream.planner.slicing.schedule_slicing import slice_for_schedule
-from slipstream.planner.slicing.slice_costs import schedule_costs
+from slipstream.planner.slicing.equal_stage_slicing import equal_time_cuts, equal_time_slices, slice_tokens
+from slipstream.planner.slicing.schedule_slicing import schedule_costs, slice_for_schedule
 from slipstream.schedule import Op, Schedule, forward_only, gpipe, one_f_one_b, split_backwards
 from slipstream.simulator import CostModel
 

@@ -7,13 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from slipstream.planner.order.best_order import step_lower_bound
-from slipstream.planner.order.ordering_problem import OrderingProblem
+from slipstream.planner.order.order_search import step_lower_bound
 from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
-from slipstream.planner.steps.step_candidates import candidates, lower_bound
-from slipstream.planner.steps.step_graph import StepGraph
+from slipstream.planner.steps.step_search import candidates, lower_bound
 from slipstream.schedule import Op, validate
 from slipstream.simulator import simulate
 from support.examples import examples
@@ -84,25 +81,13 @@ def test_a_backward_counts_as_long_as_it_takes_split_where_that_is_less() -> Non
     assert lower_bound(problem, sliced(problem, plan)) == pytest.approx(plan.seconds, rel=1e-9)
 
 
-@examples(8)
-@given(problems(), st.randoms(use_true_random=False))
-def test_the_graph_states_the_rules_of_order(problem: StepProblem, random: object) -> None:
-    step = next(iter(candidates(problem)))
-    counts = step.counts.tolist()
-    mine = StepGraph(step, problem.ranks, problem.limits)
-    theirs = OrderingProblem(problem.placement, len(counts), counts, step.costs())
-    split = np.random.default_rng(0).random(theirs.num_units) < 0.5
-    one, other = mine.with_split(split), theirs.graph(split)
-    for name in ("seconds", "exists", "rank", "chain", "link_seconds", "link_occupied", "acquired", "released"):
-        np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-12, err_msg=name)
-    np.testing.assert_array_equal(one.counts, other.counts)
-    for first, others in (("first_before", "before"), ("first_after", "after")):
-        for a, b in zip(_lists(one, first, others), _lists(other, first, others), strict=True):
-            assert sorted(a) == sorted(b)
-    shared = one.channel[:, None] == one.channel[None]
-    np.testing.assert_array_equal(shared, other.channel[:, None] == other.channel[None])
-
-
-def _lists(graph: object, first: str, others: str) -> list[list[int]]:
-    bounds = getattr(graph, first)
-    return [each.tolist() for each in np.split(getattr(graph, others), bounds[1:-1])]
+def test_no_message_to_frozen_stages_counts() -> None:
+    """Two stages on two ranks, the first without backwards: its gradient's message would end the step."""
+    costs = rates(2)
+    trained = np.array([[0.0], [1.0]])
+    seconds = {op: each if op is Op.F else trained * each for op, each in costs.seconds.items()}
+    frozen = replace(costs, seconds=seconds, latency=1e4)
+    plan = find_step_plan(StepProblem((700,), (0, 1), frozen, num_microbatches=1, num_slices=1, split=False))
+    each = {op: frozen.stage_seconds(op, np.array([700]), frozen.scores(np.array([700]))) for op in (Op.F, Op.B)}
+    assert frozen.num_frozen == 1
+    assert plan.seconds == pytest.approx(each[Op.F].sum() + 1e4 + each[Op.B][1, 0])

@@ -170,7 +170,7 @@ def _find(
     start: Schedule, cost: TableCost, splits: bool, effort: float = 2e7, limit: Sequence[float] | None = None
 ) -> Schedule:
     """Returns the best order found; `limit` is the most bytes of activations on each rank."""
-    from slipstream.planner.order.best_order import find_order  # its compiled code takes a while to load
+    from slipstream.planner.order.order_search import find_order  # its compiled code takes a while to load
 
     counts = start.placement, start.num_microbatches, start.num_slices
     return find_order(*counts, cost, memory_limit=limit, split=splits, effort=effort)

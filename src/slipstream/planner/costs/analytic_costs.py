@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.planner.costs.action_bytes import ActionBytes
 from slipstream.planner.costs.cluster import Cluster, LinkKind
 from slipstream.planner.costs.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
-from slipstream.planner.costs.pipeline_costs import pipeline_costs
+from slipstream.planner.costs.pipeline_costs import ActionBytes, pipeline_costs
 from slipstream.planner.costs.stage_basis import Stage
 from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost

@@ -40,8 +40,13 @@ class StageParts(NamedTuple):
     @classmethod
     def of_partition(cls, partition: Sequence[float], num_layers: int, units_per_layer: int) -> list[StageParts]:
         """Returns the stages with so many layers each, perhaps with halves, or with 0 for an end of the model alone."""
-        inner = [1 + round(layers * units_per_layer) for layers in accumulate(partition[:-1])]
-        return cls.of_units([0, *inner, num_layers * units_per_layer + 2])
+        return cls.of_units(unit_bounds(partition, num_layers, units_per_layer))
+
+
+def unit_bounds(partition: Sequence[float], num_layers: int, units_per_layer: int) -> tuple[int, ...]:
+    """Returns the first part of each stage with so many layers, and the number of parts: what `partition_of` undoes."""
+    inner = (1 + round(layers * units_per_layer) for layers in accumulate(partition[:-1]))
+    return (0, *inner, num_layers * units_per_layer + 2)
 
 
 def partition_of(bounds: Sequence[int], units_per_layer: int) -> tuple[float, ...]:

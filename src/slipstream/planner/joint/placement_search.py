@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -10,19 +11,136 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import partition_of
-from slipstream.planner.joint.candidates import Candidate
-from slipstream.planner.joint.joint_plan import JointPlan
-from slipstream.planner.joint.joint_problem import JointProblem
-from slipstream.planner.joint.plan_memory import PlanMemory
-from slipstream.planner.joint.quick_order import QuickOrder
-from slipstream.planner.joint.step_estimate import rank_bounds
+from slipstream.planner.costs import OPS, partition_of
+from slipstream.planner.joint.candidates import Candidate, steepest_descent
+from slipstream.planner.joint.joint_problem import JointPlan, JointProblem
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.planner.order.best_order import find_order, step_lower_bound
-from slipstream.planner.order.order_search import PriorityRule
+from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, alone_starts
+from slipstream.planner.order.makespan_bounds import rank_bounds
+from slipstream.planner.order.order_search import find_order, step_lower_bound
+from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import TableCost, simulate
+
+
+class PlanMemory:
+    """The memory of the candidates of one placement, in bytes of each rank.
+
+    Orders are searched for within the room for activations. What a rank holds besides, such as messages, depends on
+    the order. So it is taken from the account of the order that holds least, and grows wherever an order that was found
+    holds more than the limit.
+    """
+
+    def __init__(self, problem: JointProblem, limit: float, placement: tuple[int, ...], recompute: bool) -> None:
+        self._problem, self._limit, self._placement, self._recompute = problem, limit, placement, recompute
+        self._besides: dict[int, Floats] = {}  # by the number of slices
+
+    def room(self, candidate: Candidate, units: SlicedUnits) -> Floats:
+        """Returns the bytes for activations."""
+        count = len(candidate.slices)
+        left = self._limit - self._held(candidate, units)
+        if count not in self._besides:
+            most = self._peaks(candidate, self.least(candidate, units))
+            nothing = np.zeros(len(left))
+            self._besides[count] = nothing if most is None else most - self.least_bytes(candidate, units)
+        room: Floats = left - self._besides[count]
+        return room
+
+    def fits(self, candidate: Candidate, schedule: Schedule) -> bool:
+        """Returns whether the order keeps to the limit; where it doesn't, there is less room from now on."""
+        most = self._peaks(candidate, schedule)
+        if most is None:
+            return True
+        self._besides[len(candidate.slices)] += np.maximum(most - self._limit, 0.0)
+        return bool((most <= self._limit).all())
+
+    def least(self, candidate: Candidate, units: SlicedUnits) -> Schedule:
+        """Returns the order that holds least: one microbatch after the other, with whole backwards."""
+        counts = (len(candidate.slices),) * self._problem.num_microbatches
+        order = StepActions(self._placement, counts).whole
+        return units.without_frozen_backwards(order, candidate.bounds)
+
+    def least_bytes(self, candidate: Candidate, units: SlicedUnits) -> Floats:
+        """Returns what each rank holds in that order, without what only the account counts."""
+        sizes = np.bincount(self._placement, units.stage_activations(candidate.bounds).sum(axis=1))
+        total: Floats = self._held(candidate, units) + sizes
+        return total
+
+    def most(self, candidate: Candidate, units: SlicedUnits) -> Floats:
+        """Returns what each rank holds in that order."""
+        found = self._peaks(candidate, self.least(candidate, units))
+        return self.least_bytes(candidate, units) if found is None else found
+
+    def _held(self, candidate: Candidate, units: SlicedUnits) -> Floats:
+        """Weights, gradients, optimizer state, and what a stage computes again."""
+        state = np.bincount(self._placement, np.diff(self._problem.state_sums[list(candidate.bounds)]))
+        again = np.zeros(len(state))
+        np.maximum.at(again, list(self._placement), units.computed_again(candidate.bounds))
+        held: Floats = state + again
+        return held
+
+    def _peaks(self, candidate: Candidate, schedule: Schedule) -> Floats | None:
+        if self._problem.account is None:
+            return None
+        partition = partition_of(candidate.bounds, self._problem.costs.units_per_layer)
+        return np.array(self._problem.account(partition, candidate.slices, schedule, self._recompute), float)
+
+
+class QuickOrder:
+    """The orders of one placement with one number of microbatches and slices, whatever the actions cost."""
+
+    def __init__(self, placement: tuple[int, ...], num_microbatches: int, num_slices: int, split: bool) -> None:
+        self._actions = StepActions(placement, (num_slices,) * num_microbatches)
+        self._one = StepActions(placement, (num_slices,))
+        self._split, self._shape = split, (len(placement), num_microbatches, num_slices)
+        lags = (0.0, 0.5, 1.0, 2.0) if num_microbatches > 1 else (0.0,)
+        names = self._actions.splittings(split)
+        grid = product(names, lags, (-1.0, 0.0, 0.25, 0.5, 1.0, 2.0), (0.0, 0.5, 1.0))
+        self.rules = tuple(PriorityRule(*rule) for rule in grid if rule[0] != "none" or rule[3] == 0)
+
+    def seconds(
+        self,
+        units: SlicedUnits,
+        bounds: tuple[int, ...],
+        room: Floats | None = None,
+        rules: tuple[PriorityRule, ...] = (),
+    ) -> dict[PriorityRule, float]:
+        """Returns the seconds of a step by each of the rules, by default all; infinite where nothing fits.
+
+        Args:
+            units: the costs of the slices.
+            bounds: the first unit of each stage, and the number of units.
+            room: bytes that each rank has for activations. None: any number.
+            rules: the rules to try.
+        """
+        held = units.stage_activations(bounds)
+        if room is not None and (np.bincount(self._actions.placement, held.sum(axis=1)) > room).any():
+            return dict.fromkeys(rules or self.rules, np.inf)
+        stages, microbatches, slices = self._shape
+        times = {op: units.stage_seconds(op, bounds) for op in OPS}
+        limits = np.full(self._actions.num_ranks, np.inf) if room is None else room
+        one, every = (self._times(units, bounds, times, held, number) for number in (1, microbatches))
+        lone = self._one.graph_of(one, limits, np.full(self._one.num_units, self._split))
+        alone = alone_starts(lone, self._one.microbatch, 1).reshape(3, stages, 1, slices)
+        scheduler = ListScheduler(
+            self._actions,
+            every,
+            limits,
+            self._split,
+            alone=np.broadcast_to(alone, (3, *self._shape)).ravel(),
+            period=float((times[Op.F] + times[Op.B]).sum(axis=1).max()),
+        )
+        return {rule: scheduler.place(rule).seconds for rule in rules or self.rules}
+
+    def _times(
+        self, units: SlicedUnits, bounds: tuple[int, ...], times: dict[Op, Floats], held: Floats, number: int
+    ) -> UnitTimes:
+        """Returns the costs of so many microbatches, whose messages don't wait for each other."""
+        seconds = {op: np.tile(each, number) for op, each in times.items()}
+        travels = np.tile(units.message_seconds, number)
+        return UnitTimes.of_slices(seconds, (travels, 0 * travels), np.tile(held, number), units.frozen_stages(bounds))
+
 
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # slices to start from
 _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slices
@@ -145,7 +263,14 @@ class PlacementSearch:
     def _rank_bounds(self, candidate: Candidate) -> tuple[float, float]:
         """The largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones."""
         units = self.units(candidate.slices)
-        found = rank_bounds(units, candidate.bounds, self.ranks, self.problem.num_microbatches)
+        found = rank_bounds(
+            {op: units.stage_seconds(op, candidate.bounds) for op in OPS},
+            self.ranks,
+            [0],
+            units.message_seconds,
+            self.problem.num_microbatches,
+            units.frozen_stages(candidate.bounds),
+        )
         return float(found.max()), float((found**2).sum())
 
     def rough_bound(self, candidate: Candidate) -> float:
@@ -223,12 +348,7 @@ class PlacementSearch:
 
     def _evened(self, candidate: Candidate) -> Candidate:
         """Moves units between neighbours as long as the ranks' bounds get lower or more even."""
-        value = self._rank_bounds(candidate)
-        while True:
-            moved = min(candidate.cuts(), key=self._rank_bounds, default=candidate)
-            if (found := self._rank_bounds(moved)) >= value:
-                return candidate
-            candidate, value = moved, found
+        return steepest_descent(candidate, self._rank_bounds, Candidate.cuts)[0]
 
     def _descend(self, candidate: Candidate) -> None:
         """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""

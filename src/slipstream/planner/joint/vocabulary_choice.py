@@ -11,9 +11,8 @@ import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import StageParts
-from slipstream.planner.joint.joint_plan import JointPlan
-from slipstream.planner.joint.joint_problem import JointProblem, MemoryAccount
+from slipstream.planner.costs import unit_bounds
+from slipstream.planner.joint.joint_problem import JointPlan, JointProblem, MemoryAccount
 from slipstream.planner.joint.joint_search import find_joint_plan
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
 from slipstream.schedule import Op, Schedule, spread_vocabulary
@@ -131,9 +130,8 @@ def spread_costs(
     F keeps the embedding's time.
     """
     costs, last = problem.costs, len(partition) - 1
-    parts = StageParts.of_partition(partition, costs.num_layers, costs.units_per_layer)
     table = SlicedUnits(UnitsWithoutHead(costs), slices, recompute).table(
-        (*(each.start for each in parts), parts[-1].stop)
+        unit_bounds(partition, costs.num_layers, costs.units_per_layer)
     )
     lengths, contexts = np.array(slices, np.int64), np.array([0, *accumulate(slices)][:-1], np.int64)
     (forward, fixed), (inputs, _), (weights, also_fixed) = (

@@ -1,14 +1,127 @@
-"""List scheduling with look-ahead and a memory limit, compiled."""
+"""List scheduling with look-ahead and a memory limit, compiled, and the rules by which it chooses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from slipstream.array_types import Floats, Ints
-from slipstream.planner.order.ordering_problem import ActionGraph, ActionOrder
+from slipstream.array_types import Flags, Floats, Ints
+from slipstream.planner.order.ordering_problem import StepActions, UnitTimes
+from slipstream.schedule import Schedule
+from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 from slipstream.simulator.numba_jit import compiled
+from slipstream.simulator.time_kernel import makespan, peak, start_times
 
 _NEVER = np.inf
+
+
+class MeasuredOrder(NamedTuple):
+    """An order, the seconds it takes, and which backwards it splits."""
+
+    seconds: float
+    order: ActionOrder
+    split: Flags
+
+
+class PriorityRule(NamedTuple):
+    """The priorities of list scheduling in numbers; see `place` for the last two.
+
+    An action's priority is its start if its microbatch ran alone, `lag` times the busiest rank's work of the
+    microbatches before it later, and for backwards `hurry` round trips earlier: lag 0 is breadth first, a large one
+    depth first; hurry 1 tends to 1F1B, -1 to a flush.
+    """
+
+    splitting: str  # which backwards are split: "all", those "sent" to another rank, "none"
+    lag: float
+    hurry: float
+    patience: float
+    window: float = 0  # in mean times of an action
+
+
+class ListScheduler:
+    """The orders of a step's actions by rules.
+
+    Args:
+        actions: of the step.
+        times: what they cost.
+        limits: the bytes of each rank.
+        split: whether backwards may be split.
+        alone: the start of each action if its microbatch ran alone, or what finds it from the graph of whole backwards.
+            None: `alone_starts` does.
+        before: the periods of the microbatches before each action's. None: one for each.
+        period: the busiest rank's work in one. None: its mean work of a microbatch.
+    """
+
+    def __init__(
+        self,
+        actions: StepActions,
+        times: UnitTimes,
+        limits: Sequence[float] | Floats,
+        split: bool,
+        alone: Floats | Callable[[ActionGraph], Floats] | None = None,
+        before: Floats | Ints | None = None,
+        period: float | None = None,
+    ) -> None:
+        self._actions, self._times, self._limits = actions, times, limits
+        self.splittings = actions.splittings(split)
+        self._graphs: dict[str, ActionGraph] = {}
+        self.alone = self._alone(split) if alone is None else alone(self.graph("none")) if callable(alone) else alone
+        self._before = actions.microbatch if before is None else before
+        self._backward = np.arange(len(self.alone)) >= actions.num_units
+        if period is None:
+            graph = self.graph("none")
+            period = float(np.bincount(graph.rank, graph.seconds).max()) / actions.num_microbatches
+        self._period, self._trip = period, float(self.alone.max())
+
+    def graph(self, splitting: str) -> ActionGraph:
+        """Returns the arrays of the actions with the backwards that a splitting splits."""
+        if splitting not in self._graphs:
+            self._graphs[splitting] = self._actions.graph_of(self._times, self._limits, self.splittings[splitting])
+        return self._graphs[splitting]
+
+    def _alone(self, split: bool) -> Floats:
+        actions, whole = self._actions, self.graph("all" if split else "none")
+        return alone_starts(whole, actions.microbatch, actions.num_microbatches)
+
+    def priority(self, rule: PriorityRule) -> Floats:
+        """Returns the priority of each action."""
+        late = rule.lag * self._period * self._before
+        priority: Floats = self.alone + late - rule.hurry * self._trip * self._backward
+        return priority
+
+    def place(self, rule: PriorityRule, priority: Floats | None = None, window: float = 0.0) -> MeasuredOrder:
+        """Returns the order of a rule, which keeps to the limits; by default with its own priorities."""
+        graph = self.graph(rule.splitting)
+        order, start = place(graph, self.priority(rule) if priority is None else priority, window, rule.patience)
+        return MeasuredOrder(makespan(graph, start), order, self.splittings[rule.splitting])
+
+
+def measure_order(
+    actions: StepActions, times: UnitTimes, limits: Sequence[float] | Floats, schedule: Schedule
+) -> MeasuredOrder | None:
+    """Returns a schedule's order and its seconds; None if it doesn't fit the memory."""
+    order, split = actions.order(schedule)
+    graph = actions.graph_of(times, limits, split)
+    if any(peak(graph, order, rank) > limit for rank, limit in enumerate(graph.limits)):
+        return None
+    return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
+
+
+def alone_starts(graph: ActionGraph, microbatch: Ints, num_microbatches: int) -> Floats:
+    """Returns each action's start if its microbatch ran alone, in the order of the numbers and without a limit."""
+    graph = graph._replace(limits=np.full(len(graph.limits), _NEVER))
+    costs = np.stack([graph.seconds, graph.link_seconds, graph.link_occupied])
+    found: dict[bytes, Floats] = {}  # the starts in a microbatch of these costs
+    alone = np.empty(len(microbatch))
+    for number in range(num_microbatches):
+        mine = microbatch == number
+        if (costs_here := costs[:, mine].tobytes()) not in found:
+            own = graph._replace(exists=graph.exists & mine)
+            found[costs_here] = place(own, np.arange(float(len(mine))), 0.0, 0.0)[1][mine]
+        alone[mine] = found[costs_here]
+    return alone
 
 
 @compiled

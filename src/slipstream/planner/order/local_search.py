@@ -1,84 +1,17 @@
-"""Local search over orders of actions, and the compiled simulator that it runs on.
-
-The simulator states a second time what `slipstream.simulator.simulation` states: the search runs it many
-thousand times a second, and compiled code in numba's cache must lie in the file that calls it. A property test shows
-that both agree.
-"""
+"""Local search over orders of actions, compiled."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.planner.order.ordering_problem import ActionGraph, ActionOrder
+from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 from slipstream.simulator.numba_jit import compiled
+from slipstream.simulator.time_kernel import makespan, peak, start_times
 
 _NEVER = np.inf
 _SPLIT, _SWAP = 0.3, 0.6  # how often a whole backward is split, and how often only neighbours are swapped
 _FARTHEST = 12  # places an action moves at most
-
-
-@compiled
-def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
-    """Returns each action's start if the ranks run `order`, as `slipstream.simulator.simulation.simulate` does.
-
-    Actions that never start, because they are missing or the ranks get stuck, have -1.
-    """
-    num_ranks, num_channels = graph.counts[0], graph.counts[1]
-    missing = graph.first_before[1:] - graph.first_before[:-1]
-    ready = np.zeros(len(missing))
-    start = np.full(len(missing), -1.0)
-    free, line_free = np.zeros(num_ranks), np.zeros(num_channels)
-    reached = np.zeros(num_ranks, np.int64)
-    waiting, num_waiting = np.arange(2 * num_ranks), num_ranks
-    while num_waiting:
-        num_waiting -= 1
-        rank = waiting[num_waiting]
-        row, length = order.rows[rank], order.lengths[rank]
-        while reached[rank] < length and missing[row[reached[rank]]] == 0:
-            number = row[reached[rank]]
-            reached[rank] += 1
-            start[number] = max(free[rank], ready[number])
-            end = free[rank] = start[number] + graph.seconds[number]
-            arrival = end
-            line = graph.channel[number]
-            if line >= 0:
-                leaves = max(end, line_free[line])
-                line_free[line] = leaves + graph.link_occupied[number]
-                arrival = leaves + graph.link_seconds[number]
-            for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
-                there = graph.rank[after]
-                ready[after] = max(ready[after], end if there == rank else arrival)
-                missing[after] -= 1
-                at = reached[there]
-                is_next = at < order.lengths[there] and order.rows[there, at] == after
-                if there != rank and missing[after] == 0 and is_next:
-                    waiting[num_waiting] = there
-                    num_waiting += 1
-    return start
-
-
-@compiled
-def makespan(graph: ActionGraph, start: Floats) -> float:
-    """Returns the end of the last action; infinite if one never starts."""
-    last = 0.0
-    for number in range(len(start)):
-        if graph.exists[number]:
-            if start[number] < 0:
-                return _NEVER
-            last = max(last, start[number] + graph.seconds[number])
-    return last
-
-
-@compiled
-def peak(graph: ActionGraph, order: ActionOrder, rank: int) -> float:
-    """Returns the peak bytes of activations of a rank, which depend only on its order."""
-    most = held = 0.0
-    for number in order.rows[rank, : order.lengths[rank]]:
-        held += graph.acquired[number]
-        most = max(most, held)
-        held -= graph.released[number]
-    return most
 
 
 @compiled

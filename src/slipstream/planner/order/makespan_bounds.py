@@ -1,10 +1,11 @@
-"""A lower bound of the step for any order of the actions.
+"""Lower bounds of the step for any order of the actions: a quick one, and a close one.
 
 Compiled functions use mostly plain loops, since numpy's functions take long to compile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import permutations
 from typing import NamedTuple
@@ -12,14 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.order.ordering_problem import ActionGraph, OrderingProblem
+from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op
+from slipstream.simulator.action_graph import ActionGraph
 from slipstream.simulator.numba_jit import compiled
 
 
 def makespan_bound(problem: OrderingProblem) -> float:
-    """Returns the bound that `slipstream.planner.order.best_order.step_lower_bound` describes, in seconds."""
-    times = problem.seconds
+    """Returns the bound that `slipstream.planner.order.order_search.step_lower_bound` describes, in seconds."""
+    times = problem.times.seconds
     shortest = np.minimum(times[Op.B], times[Op.I])  # until the input gradient is there
     rest = np.minimum(times[Op.B], times[Op.I] + times[Op.W]) - shortest
     graph = problem.graph(np.ones(problem.num_units, np.bool_))
@@ -35,7 +37,7 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
     They are also the bytes of all units whose backwards need this unit's backward.
     """
     num_stages = len(problem.placement)
-    sizes = problem.activations.reshape(num_stages, -1)
+    sizes = problem.times.held.reshape(num_stages, -1)
     reach = problem.reach or [(0,) * count for count in problem.slice_counts]
     under = np.zeros_like(sizes)
     for begin, row in zip(problem.firsts, reach, strict=False):
@@ -47,6 +49,44 @@ def _bytes_under(problem: OrderingProblem) -> Floats:
                 held = sizes[stages, begin + oldest[i] : begin + i + 1]
                 under[stages, begin + i] = held.sum(axis=1).cumsum()
     return under.ravel()
+
+
+def rank_bounds(
+    seconds: Mapping[Op, Floats],
+    ranks: Ints,
+    firsts: Sequence[int] | Ints,
+    link_seconds: Floats,
+    num_microbatches: int = 1,
+    num_frozen: int = 0,
+    split: bool = True,
+) -> Floats:
+    """Returns, for each rank, seconds that no order of the actions beats, in a fraction of `makespan_bound`'s time.
+
+    A rank begins once the first slice of some microbatch has reached it, does all its work, and its last input gradient
+    has yet to travel through the stages before, while weight gradients may follow at the very end.
+
+    Args:
+        seconds: of F, B, I and W, (stages, slices).
+        ranks: of the stages.
+        firsts: the first slice of each microbatch.
+        link_seconds: of each slice's message.
+        num_microbatches: like those that the slices are of.
+        num_frozen: the first stages, to which no gradient is sent.
+        split: whether backwards may be split.
+    """
+    forward, whole, inputs, weights = (seconds[op] for op in (Op.F, Op.B, Op.I, Op.W))
+    back, both = (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if split else (whole, whole)
+    number = int(ranks.max()) + 1
+    link = link_seconds[firsts] * (np.diff(ranks, prepend=ranks[0]) != 0)[:, None]
+    ahead, behind = forward[:, firsts], back[:, firsts]
+    head, tail = np.full(number, np.inf), np.full(number, np.inf)
+    np.minimum.at(head, ranks, (np.cumsum(ahead + link, axis=0) - ahead).min(axis=1))
+    sent = link * (np.arange(len(ranks)) > num_frozen)[:, None]
+    np.minimum.at(tail, ranks, (np.cumsum(behind + sent, axis=0) - behind).min(axis=1))
+    until_sent = num_microbatches * np.bincount(ranks, (forward + back).sum(axis=1), minlength=number) + tail
+    work = num_microbatches * np.bincount(ranks, (forward + both).sum(axis=1), minlength=number)
+    bounds: Floats = head + np.maximum(work, until_sent)
+    return bounds
 
 
 class _Paths(NamedTuple):
@@ -109,6 +149,19 @@ def _travels(graph: ActionGraph, senders: Ints, tails: Floats) -> Floats:
     return travels
 
 
+def longest_paths(graph: ActionGraph) -> Floats:
+    """Returns the seconds of the longest path to each action: when it starts where only the rules of order delay it."""
+    heads = np.zeros(len(graph.seconds))
+    _raise_paths(graph, _along(len(heads) // 3), heads, False)
+    return heads
+
+
+def _along(num_units: int) -> Ints:
+    """Returns all action numbers in an order in which each follows what it needs."""
+    backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
+    return np.concatenate((np.arange(num_units), backwards, np.arange(2 * num_units, 3 * num_units)))
+
+
 def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats) -> float:
     """Returns the largest one-machine bound over the ranks and the channels, for these actions and their messages."""
     found = [0.0]
@@ -124,9 +177,7 @@ def _on_machines(graph: ActionGraph, numbers: Ints, heads: Floats, tails: Floats
 
 def _bound(graph: ActionGraph, turns: Ints, under: Floats) -> float:
     size, num_units = len(graph.seconds), len(under)
-    forwards, weights = np.arange(num_units), np.arange(2 * num_units, size)
-    backwards = np.arange(2 * num_units - 1, num_units - 1, -1)
-    along = np.concatenate((forwards, backwards, weights))
+    forwards, along = np.arange(num_units), _along(num_units)
     paths = _Paths(np.zeros(size), np.zeros(size), np.full(size, -np.inf), np.full(size, -np.inf))
     heads, tails, to_turn, from_turn = paths
     _raise_paths(graph, along, heads, False)

@@ -1,20 +1,31 @@
-"""The search for an order: hand-written schedules, list scheduling by many rules, local search."""
+"""schedule="auto": the search for the shortest order, by hand-written schedules, list scheduling and local search."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats
-from slipstream.planner.order.list_scheduling import place
-from slipstream.planner.order.local_search import anneal, makespan, peak, start_times
+from slipstream.array_types import Floats
+from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order
+from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.makespan_bounds import makespan_bound
-from slipstream.planner.order.ordering_problem import ROUNDING, ActionOrder, OrderingProblem
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, make_schedule, split_backwards
+from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem
+from slipstream.schedule import (
+    GENERATORS,
+    STAGES_PER_RANK,
+    Op,
+    Schedule,
+    SliceCounts,
+    make_schedule,
+    split_backwards,
+    validate,
+)
+from slipstream.simulator import CostModel
+from slipstream.simulator.action_graph import ActionOrder
+from slipstream.simulator.time_kernel import makespan, start_times
 
 _MAX_TRIALS, _MAX_STEPS, _MAX_JOINS = 600, 15_000, 64  # enough for small problems, whatever effort is left
 _HEATS = (0.005, 0.001)
@@ -35,38 +46,6 @@ def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
             yield split_backwards(schedule)
 
 
-class MeasuredOrder(NamedTuple):
-    """An order, the seconds it takes, and which backwards it splits."""
-
-    seconds: float
-    order: ActionOrder
-    split: Flags
-
-
-def measure_order(problem: OrderingProblem, schedule: Schedule) -> MeasuredOrder | None:
-    """Returns the schedule's order and its seconds; None if it doesn't fit the memory."""
-    order, split = problem.order(schedule)
-    graph = problem.graph(split)
-    if any(peak(graph, order, rank) > limit for rank, limit in enumerate(problem.limits)):
-        return None
-    return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
-
-
-class PriorityRule(NamedTuple):
-    """The priorities of list scheduling in numbers; see `place` for the last two.
-
-    An action's priority is its start if its microbatch ran alone, `lag` periods later for every microbatch
-    before it, and for backwards `hurry` round trips earlier: lag 0 is breadth first, a large one depth first;
-    hurry 1 tends to 1F1B, -1 to a flush.
-    """
-
-    splitting: str  # which backwards are split: "all", those "sent" to another rank, "none"
-    lag: float
-    hurry: float
-    patience: float
-    window: float = 0  # in mean times of an action
-
-
 class OrderSearch:
     """The search: the best order so far, and the effort that is left."""
 
@@ -75,33 +54,10 @@ class OrderSearch:
         self.size = 3 * problem.num_units
         self.bound = makespan_bound(problem)
         self.random = np.random.default_rng(0)
-        self.splittings = splittings(problem)
-        self.graphs = {name: problem.graph(split) for name, split in self.splittings.items()}
+        self.scheduler = ListScheduler(problem, problem.times, problem.limits, problem.split)
         self.best = MeasuredOrder(np.inf, *problem.order(problem.whole))
         self.rules: dict[PriorityRule, float] = {}
-        self._measure_times()
-
-    def _measure_times(self) -> None:
-        """Measures each action's start if its microbatch ran alone, that run, and a rank's work per microbatch."""
-        problem = self.problem
-        microbatches = np.repeat(np.arange(problem.num_microbatches), problem.slice_counts)
-        self.microbatch = np.tile(microbatches, 3 * len(problem.placement))
-        graph = self.graphs["all" if problem.split else "none"]
-        graph = graph._replace(limits=np.full(problem.num_ranks, np.inf))
-        costs = np.stack([graph.seconds, graph.link_seconds, graph.link_occupied])
-        found: dict[bytes, Floats] = {}  # the starts in a microbatch of these costs
-        self.alone = np.empty(self.size)
-        for number in range(problem.num_microbatches):
-            mine = self.microbatch == number
-            if (costs_here := costs[:, mine].tobytes()) not in found:
-                alone = graph._replace(exists=graph.exists & mine)
-                found[costs_here] = place(alone, np.arange(float(self.size)), 0.0, 0.0)[1][mine]
-            self.alone[mine] = found[costs_here]
-        self.trip = float(self.alone.max())
-        self.backward = np.arange(self.size) >= problem.num_units
-        graph = self.graphs["none"]
-        self.period = float(np.bincount(graph.rank, graph.seconds).max()) / problem.num_microbatches
-        self.mean = float(graph.seconds[: 2 * problem.num_units].mean())
+        self.mean = float(self.scheduler.graph("none").seconds[: 2 * problem.num_units].mean())
 
     def may_improve(self, effort: float = 0) -> bool:
         """Returns whether a better order may exist, and more than this effort is left."""
@@ -110,7 +66,7 @@ class OrderSearch:
     def compare_hand_written(self) -> None:
         """Tries the hand-written schedules."""
         for schedule in [self.problem.whole, *hand_written(self.problem)]:
-            if candidate := measure_order(self.problem, schedule):
+            if candidate := measure_order(self.problem, self.problem.times, self.problem.limits, schedule):
                 self._offer(candidate)
 
     def _offer(self, candidate: MeasuredOrder) -> None:
@@ -120,25 +76,18 @@ class OrderSearch:
     def compare_rules(self) -> None:
         """Tries list scheduling by a grid of rules."""
         for lag, hurry, patience in product((0, 0.25, 0.5, 1, 2, 4), (-1, 0, 0.25, 0.5, 1, 2), (0.0, 0.5, 1.0)):
-            for splitting in self.splittings:
+            for splitting in self.scheduler.splittings:
                 if self.may_improve() and (splitting != "none" or patience == 0):
                     rule = PriorityRule(splitting, lag, hurry, patience)
                     self.rules[rule] = self._try(rule, self._priority(rule))
 
     def _priority(self, rule: PriorityRule) -> Floats:
-        priority: Floats = (
-            self.alone
-            + rule.lag * self.period * self.microbatch
-            - rule.hurry * self.trip * self.backward
-            + 1e-9 * self.mean * np.arange(self.size)
-        )
+        priority: Floats = self.scheduler.priority(rule) + 1e-9 * self.mean * np.arange(self.size)
         return priority
 
     def _try(self, rule: PriorityRule, priority: Floats) -> float:
-        graph = self.graphs[rule.splitting]
-        order, start = place(graph, priority, rule.window * self.mean, rule.patience)
+        candidate = self.scheduler.place(rule, priority, rule.window * self.mean)
         self.effort -= self.size
-        candidate = MeasuredOrder(makespan(graph, start), order, self.splittings[rule.splitting])
         self._offer(candidate)
         return candidate.seconds
 
@@ -160,13 +109,13 @@ class OrderSearch:
             if self.random.random() < 0.5:
                 self.rules[rule] = self._try(rule, self._priority(rule) + noise)
             else:
-                splits = {name: (flags == self.best.split).mean() for name, flags in self.splittings.items()}
+                splits = {name: (flags == self.best.split).mean() for name, flags in self.scheduler.splittings.items()}
                 start = start_times(self.problem.graph(self.best.split), self.best.order)
                 self._try(rule._replace(splitting=max(splits, key=splits.__getitem__)), start + noise)
 
     def anneal(self) -> None:
         """Improves the best order by local search, each time at a lower temperature."""
-        times = np.stack([self.problem.seconds[op] for op in (Op.B, Op.I, Op.W)])
+        times = np.stack([self.problem.times.seconds[op] for op in (Op.B, Op.I, Op.W)])
         if not self.problem.split:
             times[1:] = np.inf
         for seed, heat in enumerate(_HEATS):
@@ -206,10 +155,77 @@ class OrderSearch:
         return MeasuredOrder(makespan(graph, start_times(graph, order)), order, split)
 
 
-def splittings(problem: OrderingProblem) -> dict[str, Flags]:
-    """Returns the choices of which backwards list scheduling splits."""
-    none = np.zeros(problem.num_units, np.bool_)
-    if not problem.split:
-        return {"none": none}
-    sent = problem.graph(none).channel[problem.num_units : 2 * problem.num_units] >= 0
-    return {"all": ~none, "sent": sent, "none": none}
+def find_order(
+    placement: Sequence[int],
+    num_microbatches: int,
+    num_slices: SliceCounts,
+    cost: CostModel,
+    *,
+    memory_limit: Sequence[float] | None = None,
+    reach: Sequence[Sequence[int]] | None = None,
+    split: bool = True,
+    effort: float = 2e7,
+) -> Schedule:
+    """Returns a compute-only schedule named "auto", as short in the simulator as the search can make it.
+
+    It is never slower than any hand-written schedule, whole or with its backwards split, that has this placement and
+    fits the memory. The same arguments give the same schedule on every rank.
+
+    Args:
+        placement: the rank that holds each stage.
+        num_slices: token slices of every microbatch, or of each.
+        cost: seconds of F, B, I and W (only F and B without `split`), of messages, and bytes of activations.
+        memory_limit: bytes of activations of each rank, counted as in `simulate`: from the start of F to the end of B
+            or W. None: no limit.
+        reach: the first slice to which each slice of each microbatch attends, as in `Schedule`. None: slice 0.
+        split: whether a backward may be split into I and W.
+        effort: how many actions may be placed or simulated; 5 million take about a second.
+
+    Raises:
+        SlipstreamError: where no order fits the memory: on which rank, and the least limit that would do.
+    """
+    problem = OrderingProblem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split)
+    search = OrderSearch(problem, effort)
+    search.compare_hand_written()
+    search.compare_rules()
+    search.vary()
+    search.anneal()
+    search.join()
+    schedule = problem.schedule(search.best.order, search.best.split)
+    validate(schedule)
+    return schedule
+
+
+def step_lower_bound(
+    placement: Sequence[int],
+    num_microbatches: int,
+    num_slices: SliceCounts,
+    cost: CostModel,
+    *,
+    memory_limit: Sequence[float] | None = None,
+    reach: Sequence[Sequence[int]] | None = None,
+    split: bool = True,
+) -> float:
+    """Returns a lower bound of the step, in seconds, for any order of these actions.
+
+    The arguments are those of `find_order`.
+
+    Every backward counts as a part d = min(B, I), after which the input gradient can leave, and a rest
+    w = min(B, I+W) - d. A *chain* is a microbatch (with reach: slices of it that attend to each other); its
+    *turn* is the start of the last stage's first backward. All its forwards precede its turn, all its
+    backwards follow it, and at its turn every rank holds it whole. For an action, head is the longest path before
+    it and tail the longest path after it, messages included. J(actions) is the makespan of the best preemptive
+    schedule of one rank or channel under the heads and tails (Jackson 1955, Carlier 1982): for all sets of
+    actions, the least head + the sum of times + the least tail. The bound is the largest of
+
+    1. head(turn) + tail(turn), where a head is at least J of the chain's forwards, and a tail at least J of its
+       backwards, on every rank and channel; heads and tails of all the chain's actions grow with its turn's;
+    2. J of all actions of a rank, and of all messages of a channel, with these heads and tails;
+    3. for a rank with limit L: least head + sum(bytes · time held)/L + least tail, a unit being held at
+       least for the path from its forward by its chain's turn to the end of its w;
+    4. for such a rank: least head(turn) + (chains-1)/k · gap(k) + least tail(turn), where gap(k) is the time from
+       a turn to the k-th turn after it. What k+1 chains hold above L must be freed after the one turn and
+       taken before the other: gap(1) is J of the backwards that must have freed and the forwards that wait
+       for it, with heads from one turn and tails to the next.
+    """
+    return makespan_bound(OrderingProblem(placement, num_microbatches, num_slices, cost, memory_limit, reach, split))

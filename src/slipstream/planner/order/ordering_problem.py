@@ -6,99 +6,70 @@ input gradient U + u, and its weight gradient 2U + u, where U is the number of u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import Action, Channel, Op, Schedule, SliceCounts, channel, predecessors, sending
+from slipstream.schedule import Action, Op, Schedule, SliceCounts, channel, sending
 from slipstream.simulator import CostModel
+from slipstream.simulator.action_graph import NUMBERS, ActionGraph, ActionOrder, Precedence
 
 ROUNDING = 1e-9  # bytes and times are sums of floats
+_PARTS = tuple(NUMBERS[op] for op in (Op.F, Op.I, Op.W))
 
 
-class ActionGraph(NamedTuple):
-    """The arrays that compiled functions read; most have one entry per action number."""
+class UnitTimes(NamedTuple):
+    """What the actions of all units cost, in seconds and bytes."""
 
-    seconds: Floats
-    exists: Flags  # False for the weight gradients of whole backwards
-    rank: Ints
-    chain: Ints  # the slices of a microbatch that attend to each other, in the order of admission
-    channel: Ints  # the channel that carries the result; -1 where it stays on its rank
-    link_seconds: Floats
-    link_occupied: Floats
-    acquired: Floats  # bytes allocated at the action's start
-    released: Floats  # bytes freed at its end
-    first_before: Ints  # the actions before number n are before[first_before[n] : first_before[n + 1]]
-    before: Ints
-    first_after: Ints
-    after: Ints
-    limits: Floats  # bytes per rank
-    counts: Ints  # of ranks, channels, chains, and actions of the busiest rank with all backwards split
-
-
-class ActionOrder(NamedTuple):
-    """The order of each rank's action numbers: rank r runs rows[r, : lengths[r]]."""
-
-    rows: Ints
-    lengths: Ints
+    seconds: Mapping[Op, Floats]  # of F, B, I and W, one per unit
+    link_seconds: Floats  # that each action's result travels, (3 units,)
+    link_occupied: Floats  # for which it occupies its channel
+    held: Floats  # the bytes that each unit's F keeps
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int] | Ints], longest: int) -> ActionOrder:
-        """Returns the order of these rows, with room for `longest` actions on each rank."""
-        numbers = np.zeros((len(rows), longest), np.int64)
-        for rank, row in enumerate(rows):
-            numbers[rank, : len(row)] = row
-        return cls(numbers, np.array([len(row) for row in rows]))
+    def of_slices(
+        cls, seconds: Mapping[Op, Floats], links: tuple[Floats, Floats], held: Floats, num_frozen: int = 0
+    ) -> UnitTimes:
+        """Returns the costs of slices that are given stage by stage.
 
-    def by_rank(self) -> list[Ints]:
-        """Returns the action numbers of each rank, in order."""
-        return [row[:length] for row, length in zip(self.rows, self.lengths, strict=True)]
+        Args:
+            seconds: of F, B, I and W, (stages, slices), the slices of one microbatch after the other.
+            links: the seconds that each slice's messages travel, and for which they occupy their channel, (slices,).
+            held: the bytes that F keeps, (stages, slices).
+            num_frozen: the first stages, to which no gradient is sent.
+        """
+        shape = 3, *held.shape
+        sent = np.ones(shape)
+        sent[1, : num_frozen + 1] = num_frozen == 0
+        travels, occupied = ((sent * each).ravel() for each in links)
+        return cls({op: each.ravel() for op, each in seconds.items()}, travels, occupied, held.ravel())
 
 
-class OrderingProblem:
-    """All actions, their costs, and the memory of each rank; see `find_order` for the arguments and errors."""
+class StepActions:
+    """All actions of a step, as numbers, and what the rules of order say of them.
+
+    Args:
+        placement: the rank of each stage.
+        slice_counts: the token slices of each microbatch.
+        reach: the first slice to which each slice of each microbatch attends. None: slice 0.
+    """
 
     def __init__(
         self,
         placement: Sequence[int],
-        num_microbatches: int,
-        num_slices: SliceCounts,
-        cost: CostModel,
-        memory_limit: Sequence[float] | None = None,
+        slice_counts: Sequence[int],
         reach: Sequence[Sequence[int]] | None = None,
-        split: bool = True,
     ) -> None:
         self.placement, self.num_ranks = tuple(placement), max(placement, default=-1) + 1
-        self.num_microbatches, self.cost, self.split = num_microbatches, cost, split
-        counts = (num_slices,) * num_microbatches if isinstance(num_slices, int) else tuple(num_slices)
-        self.slice_counts = counts
-        self.firsts = tuple(accumulate(counts, initial=0))  # of each microbatch's slices among a stage's
+        self.slice_counts, self.num_microbatches = tuple(slice_counts), len(slice_counts)
+        self.firsts = tuple(accumulate(self.slice_counts, initial=0))  # of each microbatch's slices among a stage's
         self.reach = tuple(map(tuple, reach)) if reach is not None else None
         self.num_units = len(placement) * self.firsts[-1]
-        if set(placement) != set(range(self.num_ranks)) or not placement:
-            raise SlipstreamError(
-                f"placement={list(placement)} must give the rank of every stage, and use every "
-                "rank from 0 on, such as [0, 1, 0, 1]."
-            )
-        given = (np.inf,) * self.num_ranks if memory_limit is None else memory_limit
-        if len(given) != self.num_ranks:
-            raise SlipstreamError(
-                f"memory_limit has {len(given)} entries; give one for each of {self.num_ranks} ranks."
-            )
-        self.schedule_of(((),) * self.num_ranks)  # checks the counts
-        self.limits = tuple(limit * (1 + ROUNDING) for limit in given)
-        for rank, (limit, least) in enumerate(zip(self.limits, self.least_memory.tolist(), strict=True)):
-            if not least <= limit:
-                raise SlipstreamError(
-                    f"memory_limit is {given[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
-                    f"slices of a microbatch that attend to each other at the same time, {least:g} bytes. Give it at "
-                    "least that, or use more ranks, smaller microbatches or recomputation."
-                )
 
     def number(self, action: Action) -> int:
         """Returns the number of an action."""
@@ -131,10 +102,14 @@ class OrderingProblem:
                     rows[self.placement[stage]] += [Action(op, stage, microbatch, index) for index in slices[::step]]
         return self.schedule_of(rows)
 
+    @cached_property
+    def shape(self) -> Schedule:
+        """The counts, the placement and the reach, with no actions."""
+        return self.schedule_of(((),) * self.num_ranks)
+
     def schedule_of(self, rows: Sequence[Sequence[Action]]) -> Schedule:
         """Returns the Schedule of each rank's actions."""
-        actions = tuple(map(tuple, rows))
-        counts = self.slice_counts
+        actions, counts = tuple(map(tuple, rows)), self.slice_counts
         most = max(counts, default=0)
         return Schedule("auto", actions, self.placement, self.num_microbatches, most, self.reach, counts)
 
@@ -149,24 +124,14 @@ class OrderingProblem:
         return chains
 
     @cached_property
-    def seconds(self) -> dict[Op, Floats]:
-        """The seconds of each op, one per unit. Without `split`, I and W together count as long as B."""
-        ops = (Op.F, Op.B, Op.I, Op.W) if self.split else (Op.F, Op.B)
-        times = {op: self._per_unit(self.cost.seconds, op) for op in ops}
-        return times if self.split else times | {Op.I: times[Op.B], Op.W: np.zeros(self.num_units)}
-
-    @cached_property
-    def activations(self) -> Floats:
-        """The bytes of activations of each unit."""
-        return self._per_unit(self.cost.activation_bytes, Op.F)
-
-    def _per_unit(self, value: Callable[[Action], float], op: Op) -> Floats:
-        return np.array([value(self.action(op, unit)) for unit in range(self.num_units)], float)
-
-    @cached_property
     def ranks(self) -> Ints:
         """The rank of each unit."""
         return np.repeat(np.array(self.placement, np.int64), self.firsts[-1])
+
+    @cached_property
+    def microbatch(self) -> Ints:
+        """The microbatch of each action."""
+        return np.tile(np.repeat(np.arange(self.num_microbatches), self.slice_counts), 3 * len(self.placement))
 
     @cached_property
     def longest_row(self) -> int:
@@ -174,73 +139,55 @@ class OrderingProblem:
         return 3 * int(np.bincount(self.ranks).max())
 
     @cached_property
-    def least_memory(self) -> Floats:
-        """The bytes that each rank needs so that an order exists: its largest chain (see `whole`)."""
-        held = np.zeros((self.num_ranks, len(self.chains)))
-        np.add.at(held, (self.ranks, self._unit_chains), self.activations)
-        return np.asarray(held.max(axis=1))
-
-    @cached_property
-    def _unit_chains(self) -> Ints:
+    def unit_chains(self) -> Ints:
+        """The number of each unit's chain."""
         chains = np.repeat(np.arange(len(self.chains)), [len(slices) for _, slices in self.chains])
         return np.tile(chains, len(self.placement))
 
     @cached_property
-    def _before(self) -> tuple[Ints, Ints]:
-        """The actions that precede each action, from the rules of order."""
-        forwards = (self.action(Op.F, unit) for unit in range(self.num_units))
-        backwards = (self.action(Op.B, unit) for unit in range(self.num_units))
-        lists = [[self.number(b) for b in predecessors(a, self.whole)] for part in (forwards, backwards) for a in part]
-        lists += [[self.num_units + unit] for unit in range(self.num_units)]
-        first = np.cumsum([0, *map(len, lists)])
-        return first, np.fromiter(chain.from_iterable(lists), np.int64, first[-1])
+    def precedence(self) -> Precedence:
+        """What comes before and after each action, from the rules of order; whole backwards are as their I."""
+        stages, index = np.arange(len(self.placement)), np.array([index for _, index in self._slices])
+        op = np.repeat(_PARTS, self.num_units)
+        stage = np.tile(np.repeat(stages, self.firsts[-1]), 3)
+        return Precedence.of(op, stage, self.microbatch, np.tile(index, 3 * len(stages)), self.shape)
 
     @cached_property
-    def _after(self) -> tuple[Ints, Ints]:
-        first, before = self._before
-        consumers = np.repeat(np.arange(len(first) - 1), np.diff(first))
-        order = np.argsort(before, kind="stable")
-        counts = np.bincount(before, minlength=len(first) - 1)
-        return np.cumsum([0, *counts]), consumers[order]
+    def channels(self) -> tuple[Ints, int]:
+        """The channel of each action's result, -1 where it stays on its rank, and the number of channels."""
+        places = np.full((3, len(self.placement)), -1)
+        lines = dict[object, int]()
+        for op, stage in np.ndindex(2, len(self.placement)):
+            if send := sending(Action((Op.F, Op.B)[op], stage), self.shape):
+                places[op, stage] = lines.setdefault(channel(send, self.shape), len(lines))
+        return np.repeat(places.ravel(), self.firsts[-1]), len(lines)
 
-    @cached_property
-    def _links(self) -> tuple[Ints, Floats, Floats, int]:
-        """The channel, link seconds and occupied seconds of each action, and the number of channels."""
-        channels = np.full(3 * self.num_units, -1, np.int64)
-        seconds, occupied = np.zeros(3 * self.num_units), np.zeros(3 * self.num_units)
-        numbers: dict[Channel, int] = {}
-        for op in (Op.F, Op.B):
-            for unit in range(self.num_units):
-                send = sending(self.action(op, unit), self.whole)
-                if send is None:
-                    continue
-                line, number = channel(send, self.whole), self.number(self.action(op, unit))
-                channels[number] = numbers.setdefault(line, len(numbers))
-                seconds[number] = self.cost.link_seconds(send, line.source, line.destination)
-                occupied[number] = self.cost.link_occupied(send, line.source, line.destination)
-        return channels, seconds, occupied, len(numbers)
+    def splittings(self, split: bool) -> dict[str, Flags]:
+        """Returns the choices of which backwards list scheduling splits: none, or all, or those that are sent."""
+        none = np.zeros(self.num_units, np.bool_)
+        sent = self.channels[0][self.num_units : 2 * self.num_units] >= 0
+        return {"all": ~none, "sent": sent, "none": none} if split else {"none": none}
 
-    def graph(self, split: Flags) -> ActionGraph:
-        """Returns the arrays of the problem where the backwards of the units in `split` are I and W."""
-        nothing, times, sizes = np.zeros(self.num_units), self.seconds, self.activations
-        channels, link_seconds, link_occupied, num_channels = self._links
-        units = np.ones(self.num_units, np.bool_)
-        backward, weight = np.where(split, times[Op.I], times[Op.B]), np.where(split, times[Op.W], 0)
+    def graph_of(self, times: UnitTimes, limits: Floats | Sequence[float], split: Flags) -> ActionGraph:
+        """Returns the arrays of these actions where the backwards of the units in `split` are I and W.
+
+        `limits` are the bytes of each rank.
+        """
+        seconds, nothing, units = times.seconds, np.zeros(self.num_units), np.ones(self.num_units, np.bool_)
+        backward, weight = np.where(split, seconds[Op.I], seconds[Op.B]), np.where(split, seconds[Op.W], 0)
+        channels, num_channels = self.channels
         return ActionGraph(
-            seconds=np.concatenate([times[Op.F], backward, weight]),
+            seconds=np.concatenate([seconds[Op.F], backward, weight]),
             exists=np.concatenate([units, units, split]),
             rank=np.tile(self.ranks, 3),
-            chain=np.tile(self._unit_chains, 3),
+            chain=np.tile(self.unit_chains, 3),
             channel=channels,
-            link_seconds=link_seconds,
-            link_occupied=link_occupied,
-            acquired=np.concatenate([sizes, nothing, nothing]),
-            released=np.concatenate([nothing, np.where(split, 0, sizes), np.where(split, sizes, 0)]),
-            first_before=self._before[0],
-            before=self._before[1],
-            first_after=self._after[0],
-            after=self._after[1],
-            limits=np.array(self.limits, float),
+            link_seconds=times.link_seconds * (channels >= 0),
+            link_occupied=times.link_occupied * (channels >= 0),
+            acquired=np.concatenate([times.held, nothing, nothing]),
+            released=np.concatenate([nothing, np.where(split, 0, times.held), np.where(split, times.held, 0)]),
+            **self.precedence._asdict(),
+            limits=np.array(limits, float),
             counts=np.array([self.num_ranks, num_channels, len(self.chains), self.longest_row], np.int64),
         )
 
@@ -252,10 +199,80 @@ class OrderingProblem:
         return ActionOrder.of(rows, self.longest_row), split[2 * self.num_units :]
 
     def schedule(self, order: ActionOrder, split: Flags) -> Schedule:
-        """Returns the Schedule of an order."""
+        """Returns the Schedule, named "auto", of an order."""
+        places = [(stage, *place) for stage in range(len(self.placement)) for place in self._slices]
+        backwards = [Op.I if each else Op.B for each in split.tolist()]
+        ops = [Op.F] * self.num_units, backwards, [Op.W] * self.num_units
+        made = [Action(op, *place) for part in ops for op, place in zip(part, places, strict=True)]
+        return self.schedule_of([[made[number] for number in row.tolist()] for row in order.by_rank()])
 
-        def action(number: int) -> Action:
+
+class OrderingProblem(StepActions):
+    """All actions of a step, their costs, and each rank's memory; see `find_order` for the arguments and errors."""
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        num_slices: SliceCounts,
+        cost: CostModel,
+        memory_limit: Sequence[float] | None = None,
+        reach: Sequence[Sequence[int]] | None = None,
+        split: bool = True,
+    ) -> None:
+        counts = (num_slices,) * num_microbatches if isinstance(num_slices, int) else tuple(num_slices)
+        super().__init__(placement, counts, reach)
+        self.num_microbatches, self.cost, self.split = num_microbatches, cost, split
+        if set(placement) != set(range(self.num_ranks)) or not placement:
+            raise SlipstreamError(
+                f"placement={list(placement)} must give the rank of every stage, and use every "
+                "rank from 0 on, such as [0, 1, 0, 1]."
+            )
+        given = (np.inf,) * self.num_ranks if memory_limit is None else memory_limit
+        if len(given) != self.num_ranks:
+            raise SlipstreamError(
+                f"memory_limit has {len(given)} entries; give one for each of {self.num_ranks} ranks."
+            )
+        _ = self.shape  # checks the counts
+        self.limits = tuple(limit * (1 + ROUNDING) for limit in given)
+        for rank, (limit, least) in enumerate(zip(self.limits, self.least_memory.tolist(), strict=True)):
+            if not least <= limit:
+                raise SlipstreamError(
+                    f"memory_limit is {given[rank]:g} bytes on rank {rank}, and no order fits: the rank holds all "
+                    f"slices of a microbatch that attend to each other at the same time, {least:g} bytes. Give it at "
+                    "least that, or use more ranks, smaller microbatches or recomputation."
+                )
+
+    @cached_property
+    def times(self) -> UnitTimes:
+        """What the cost model says of every action. Without `split`, I and W together count as long as B."""
+        ops = (Op.F, Op.B, Op.I, Op.W) if self.split else (Op.F, Op.B)
+        seconds = {op: self._per_unit(self.cost.seconds, op) for op in ops}
+        seconds = {Op.I: seconds[Op.B], Op.W: np.zeros(self.num_units)} | seconds
+        travels, occupied = np.zeros(3 * self.num_units), np.zeros(3 * self.num_units)
+        for number in np.flatnonzero(self.channels[0] >= 0).tolist():
             part, unit = divmod(number, self.num_units)
-            return self.action((Op.F, Op.I if split[unit] else Op.B, Op.W)[part], unit)
+            send = sending(self.action((Op.F, Op.B)[part], unit), self.shape)
+            assert send is not None
+            line = channel(send, self.shape)
+            travels[number] = self.cost.link_seconds(send, line.source, line.destination)
+            occupied[number] = self.cost.link_occupied(send, line.source, line.destination)
+        return UnitTimes(seconds, travels, occupied, self._activations)
 
-        return self.schedule_of([[action(number) for number in row.tolist()] for row in order.by_rank()])
+    @cached_property
+    def _activations(self) -> Floats:
+        return self._per_unit(self.cost.activation_bytes, Op.F)
+
+    def _per_unit(self, value: Callable[[Action], float], op: Op) -> Floats:
+        return np.array([value(self.action(op, unit)) for unit in range(self.num_units)], float)
+
+    @cached_property
+    def least_memory(self) -> Floats:
+        """The bytes that each rank needs so that an order exists: its largest chain (see `whole`)."""
+        held = np.zeros((self.num_ranks, len(self.chains)))
+        np.add.at(held, (self.ranks, self.unit_chains), self._activations)
+        return np.asarray(held.max(axis=1))
+
+    def graph(self, split: Flags) -> ActionGraph:
+        """Returns the arrays of the problem where the backwards of the units in `split` are I and W."""
+        return self.graph_of(self.times, self.limits, split)

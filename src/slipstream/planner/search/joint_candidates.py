@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import AnalyticCosts, StageParts
+from slipstream.planner.costs import AnalyticCosts, unit_bounds
 from slipstream.planner.joint import AnalyticUnits, JointPlan, JointProblem, ProfileUnits, UnitCosts, find_joint_plan
 from slipstream.planner.plans import AUTO, Configuration
 from slipstream.planner.search.plan_options import PlanOptions
@@ -142,8 +142,7 @@ def _added(space: PlanSpace, start: Configuration, plan: JointPlan, recompute: s
         offload=offload,
     )
     source = space.source
-    parts = StageParts.of_partition(plan.partition, len(source.kinds), source.units_per_layer)
     costs = space.costs(start.tensor_parallel, start.microbatch_size)
-    bounds = (*(stage.start for stage in parts), parts[-1].stop)
+    bounds = unit_bounds(plan.partition, len(source.kinds), source.units_per_layer)
     space.found[configuration] = FoundPlan(PlacedPartition(costs, placement, bounds), plan)
     return configuration

@@ -11,21 +11,23 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import WITH_MESSAGES, CostSource, Stage, StageParts, messages_of_stages, parts_of
+from slipstream.planner.costs import WITH_MESSAGES, CostSource, Stage, messages_of_stages, parts_of, unit_bounds
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import AUTO, Configuration
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.schedule_cache import ScheduleShape, cached_schedule, with_savings
 from slipstream.planner.search.slice_choices import SliceChoices, sequence_seconds
 from slipstream.planner.search.step_bounds import (
     ConfigurationGroup,
     PlacedPartition,
+    ScheduleShape,
     StageSizes,
     StageTimes,
+    cached_schedule,
+    with_savings,
 )
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
-from slipstream.simulator.compiled_simulation import ActionArrays
+from slipstream.simulator.action_graph import ActionArrays
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
@@ -146,8 +148,7 @@ class PlanSpace:
         weights = [seconds(self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         ranks = placement if num_layers <= _MOST_LAYERS else None
         partition = partition_layers(weights, len(placement), placement=ranks)
-        stages = StageParts.of_partition(partition, num_layers, self.source.units_per_layer)
-        return PlacedPartition(costs, placement, (*(stage.start for stage in stages), stages[-1].stop))
+        return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
 
     def slices(self, configuration: Configuration) -> tuple[int, ...]:
         """Returns the tokens of each slice."""

@@ -11,12 +11,13 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.planner.costs import memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
-from slipstream.planner.search.memory_bound import MemoryBound, least_messages
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.step_bounds import PlacedPartition, StageTimes
+from slipstream.planner.search.step_bounds import MemoryBound, PlacedPartition, StageTimes, least_messages
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of, quick_peaks
-from slipstream.simulator.compiled_simulation import OPS, ActionArrays
+from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of
+from slipstream.simulator.action_graph import OPS, ActionArrays
+from slipstream.simulator.memory_arrays import quick_peaks
+from slipstream.simulator.time_kernel import end_times
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,23 @@ class SimulatedConfiguration:
     def fits(self) -> bool:
         """Returns whether all devices and hosts have room, with the fewest message buffers that may be needed."""
         host = self.space.source.host
-        most_on_host = max(on_host for _, on_host in self._most_bytes)
+        most_on_host = self._most_bytes[1].max()
         return max(self.peaks()) <= self.space.memory and (host is None or most_on_host <= host.capacity)
 
     def peaks(self) -> list[float]:
         """Returns a lower bound of each rank's bytes; only the lowered schedule says how many buffers messages need."""
         messages = least_messages(self.arrays, self.table.message_bytes)
-        return [peak + buffers for (peak, _), buffers in zip(self._most_bytes, messages, strict=True)]
+        found: list[float] = (self._most_bytes[0] + messages).tolist()
+        return found
 
     @cached_property
-    def _most_bytes(self) -> list[tuple[float, float]]:
-        return [quick_peaks(row, self.schedule, self.table) for row in self.schedule.actions]
+    def _most_bytes(self) -> tuple[Floats, Floats]:
+        return quick_peaks(self.arrays, self.table)
 
     @cached_property
     def run(self) -> tuple[Floats, Floats]:
         """The end and the duration of each action, in seconds."""
-        return self.arrays.ends(self.cost)
+        return end_times(self.arrays, self.cost)
 
     def step(self) -> tuple[float, dict[str, float]]:
         """Returns the seconds of the step, optimizer included, and where they go on the rank that ends last."""

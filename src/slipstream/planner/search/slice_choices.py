@@ -12,6 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.costs import CostSource, Stage, StageCosts
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
+from slipstream.planner.slicing.time_table import between_cuts
 from slipstream.schedule import Op
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -94,12 +95,12 @@ class SliceChoices:
 
     def _compute_table(self, tensor: int, size: int, stage: Stage, op: Op) -> Floats:
         """Returns the seconds of the slice between any two places to cut, [end, start]; infinite where not known."""
-        bounds = np.append(np.arange(0, self.seq_len, self.granularity), self.seq_len)
-        ends, starts = np.tril_indices(len(bounds), -1)
-        length, table = bounds[ends] - bounds[starts], np.full((len(bounds), len(bounds)), np.inf)
-        seconds = self._costs(tensor, size).seconds(stage, op, np.minimum(length, self.longest), bounds[starts])
-        table[ends, starts] = np.where(length > self.longest, np.inf, seconds)
-        return table
+
+        def seconds(lengths: Ints, contexts: Ints) -> Floats:
+            found = self._costs(tensor, size).seconds(stage, op, np.minimum(lengths, self.longest), contexts)
+            return np.where(lengths > self.longest, np.inf, found)
+
+        return between_cuts(self.seq_len, self.granularity, seconds, np.inf)
 
     @cached_property
     def granularity(self) -> int:

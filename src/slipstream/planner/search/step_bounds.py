@@ -1,18 +1,68 @@
-"""Lower bounds of a configuration's step time and memory, which no simulation beats."""
+"""Lower bounds of a configuration's step time and memory, which no simulation beats, and the schedules they share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.array_types import Flags, Floats
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.planner.costs import CostSource, StageCosts, StageParts
 from slipstream.planner.plans import Configuration
-from slipstream.schedule import Op
+from slipstream.schedule import (
+    NARROWEST_WINDOW,
+    Op,
+    Schedule,
+    add_offload,
+    add_recompute,
+    freeze_stages,
+    make_schedule,
+    split_backwards,
+)
+from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
+from slipstream.simulator.memory_arrays import row_peaks
+
+_KEPT = 32  # schedules; a large one takes 30 MB
+
+
+class ScheduleShape(NamedTuple):
+    """The arguments of `slipstream.make_schedule`, and how many stages have no backwards."""
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_slices: int
+    stages_per_rank: int
+    num_frozen: int = 0  # the first stages, of which nothing is trained
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """The ranks, microbatches, slices and stages per rank."""
+        return self.num_ranks, self.num_microbatches, self.num_slices, self.stages_per_rank
+
+
+@lru_cache(maxsize=_KEPT)
+def cached_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+    """Returns a schedule of compute actions, R, OFFLOAD and RELOAD.
+
+    Its backwards are split where they send their result to another rank; frozen stages have none.
+    """
+    if offload:
+        return with_savings(cached_schedule(shape, recompute).schedule, offload=offload)
+    if recompute:
+        return with_savings(cached_schedule(shape).schedule, recompute)
+    schedule = split_backwards(make_schedule(shape.name, *shape.counts))
+    return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
+
+
+def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+    """Returns a schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
+    schedule = add_recompute(schedule) if recompute else schedule
+    return ActionArrays.of(add_offload(schedule, offload) if offload else schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,3 +205,89 @@ class ConfigurationGroup:
 def _sums_before(seconds: Floats) -> Floats:
     """Returns the sum of all entries before each."""
     return np.concatenate([[0.0], np.cumsum(seconds)[:-1]])
+
+
+_F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
+_OFFLOAD = OPS.index(Op.OFFLOAD)
+_NOT_AWAY = 4  # slices of a rank that may be on the device
+
+
+@dataclass(frozen=True)
+class MarkedActions:
+    """The actions of a schedule as arrays; rank r's are `firsts[r]` up to `firsts[r + 1]`."""
+
+    firsts: Ints
+    op: Ints
+    stage: Ints
+    slice: Ints
+    opens: Flags  # the first forward of a microbatch on the stage
+    closes: Flags  # the last B or I of one, or the last F of a stage without backwards
+    reduces: Flags  # the first B or W of the stage
+
+
+@lru_cache(maxsize=256)
+def marked_actions(shape: ScheduleShape) -> MarkedActions:
+    """Returns the actions of a named schedule, without the schedule itself, which takes more memory."""
+    arrays = cached_schedule(shape)
+    op, stage, (opens, _, closes) = arrays.op, arrays.stage, arrays.context_marks
+    reduces = first_of(stage, (op == _B) | (op == _W))
+    return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, reduces)
+
+
+def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
+    """Returns a lower bound of each rank's message buffers (see `slipstream.simulator.buffer_pool.pool_bytes`).
+
+    What a forward received stays until its slice's backward is done, unless it is offloaded or no backward comes; and
+    the last few sends of a channel may still be on their way.
+    """
+    awaits, channel, num_channels = arrays.messages
+    received = (arrays.op == _F) & awaits & (arrays.stage >= arrays.schedule.num_frozen_stages)
+    done = (arrays.op == _B) | (arrays.op == _W)
+    key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
+    stays = np.zeros(key.max(axis=0) + 1, bool)
+    stays[tuple(key[received].T)] = True
+    stays[tuple(key[arrays.op == _OFFLOAD].T)] = False
+    changes = (stays[tuple(key.T)] & received).astype(int) - (stays[tuple(key.T)] & done)
+    most = []
+    for first, end in pairwise(arrays.firsts):
+        sent = np.arange(num_channels)[:, None] == channel[first:end]
+        on_their_way = np.minimum(np.cumsum(sent, axis=1), NARROWEST_WINDOW).sum(axis=0)
+        most.append((np.cumsum(changes[first:end]) + on_their_way).max())
+    return np.array(most) * min(message_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """The bytes of activations, keys, values and gradients of a configuration's stages."""
+
+    whole: Floats  # (stage, slice): all activations of F
+    kept: Floats  # (stage, slice): what is kept of them where the slice is recomputed
+    context: Floats  # per stage, of one microbatch
+    gradients: Floats  # per stage
+    offloads: bool  # whether activations may be on the host until their backward; what I keeps for W never is
+
+    def peaks(self, shape: ScheduleShape) -> Floats:
+        """Returns a lower bound of each rank's bytes at its peak."""
+        actions = marked_actions(shape)
+        op, stage = actions.op, actions.stage
+        whole, kept = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
+        backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
+        if self.offloads:
+            before, after = np.where(op == _I, whole, 0), np.where(op == _W, whole, 0)
+            during = np.where(op == _B, whole, 0)
+        else:
+            before, after = np.where(op == _F, kept, 0), np.where(last, kept, 0)
+            during = np.where(backward, whole - kept, 0)
+        before = before + actions.opens * self.context[stage]
+        # gradients exist once the backward that makes them has freed its activations
+        after = after + actions.closes * self.context[stage] - actions.reduces * self.gradients[stage]
+        return row_peaks(actions.firsts, before, during, after)
+
+    def away(self, shape: ScheduleShape) -> float:
+        """Returns a lower bound of the most bytes on one rank's host.
+
+        All slices between forward and backward are there but a few, which are needed soon or whose backward follows too
+        soon.
+        """
+        kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
+        return float(kept.peaks(shape).max() - _NOT_AWAY * self.kept.max())

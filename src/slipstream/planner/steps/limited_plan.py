@@ -11,11 +11,9 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.planner.steps.step_plan import StepPlan
-from slipstream.planner.steps.step_problem import StepProblem
+from slipstream.planner.order.ordering_problem import StepActions
+from slipstream.planner.steps.step_problem import StepPlan, StepProblem
 from slipstream.planner.steps.step_search import NothingFitsError, find_step_plan
-from slipstream.simulator import UnitCost
 
 _EFFORTS = (0.6, 0.3, 0.2, 0.2)  # of the tries with less and less room for activations, as shares
 _SPARED = 0.02  # of the limit, on every rank: an order with less room holds other messages, at other times
@@ -84,7 +82,7 @@ def _alone(problem: StepProblem, lengths: Sequence[int], count: int) -> StepPlan
     """Returns the plan of each sequence by itself in at most `count` slices."""
     slices = tuple(_even(length, count, problem.granularity) for length in lengths)
     counts = [len(each) for each in slices]
-    order = OrderingProblem(problem.placement, len(counts), counts, UnitCost()).whole
+    order = StepActions(problem.placement, counts).whole
     return StepPlan(tuple((number,) for number in range(len(lengths))), slices, order)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any, Self
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import OPS, AttentionWindow
+from slipstream.planner.costs import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
+from slipstream.planner.costs.time_fit import fit_nonnegative
+from slipstream.planner.joint import UnitCosts
 from slipstream.schedule import Op
 
 _LITTLE = 1e-6  # of a slice's fixed part
@@ -47,6 +51,12 @@ class StageRates:
     @property
     def num_stages(self) -> int:
         return len(self.activation_bytes)
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """The number of the first stages without backwards."""
+        trains = np.sum([self.seconds[op].any(axis=1) for op in (Op.B, Op.I)], axis=0) > 0
+        return int(trains.argmax())
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rates as JSON and YAML hold them: `from_json` finds the same numbers, to the bit."""
@@ -110,3 +120,69 @@ class StageRates:
     def scores(self, num_queries: Ints) -> Floats:
         """Returns the scores of the first queries of a document under each window, (n, windows)."""
         return np.stack([np.asarray(window.scores(num_queries), float) for window in self.windows], axis=1)
+
+
+_POINTS = 5  # of slice lengths, and of contexts
+
+
+def fit_rates(
+    units: UnitCosts,
+    partition: Sequence[float],
+    longest_slice: int,
+    longest_sequence: int,
+    shortest_slice: int = 64,
+    windows: Sequence[AttentionWindow] = (AttentionWindow(),),
+    recompute: bool = False,
+) -> StageRates:
+    """Returns the rates with the least squared relative error to the units' times; none is below 0. Stages of which
+    nothing is trained have no backward.
+
+    Args:
+        units: what each unit of the model costs, for microbatches of one row.
+        partition: layers of each stage, in halves where layers can be cut.
+        longest_slice: the longest slice whose time is known.
+        longest_sequence: where contexts end.
+        shortest_slice: the shortest slice whose time is known.
+        windows: of attention.
+        recompute: whether forwards run again before their backwards.
+    """
+    shortest = min(shortest_slice, longest_slice)
+    lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
+    contexts = np.linspace(0, max(longest_sequence - longest_slice, 0), _POINTS).round().astype(np.int64)
+    i, j = np.array([*product(lengths, np.unique(contexts))], np.int64).T
+    bounds = unit_bounds(partition, units.num_layers, units.units_per_layer)
+    scores = [np.asarray(window.scores(i + j) - window.scores(j), float) for window in windows]
+    features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
+    handled = np.outer(messages_of_stages(len(partition)), units.handling_seconds(i))
+    computed = {op: _of_stages(*units.seconds(op, i, j), bounds) for op in OPS}
+    if recompute:
+        computed |= {op: computed[op] + computed[Op.F] for op in (Op.B, Op.I)}
+    times = {op: each + (op in WITH_MESSAGES) * handled for op, each in computed.items()}
+    num_frozen = sum(bound <= units.num_frozen_units for bound in bounds[1:])
+    for op in (Op.B, Op.I, Op.W):
+        times[op][:num_frozen] = 0.0
+    seconds = {op: np.array([_least_squares(features, each) for each in stages]) for op, stages in times.items()}
+    held = _of_stages(*units.activation_bytes(lengths), bounds)
+    per_token = np.stack([np.ones(len(lengths)), lengths.astype(float)], axis=1)
+    return StageRates(
+        seconds=seconds,
+        activation_bytes=np.array([_least_squares(per_token, each) for each in held]),
+        message_bytes=float(units.message_bytes(lengths[-1:])[0] / lengths[-1]),
+        latency=units.latency,
+        bandwidth=units.bandwidth,
+        windows=tuple(windows),
+    )
+
+
+def _of_stages(each: Floats, fixed: Floats, bounds: Sequence[int]) -> Floats:
+    """Returns the sums of a quantity over the units of each stage, with what a stage has besides, (stages, points)."""
+    sums: Floats = np.add.reduceat(each, bounds[:-1], axis=0) + fixed
+    return sums
+
+
+def _least_squares(features: Floats, values: Floats) -> Floats:
+    """Returns coefficients of at least 0 with the least squared relative error."""
+    if not values.any():
+        return np.zeros(features.shape[1])
+    relative = features / np.maximum(values, values.max() * 1e-6)[:, None]
+    return fit_nonnegative(relative, np.ones(len(values)))

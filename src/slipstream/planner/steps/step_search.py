@@ -2,16 +2,153 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
+from math import inf
 
 import numpy as np
 
+from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
-from slipstream.planner.order.order_search import PriorityRule
-from slipstream.planner.steps.step_candidates import candidates, lower_bound
-from slipstream.planner.steps.step_orders import StepOrder, StepOrders
-from slipstream.planner.steps.step_plan import StepPlan
-from slipstream.planner.steps.step_problem import StepProblem
+from slipstream.planner.order.list_scheduling import ListScheduler, MeasuredOrder, PriorityRule, measure_order
+from slipstream.planner.order.makespan_bounds import longest_paths, rank_bounds
+from slipstream.planner.order.ordering_problem import ROUNDING, StepActions, UnitTimes
+from slipstream.planner.steps.sliced_step import Groups, PackedRows, SlicedStep, balanced, filled, sequences_of
+from slipstream.planner.steps.step_problem import StepPlan, StepProblem
+from slipstream.schedule import Op, make_schedule, split_backwards
+
+_SLICES = (1.0, 2.0, 4.0)  # times the slice that balances fill and fixed costs
+_GROUPS = (1.0, 2.0, 4.0)  # slices of a group of short sequences
+
+
+def candidates(problem: StepProblem) -> Iterator[SlicedStep]:
+    """Yields groups in slices of equal planned time that fit the ranks' memory, each once."""
+    seen = set()
+    for groups, slice_work in _groupings(problem):
+        rows = PackedRows(groups, problem.lengths, problem.rates, problem.granularity)
+        step = SlicedStep(rows, rows.cut(_slice_counts(problem, rows.work, slice_work)))
+        if (groups, step.slices) not in seen and fits(problem, step):
+            seen.add((groups, step.slices))
+            yield step
+
+
+def _groupings(problem: StepProblem) -> Iterator[tuple[Groups, float]]:
+    """Yields groups of sequences with the work of a slice of them."""
+    work = problem.work.tolist()
+    for times in _SLICES if problem.room is None else (*_SLICES, inf):
+        slice_work = times * problem.best_slice
+        for groups in _groups(problem, work, slice_work):
+            yield from ((each, slice_work) for each in sequences_of(groups, work))
+
+
+def _groups(problem: StepProblem, work: list[float], slice_work: float) -> Iterator[list[list[int]]]:
+    if not problem.packs:
+        yield [[number] for number in range(len(work))]
+    elif problem.num_microbatches is not None:
+        yield balanced(work, problem.num_microbatches)
+    else:
+        for size in (*(times * slice_work for times in _GROUPS), max(work)):
+            yield filled(work, size, problem.lengths, problem.most_tokens)
+
+
+def _slice_counts(problem: StepProblem, work: Floats, slice_work: float) -> Ints:
+    """Returns the number of slices of each microbatch."""
+    wanted = problem.num_slices * work / work.max() if problem.num_slices else work / slice_work
+    counts: Ints = np.maximum(np.round(wanted), 1).astype(np.int64)
+    return counts
+
+
+def fits(problem: StepProblem, step: SlicedStep) -> bool:
+    """Returns whether every rank can hold all slices of each microbatch: what any order needs."""
+    if problem.room is None:
+        return True
+    held = np.zeros((problem.num_ranks, len(step.counts)))
+    np.add.at(held, problem.ranks, np.add.reduceat(step.held, step.firsts, axis=1))
+    return bool((held <= problem.limits[:, None]).all())
+
+
+def lower_bound(problem: StepProblem, step: SlicedStep) -> float:
+    """Returns seconds that no order of these slices beats."""
+    frozen = problem.rates.num_frozen
+    found = rank_bounds(
+        step.seconds, problem.ranks, step.firsts, step.links[0], num_frozen=frozen, split=problem.may_split
+    )
+    return float(found.max())
+
+
+@dataclass(frozen=True, eq=False)
+class StepOrders:
+    """The orders of one step's slices."""
+
+    problem: StepProblem
+    step: SlicedStep
+
+    @cached_property
+    def _actions(self) -> StepActions:
+        return StepActions(self.problem.placement, self.step.counts.tolist())
+
+    @cached_property
+    def _times(self) -> UnitTimes:
+        step = self.step
+        return UnitTimes.of_slices(step.seconds, step.links, step.held, self.problem.rates.num_frozen)
+
+    @property
+    def _limits(self) -> Floats:
+        limits: Floats = self.problem.limits * (1 + ROUNDING)
+        return limits
+
+    @property
+    def num_actions(self) -> int:
+        """The number of actions with whole backwards."""
+        return 2 * self._actions.num_units
+
+    @cached_property
+    def _scheduler(self) -> ListScheduler:
+        """List scheduling by each action's start if its microbatch ran alone and each stage had a rank, with whole
+        backwards, and by the busiest rank's work of all microbatches before."""
+        problem, step, actions = self.problem, self.step, self._actions
+        forward, whole = step.seconds[Op.F], step.seconds[Op.B]
+        work = np.zeros((problem.num_ranks, len(step.counts)))
+        np.add.at(work, problem.ranks, np.add.reduceat(forward + whole, step.firsts, axis=1))
+        busiest = work[work.sum(axis=1).argmax()]
+        return ListScheduler(
+            actions,
+            self._times,
+            self._limits,
+            problem.split,
+            alone=longest_paths,
+            before=(np.cumsum(busiest) - busiest)[actions.microbatch],
+            period=1.0,
+        )
+
+    def by(self, rule: PriorityRule) -> MeasuredOrder:
+        """Returns the order of a rule of list scheduling, which fits the memory."""
+        return self._scheduler.place(rule)
+
+    def named(self, name: str) -> MeasuredOrder | None:
+        """Returns the order of a schedule that has a name; None where it doesn't fit the memory.
+
+        Raises:
+            SlipstreamError: where it places the stages on other ranks.
+        """
+        problem, counts = self.problem, self.step.counts.tolist()
+        schedule = make_schedule(name, problem.num_ranks, len(counts), counts, len(problem.ranks) // problem.num_ranks)
+        if schedule.placement != problem.placement:
+            raise SlipstreamError(
+                f"schedule={name!r} has its stages on the ranks {[*schedule.placement]}, but the pipeline on "
+                f"{[*problem.placement]}. Make them equal."
+            )
+        if problem.split and Op.W not in schedule.ops:
+            schedule = split_backwards(schedule)
+        return measure_order(self._actions, self._times, self._limits, schedule)
+
+    def plan(self, found: MeasuredOrder) -> StepPlan:
+        """Returns the plan of the step in an order."""
+        schedule = self._actions.schedule(found.order, found.split)
+        return StepPlan(self.step.rows.groups, self.step.slices, schedule, found.seconds)
+
 
 _FIRST = (
     PriorityRule("sent", 0.5, -1.0, 0.0),
@@ -44,8 +181,7 @@ class _StepSearch:
 
     def __init__(self, problem: StepProblem) -> None:
         self.problem, self.effort = problem, problem.effort
-        self.best: StepOrder | None = None
-        self._orders: dict[int, StepOrders] = {}
+        self.best: tuple[MeasuredOrder, StepOrders] | None = None
 
     def plan(self) -> StepPlan:
         """Returns the best order's plan."""
@@ -53,32 +189,30 @@ class _StepSearch:
         bounds = [lower_bound(problem, step) for step in steps]
         rules = [rule for rule in _FIRST if problem.split or rule.splitting == "none"]
         for number in np.argsort(bounds, kind="stable").tolist():
-            if self.best is not None and (bounds[number] >= self.best.seconds or self.effort < problem.effort / 3):
+            if self.best and (bounds[number] >= self.best[0].seconds or self.effort < problem.effort / 3):
                 break
             self._try(StepOrders(problem, steps[number]), rules)
         if self.best is None:
             raise _nothing_fits(self.problem)
-        orders = StepOrders(self.problem, self.best.step)
         if self.problem.schedule is None:
-            self._try(orders, self._all_rules())
-        step = self.best.step
-        schedule = orders.graph.schedule(self.best.order, self.best.split)
-        return StepPlan(step.rows.groups, step.slices, schedule, self.best.seconds)
+            self._try(self.best[1], self._all_rules())
+        found, orders = self.best
+        return orders.plan(found)
 
     def _try(self, orders: StepOrders, rules: list[PriorityRule]) -> None:
         if self.problem.schedule is not None:
             self.effort -= _NAMED * orders.num_actions
-            self._offer(orders.named(self.problem.schedule))
+            self._offer(orders.named(self.problem.schedule), orders)
             return
         for rule in rules:
             if self.effort < orders.num_actions:
                 return
             self.effort -= orders.num_actions
-            self._offer(orders.by(rule))
+            self._offer(orders.by(rule), orders)
 
-    def _offer(self, found: StepOrder | None) -> None:
-        if found is not None and (self.best is None or found.seconds < self.best.seconds):
-            self.best = found
+    def _offer(self, found: MeasuredOrder | None, orders: StepOrders) -> None:
+        if found is not None and (self.best is None or found.seconds < self.best[0].seconds):
+            self.best = found, orders
 
     def _all_rules(self) -> list[PriorityRule]:
         names = ("sent", "none", "all") if self.problem.split else ("none",)
