@@ -44,14 +44,14 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         model: a causal LM of transformers with its weights in memory; with `from_config` and `from_pretrained` each
             rank holds only its own layers. Or an nn.Sequential of any layers that take and return a tensor or a tuple
             of tensors (GPipe): see docs/sequences.md.
-        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the best
-            order for them is chosen; "auto-v": the same in a V-shaped placement, where each rank has two stages and
-            the first rank the first and the last; or a Schedule, which says how many microbatches, slices and stages
-            there are.
+        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the best order that is found, by measured
+            costs, before the first step or, where these can't be had, after a few; "auto-v": the same in a V-shaped
+            placement, where each rank has two stages and the first rank the first and the last; or a Schedule, which
+            says how many microbatches, slices and stages there are.
         num_microbatches: the number of parts into which the rows of a batch are divided.
-        slices: the number of token slices of a sequence, their lengths in tokens, or "auto": the first steps are
-            measured, and the lengths chosen that run fastest. Default: 8; of an nn.Sequential 1, or with `CutTokens`
-            in it any number, of what follows that layer.
+        slices: the number of token slices of a sequence, their lengths in tokens, or "auto": those that are
+            found as the order is. Default: 8; of an nn.Sequential 1, or with `CutTokens` in it any number, of what
+            follows that layer.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
             feed-forward half, 0 at an end makes the embedding or the head a stage by itself. Or "auto": by the
             multiplications of each layer and of the head; in halves where that makes the slowest rank at least 3%

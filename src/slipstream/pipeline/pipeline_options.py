@@ -93,8 +93,8 @@ class PipelineOptions:
                 raise SlipstreamError(f"microbatches=... with {name}={value!r}: give one of the two.")
         if self.schedule in AUTOMATIC:
             raise SlipstreamError(
-                f"microbatches=... with schedule={self.schedule!r}, which measures microbatches that are alike. Give a "
-                "schedule by its name, or one found by slipstream.find_order."
+                f"microbatches=... with schedule={self.schedule!r}, which is planned for microbatches that are alike. "
+                "Give a schedule by its name, or one found by slipstream.find_order."
             )
         given_microbatches(self.microbatches)
 

@@ -88,8 +88,8 @@ class Trainer:
         pipe, timeline, state = self._pipe, None, self._state
         if self._is_tuning:
             self._progress.say(
-                "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
-                "compiles its code, for half a minute or more"
+                "auto plans orders or slices at the first step, or once a few steps were timed where costs can't be "
+                "measured; the first search of an installation compiles its code, for half a minute or more"
             )
         self._stop.begin()
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
@@ -165,7 +165,7 @@ class Trainer:
 
     @property
     def _is_tuning(self) -> bool:
-        """Whether steps are trials; where lengths differ each has its own plan, and none is one."""
+        """Whether order or slices are still to be planned; where lengths differ each step has its own plan."""
         return self._pipe.is_tuning and self._config.data.packing == "fixed"
 
     def _roll_back(self) -> int | None:

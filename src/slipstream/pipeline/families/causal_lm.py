@@ -142,16 +142,17 @@ class CausalLMFamily:
         found: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
         return found
 
-    def start_request(self, num_ranks: int) -> StartRequest:
-        """Returns what a plan of schedule, slices and partition is to be for. Collective, as `planned_vocabulary`."""
+    def start_request(self, num_ranks: int, seq_len: int, microbatch_size: int = 1) -> StartRequest:
+        """Returns what a plan is to be for. Collective, as `planned_vocabulary`."""
         options = self._options
-        assert options.seq_len is not None
+        is_autocast = torch.is_autocast_enabled(self._device.type)
+        wide = "bf16" if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
         return StartRequest(
-            seq_len=options.seq_len,
-            microbatch_size=1,
+            seq_len=seq_len,
+            microbatch_size=microbatch_size,
             num_microbatches=options.num_microbatches,
             num_ranks=num_ranks,
-            dtype=options.precision.dtype or str(self.config.dtype or torch.float32).removeprefix("torch."),
+            dtype=options.precision.dtype or wide,
             memory_limit=options.memory.limit,
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
