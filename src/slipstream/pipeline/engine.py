@@ -32,14 +32,12 @@ from slipstream.pipeline.tuning import (
     FirstSteps,
     HeldBytes,
     StepSettings,
-    is_free,
     measure_rates,
-    plan_start,
     rates_of_rows,
     with_plan,
 )
 from slipstream.pipeline.weights import gather_state
-from slipstream.planner.joint import JointPlan
+from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.watchdog import board, counted_off
@@ -71,14 +69,8 @@ class Engine:
         self._given_rates: StageRates | None = options.rates
         self.has_own_loss = options.loss_fn is not None
         self._adds_router_loss = options.router_loss != "none"
-        if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
-            with counted_off("measuring what layers cost"):
-                assert options.seq_len is not None
-                request = self.family.start_request(num_ranks, options.seq_len)
-                found = plan_start(self.family.config, request, self.ranks, self.device, _log.info)
-                self.plan, self._given_rates = found
-            options = with_plan(options, self.plan)
-            self.family.adopt(options)
+        if num_ranks > 1 and self.family.is_open(options):
+            options = self._plan_start(options, num_ranks)
         self.settings = StepSettings(options, num_ranks, self.family.default_slices, self.family.compiled)
         self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
         self.stages: Mapping[int, Stage]
@@ -102,9 +94,23 @@ class Engine:
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
 
-    def _is_open(self, options: PipelineOptions, num_ranks: int) -> bool:
-        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
-        return is_free(options) and num_ranks > 1 and not self.family.compiled
+    def _plan_start(self, options: PipelineOptions, num_ranks: int) -> PipelineOptions:
+        """Returns the options with what a plan from measured costs chooses; without one, where they can't be measured,
+        order and slices stay open until steps ran. Collective.
+
+        Raises OutOfMemoryError where nothing fits the memory limit.
+        """
+        try:
+            with counted_off("measuring what layers cost"):
+                self.plan, self._given_rates = self.family.plan(num_ranks, _log.info)
+        except OutOfMemoryError:
+            raise
+        except SlipstreamError as error:
+            _log.warning("no plan can be made before the first step: %s", error)
+            return options
+        options = with_plan(options, self.plan)
+        self.family.adopt(options)
+        return options
 
     def _rehearsal_with(self, losses: Losses) -> partial[RehearsedStep]:
         """Returns what makes the rehearsal of a step of this pipeline's parts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -52,7 +52,7 @@ from slipstream.pipeline.families.weighed_model import WeighedModel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
-from slipstream.pipeline.tuning import StartRequest
+from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.pipeline.whole_sequences import (
     check_groups,
@@ -61,7 +61,7 @@ from slipstream.pipeline.whole_sequences import (
     ungrouped,
     with_sequences,
 )
-from slipstream.planner.joint import Vocabulary
+from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
@@ -159,6 +159,16 @@ class CausalLMFamily:
             tied=self.is_tied,
             trained=self.trained,
         )
+
+    def is_open(self, options: PipelineOptions) -> bool:
+        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
+        return is_free(options) and not self.compiled
+
+    def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
+        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
+        assert self._options.seq_len is not None
+        request = self.start_request(num_ranks, self._options.seq_len)
+        return plan_start(self.config, request, self._ranks, self._device, say)
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""

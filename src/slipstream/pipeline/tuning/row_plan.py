@@ -219,15 +219,15 @@ class ObservedSteps:
         """
         seconds = {op: np.zeros((self._num_stages, 3)) for op in OPS}
         for stage, op in product(range(self._num_stages), OPS):
-            seconds[op][stage] = _fitted(self._points[stage, op])
+            seconds[op][stage] = fit_slice_times(self._points[stage, op])
         for stage in range(self._num_stages):
-            again = _fitted(self._points[stage, Op.R])
+            again = fit_slice_times(self._points[stage, Op.R])
             seconds[Op.B][stage] += again
             seconds[Op.I][stage] += again
         return StageRates(seconds, np.zeros((self._num_stages, 2)), latency=max(0.0, min(self._latencies, default=0.0)))
 
 
-def _fitted(points: Sequence[tuple[int, int, float]]) -> Floats:
+def fit_slice_times(points: Sequence[tuple[int, int, float]]) -> Floats:
     """Returns a0, a1 and a2 of t(i, j) = a0 + a1 i + a2 (i j + i (i + 1) / 2), none below 0."""
     if not points:
         return np.zeros(3)

@@ -239,17 +239,26 @@ class _Told:
             self._last = now
 
 
-def is_free(options: PipelineOptions) -> bool:
-    """Returns whether everything that a start plan decides is left to it, and it knows what it has to."""
-    auto = (options.schedule, options.slices, options.partition) == ("auto", "auto", "auto")
+def is_free(options: PipelineOptions, *slices: object) -> bool:
+    """Returns whether everything that a start plan decides is left to it, and it knows what it has to.
+
+    `slices` are the settings of slices of a sequence of layers that leave it, which has an example to measure; a causal
+    LM needs seq_len.
+    """
     memory = options.memory
     plain = (memory.recompute, memory.offload, memory.num_flushes) == ("none", 0, 1) and options.stages_per_rank == 1
-    return auto and plain and options.seq_len is not None
+    auto = (options.schedule, options.partition) == ("auto", "auto") and options.slices in (slices or ("auto",))
+    knows = options.layers.example is not None and options.layers.costs is None if slices else bool(options.seq_len)
+    return auto and plain and knows
 
 
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
     memory = options.memory.model_copy(update={"recompute": "full"}) if plan.recompute else options.memory
     return replace(
-        options, schedule=plan.schedule, slices=list(plan.slices), partition=list(plan.partition), memory=memory
+        options,
+        schedule=plan.schedule,
+        slices=list(plan.slices) if sum(plan.slices) > 1 else 1,
+        partition=list(plan.partition),
+        memory=memory,
     )
