@@ -132,8 +132,10 @@ class Engine:
         if isinstance(whole, Sequences):
             batch, plan = self._split_sequences(whole, plan, needs_targets)
         else:
+            length = self.family.length(whole)
+            self.settings.fit(length)
             self._adopt(self.settings.schedule)
-            batch = self._split(whole, self.family.length(whole), needs_targets)
+            batch = self._split(whole, length, needs_targets)
         self.parameters.publish()
         return batch, plan
 
@@ -172,6 +174,7 @@ class Engine:
         else:
             length = self.family.length(whole)
             self.settings.wake()
+            self.settings.fit(length)
             self._adopt(self.settings.schedule)
             batch = self._planned(whole, length, num_targets is None)
             microbatches = self._microbatches(whole, length)

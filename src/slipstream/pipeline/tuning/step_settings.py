@@ -98,6 +98,11 @@ class StepSettings:
             splits=self.splits,
         )
 
+    def fit(self, length: int) -> None:
+        """Lets rows that are shorter than there are slices run, before any slices are planned."""
+        if self._reslices and not self.is_planned and length < self._count:
+            self.run(self._named(self._num_in_flush, length), (1,) * length)
+
     def run(self, schedule: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> None:
         """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether these are what was
         to be found."""
