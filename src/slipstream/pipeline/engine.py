@@ -100,13 +100,15 @@ class Engine:
 
         Raises OutOfMemoryError where nothing fits the memory limit.
         """
+        expected = options.expected
+        say = _log.info if expected is None or expected.say is None else expected.say
         try:
             with counted_off("measuring what layers cost"):
-                self.plan, self._given_rates = self.family.plan(num_ranks, _log.info)
+                self.plan, self._given_rates = self.family.plan(num_ranks, say)
         except OutOfMemoryError:
             raise
         except SlipstreamError as error:
-            _log.warning("no plan can be made before the first step: %s", error)
+            say(f"no plan can be made before the first step: {error}")
             return options
         options = with_plan(options, self.plan)
         self.family.adopt(options)

@@ -20,7 +20,7 @@ from slipstream.pipeline.answers import ANSWERS, summarise
 from slipstream.pipeline.arguments import Inputs
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.evaluation import PipelineEvaluation
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
+from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.saving import PipelineSaving
 from slipstream.pipeline.sequences import Lengths, Rows
 from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
@@ -99,7 +99,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         *,
         partition: Sequence[float] | Literal["auto"] = "auto",
         stages_per_rank: int = 1,
-        seq_len: int | None = None,
+        seq_len: int | ExpectedBatch | None = None,
         loss_fn: LossFunction | SequenceLoss | None = None,
         mesh: DeviceMesh | None = None,
         num_ranks: int | None = None,

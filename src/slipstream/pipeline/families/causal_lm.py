@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -166,8 +167,15 @@ class CausalLMFamily:
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
         """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
-        assert self._options.seq_len is not None
-        request = self.start_request(num_ranks, self._options.seq_len)
+        expected = self._options.expected
+        assert expected is not None
+        request = self.start_request(num_ranks, expected.seq_len, expected.microbatch_size)
+        request = replace(
+            request,
+            num_microbatches=expected.num_microbatches or request.num_microbatches,
+            longest=expected.longest,
+            dtype=expected.dtype or request.dtype,
+        )
         return plan_start(self.config, request, self._ranks, self._device, say)
 
     def length(self, batch: WholeBatch) -> int:
