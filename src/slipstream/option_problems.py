@@ -25,8 +25,8 @@ _ALIKE = 0.6  # how alike two names must be, of 1
 def describe_problems(error: ValidationError, record: Any) -> list[str]:
     """Returns one line for each option that is wrong: its name, its value, and what is allowed.
 
-    `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of before,
-    or of another library; `other_values` say so of an option's values.
+    `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of
+    another library; `other_values` say so of an option's values.
     """
     lines: dict[str, str] = {}
     for problem in error.errors():
@@ -160,8 +160,6 @@ def _unknown(place: _Place, record: type[BaseModel]) -> str:
     """Says that there is no such option, and which was meant: of this name elsewhere, or of the nearest one here."""
     key, owner = place.path[-1], place.owner
     others: Mapping[str, str] = getattr(record, "other_names", {})
-    if place.name in others:
-        return f"{place.name} is now {others[place.name]}"
     where = ".".join(place.path[:-1])
     known = [] if owner is None else sorted(owner.model_fields)
     elsewhere = dict(_names_of_all(record))

@@ -164,20 +164,6 @@ class Layers(Record):
 
 
 _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
-# What arguments of the Pipeline, and keys of a configuration's `pipeline` and `parallel`, are called now
-MOVED = {name: f"{section}.{name}" for section, record in _RECORDS.items() for name in record.model_fields}
-MOVED |= {"timeout": "runtime.stall_limit", "memory_limit": "memory.limit", "sequence": "parallel.sequence_parallel"}
-
-
-def refuse_old_arguments(given: Mapping[str, Any]) -> None:
-    """Raises SlipstreamError for an argument that lies in a record now, and TypeError for one that never was."""
-    for name, value in given.items():
-        if name not in MOVED:
-            raise TypeError(f"Pipeline() got an unexpected keyword argument {name!r}")
-        section, option = MOVED[name].split(".")
-        record = _RECORDS[section].__name__
-        shown = repr(value) if isinstance(value, (str, int, float)) else "..."
-        raise SlipstreamError(f"{name}={shown} is now {section}=slipstream.{record}({option}={shown})")
 
 
 def check_records(arguments: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import slipstream
 from slipstream import SlipstreamError
-from slipstream.options import MOVED, Layers, Memory, Parallelism, Precision, Runtime
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.training.config.config_file import parse_config
 
 RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
@@ -52,18 +52,6 @@ def test_a_dtype_is_given_by_itself_or_by_its_name() -> None:
         Precision(dtype="int8")
 
 
-@pytest.mark.parametrize("name", [name for name in MOVED if name != "sequence"])
-def test_an_old_argument_says_the_new_one(name: str) -> None:
-    section, option = MOVED[name].split(".")
-    record = RECORDS[section]
-    assert option in record.model_fields
-    arguments: dict[str, Any] = {name: 1}
-    with pytest.raises(
-        SlipstreamError, match=rf"{name}=1 is now {section}=slipstream\.{record.__name__}\({option}=1\)"
-    ):
-        slipstream.Pipeline(torch.nn.Sequential(), **arguments)
-
-
 def test_a_dict_is_no_record() -> None:
     with pytest.raises(SlipstreamError, match=r"memory=\{'limit': 2\}: give a slipstream.Memory, such as memory="):
         slipstream.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), memory={"limit": 2})  # type: ignore[arg-type]
@@ -76,10 +64,9 @@ def test_an_unknown_argument_is_a_type_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "name"),
-    [("pipeline", name) for name in ("recompute", "offload", "memory_limit", "num_flushes", "fused", "self_check")]
-    + [("parallel", "sequence")],
+    ("key", "meant"),
+    [("recompute", "memory.recompute"), ("fused", "runtime.fused"), ("gradient_checkpointing", "memory.recompute")],
 )
-def test_an_old_key_says_the_new_one(section: str, name: str) -> None:
-    with pytest.raises(SlipstreamError, match=rf"{section}\.{name} is now {MOVED[name]}"):
-        parse_config(CONFIG | {section: {name: 1}})
+def test_a_key_of_another_section_says_which_is_meant(key: str, meant: str) -> None:
+    with pytest.raises(SlipstreamError, match=rf"unknown key pipeline\.{key}; did you mean '{meant}'\?"):
+        parse_config(CONFIG | {"pipeline": {key: 1}})

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from slipstream.options import MOVED, Layers, Memory, Parallelism, Precision, Runtime
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 
 RECORDS: dict[str, Any] = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+
+
+FLAT = {name: (section, name) for section, record in RECORDS.items() for name in record.model_fields}
+FLAT["memory_limit"] = "memory", "limit"
 
 
 def grouped(**flat: Any) -> dict[str, Any]:
@@ -15,6 +19,6 @@ def grouped(**flat: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     groups: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in flat.items():
-        section, _, option = MOVED.get(name, "").partition(".")
-        (groups[section] if section else arguments)[option or name] = value
+        section, option = FLAT.get(name, ("", name))
+        (groups[section] if section else arguments)[option] = value
     return arguments | {section: RECORDS[section](**options) for section, options in groups.items()}

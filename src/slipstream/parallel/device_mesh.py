@@ -1,10 +1,12 @@
-"""The mesh of ranks: pipelines (pp), their replicas (dp), and the ranks that share every layer (tp)."""
+"""The mesh of ranks, and the groups that follow from the roles of its axes: pipelines (pp), their replicas (dp), the
+ranks that share every layer (tp)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,14 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.gpu_sharing import TransportName, check_transport
 from slipstream.parallel.launched_group import join_launched_group
+from slipstream.parallel.mesh_axis import DATA, PIPELINE, TENSOR, MeshAxis, known_axes
 from slipstream.parallel.rank_group import RankGroup
-from slipstream.parallel.watched_group import watch_group, watch_store
-
-AXES = ("pp", "dp", "tp")
+from slipstream.parallel.watched_group import NO_LIMIT, watch_group, watch_store
 
 
 def make_mesh(
-    pp: int = 1, dp: int = 1, tp: int = 1, device_type: str = "cpu", transport: TransportName = "auto"
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    device_type: str = "cpu",
+    transport: TransportName = "auto",
+    **others: int,
 ) -> DeviceMesh:
     """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
     started it makes that group, where there is none. Collective.
@@ -40,6 +46,7 @@ def make_mesh(
         device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
         transport: what connects the processes, as `Runtime(transport=...)` has it, of the group that this makes; of one
             that is there it is only checked.
+        others: the sizes of further axes, by name.
 
     Returns:
         The mesh, for `Pipeline(mesh=...)`.
@@ -57,11 +64,16 @@ def make_mesh(
             "a mesh is made of the processes of a process group: start the program with torchrun, or call "
             "torch.distributed.init_process_group first. One process alone needs no mesh."
         )
-    sizes = dict(zip(AXES, (pp, dp, tp), strict=True))
+    given = {"pp": pp, "dp": dp, "tp": tp} | others
+    names = [axis.name for axis in known_axes()]
+    if unknown := [name for name in others if name not in names]:
+        raise TypeError(f"make_mesh() got an unexpected keyword argument {unknown[0]!r}")
+    sizes = {name: given[name] for name in names if name in given}
     world = dist.get_world_size()
     if min(sizes.values()) < 1 or prod(sizes.values()) != world:
         raise SlipstreamError(
-            f"the mesh pp={pp} x dp={dp} x tp={tp} has {prod(sizes.values())} ranks, but {world} "
+            f"the mesh {' x '.join(f'{name}={size}' for name, size in sizes.items())} has {prod(sizes.values())} "
+            f"ranks, but {world} "
             f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
         )
     _watch_everyone()
@@ -69,7 +81,7 @@ def make_mesh(
     check_transport(transport, torch.device(device_type), backend, option)
     if backend != "nccl":
         device_type = "cpu"  # else torch might choose a GPU for the process, of which there may not be enough
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def _watch_everyone() -> None:
@@ -90,13 +102,17 @@ def _what_fits(world: int, dp: int, tp: int) -> str:
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The groups this rank is in, one for each axis, and the group of all ranks of the mesh."""
+    """The groups this rank is in: one for each axis, those of a role, and all ranks of the mesh."""
 
     pipeline: RankGroup
     data: RankGroup
     tensor: RankGroup
+    copies: RankGroup
+    """The ranks that hold the same weights and see other tokens, by rows or parts of rows: over them gradients and
+    losses are summed, and optimizer state is sharded."""
     world: RankGroup
     pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
+    groups: Mapping[MeshAxis, RankGroup]  # of each axis of the mesh, in the order of ranks
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None = None) -> Self:
@@ -104,15 +120,35 @@ class MeshAxes:
         alone."""
         if mesh is None:
             everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-            return cls(everyone, RankGroup(), RankGroup(), everyone, (tuple(everyone.global_ranks),))
+            data = RankGroup()
+            groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
+            return cls(everyone, data, groups[TENSOR], data, everyone, (tuple(everyone.global_ranks),), groups)
         names = mesh.mesh_dim_names or ()
-        if "pp" not in names or set(names) - set(AXES):
+        axes = {axis.name: axis for axis in known_axes()}
+        if "pp" not in names or set(names) - set(axes):
             raise SlipstreamError(
                 f"the mesh has the axes {list(names)}; expected 'pp', and where they are used 'dp' and 'tp'. "
                 "Make it by slipstream.make_mesh(pp=..., dp=..., tp=...)."
             )
-        pipeline, data, tensor = (RankGroup(mesh.get_group(name)) if name in names else RankGroup() for name in AXES)
-        return cls(pipeline, data, tensor, _whole(mesh), _pipelines(mesh, names))
+        groups = {
+            axis: RankGroup(mesh.get_group(name)) if name in names else RankGroup()
+            for name, axis in axes.items()
+            if name in names or axis in (PIPELINE, DATA, TENSOR)
+        }
+        alike = [axis for axis in groups if axis.shares_weights]
+        if all(groups[axis].size == 1 for axis in alike if axis is not DATA):
+            copies = groups[DATA]
+        else:
+            copies = _joined(mesh, [axis.name for axis in alike])
+        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies
+        return cls(*own, _whole(mesh), _lines(mesh, ["pp"]), groups)
+
+    def part_of(self, batch: Any) -> Any:
+        """Returns what this rank works on of a split batch that its pipeline's ranks share."""
+        for axis, group in self.groups.items():
+            if axis.part_of is not None and group.size > 1:
+                batch = axis.part_of(batch, group.rank, group.size)
+        return batch
 
     @property
     def device(self) -> torch.device:
@@ -120,9 +156,19 @@ class MeshAxes:
         return torch.device("cuda", torch.cuda.current_device()) if self.world.uses_nccl else torch.device("cpu")
 
 
-def _pipelines(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    stages_last = mesh.mesh.movedim(names.index("pp"), -1)
-    return tuple(map(tuple, stages_last.reshape(-1, stages_last.shape[-1]).tolist()))
+def _lines(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the global ranks of every group along some axes together."""
+    every = mesh.mesh_dim_names or ()
+    along = [every.index(name) for name in names]
+    last = mesh.mesh.movedim(along, list(range(-len(along), 0)))
+    return tuple(map(tuple, last.reshape(-1, prod(last.shape[-len(along) :])).tolist()))
+
+
+def _joined(mesh: DeviceMesh, names: Sequence[str]) -> RankGroup:
+    """Returns this rank's group along some axes together. Collective: all ranks make all groups, in one order."""
+    here = [name for name in names if name in (mesh.mesh_dim_names or ())]
+    made = {members: dist.new_group(list(members), timeout=NO_LIMIT) for members in _lines(mesh, here)}
+    return RankGroup(next(group for members, group in made.items() if dist.get_rank() in members))
 
 
 def _whole(mesh: DeviceMesh) -> RankGroup:

@@ -45,7 +45,7 @@ class BatchAgreement:
         """`has_limit` where ranks exchange what a step would hold before it sends anything."""
         self._ranks, self._calls = ranks, calls
         # Without it a GPU would have to be waited for later, when it has work.
-        self._waits = has_limit or ranks.data.size > 1 or ranks.tensor.size > 1 or ranks.device.type != "cpu"
+        self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
         self._whole: WholeBatch | Sequences | None = None
 
     def on(

@@ -279,7 +279,8 @@ class Engine:
             self._frozen.check(self.layout)
             return split()
 
-        return self._agreement.on(whole, checked, needs_targets, trains)
+        batch: SplitBatch = self.ranks.part_of(self._agreement.on(whole, checked, needs_targets, trains))
+        return batch
 
     def _split_sequences(
         self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, trains: bool = True
@@ -318,7 +319,7 @@ class Engine:
         self._laid_out(schedule)
 
     def _seed(self) -> int:
-        return keyed_seed(*self.random_state, self.ranks.data.rank)
+        return keyed_seed(*self.random_state, self.ranks.copies.rank)
 
     def _microbatches(self, whole: WholeBatch, length: int) -> list[SlicedMicrobatch]:
         rows = whole.inputs[0]

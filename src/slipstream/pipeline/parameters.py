@@ -41,15 +41,15 @@ class Parameters:
         self._tied = TiedGradients([*stages.values()], ranks, holders)
         self._masters: MasterParameters | ShardedParameters
         self._gradients: GradientReduction | ShardedParameters
-        if shards_parameters and ranks.data.size > 1:
+        if shards_parameters and ranks.copies.size > 1:
             modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
-            self._masters = self._gradients = ShardedParameters(modules, ranks.data)
+            self._masters = self._gradients = ShardedParameters(modules, ranks.copies)
         else:
             dtype = torch_dtype(options.precision.master_dtype)
-            self._masters = MasterParameters(list(self._own()), ranks.data, shards_optimizer, dtype)
+            self._masters = MasterParameters(list(self._own()), ranks.copies, shards_optimizer, dtype)
             trained = {number: list(_trained_by(stage)) for number, stage in stages.items()}
             self._gradients = GradientReduction(
-                trained, ranks.data, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
+                trained, ranks.copies, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
             )
         # The part of each of the unsplit model's parameters that this rank holds
         self.shares = {name: self._share(name, parameter) for name, parameter in self._own()}
@@ -114,7 +114,7 @@ class Parameters:
         for name, parameter in self.named():
             rows = self._masters.rows(name)
             is_copy = self.shares[name].copy > 0 or name in self._tied.copies
-            is_own = self._ranks.data.rank == 0 or self._masters.is_spread(name)
+            is_own = self._ranks.copies.rank == 0 or self._masters.is_spread(name)
             yield ParameterShard(name, parameter, self.shares[name], rows.start, is_own and not is_copy)
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
@@ -135,12 +135,12 @@ class Parameters:
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for name, gradient in named:
-            if name not in self._tied.copies and self.shares[name].copy == 0:
+            is_copy = name in self._tied.copies or self.shares[name].copy > 0
+            if not is_copy and (self._is_sharded or self._ranks.copies.rank == 0):
                 square += gradient.double().square().sum().to(square.device)
         found = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
         if found:  # of all ranks, where this process isn't alone
-            added = [each for each in found if self._is_sharded or each.replica == self._ranks.data.rank]
-            bits = torch.tensor([each.values[0] for each in added])
+            bits = torch.tensor([each.values[0] for each in found])
             square = bits.view(torch.float64).sum().to(square.device)
         norm = square.sqrt()
         if math.isfinite(max_norm):

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import random_model
-from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime, refuse_old_arguments
+from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.answers import ANSWERS, summarise
 from slipstream.pipeline.arguments import Inputs
@@ -113,9 +113,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         vocabulary: Literal["auto", "whole", "spread"] = "auto",
         router_loss: Literal["none", "per_layer"] = "none",
         rates: StageRates | None = None,
-        **old_arguments: Never,
     ) -> None:
-        refuse_old_arguments(old_arguments)
         order = schedule, num_microbatches, slices, stages_per_rank, partition, seq_len
         records = memory, parallel, precision, runtime, layers
         place = mesh, num_ranks, device

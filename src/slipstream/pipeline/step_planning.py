@@ -108,9 +108,11 @@ class StepPlanning:
         return same[0], same[1], not any(each.values[2] for each in others)
 
     def _first_ranks(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan of the pipeline's first rank. Collective."""
-        first: StepPlan = self._ranks.pipeline.gather(self._ranks.tensor.gather(plan)[0])[0]
-        return first
+        """Returns the plan of the first of the ranks that share a batch. Collective."""
+        for axis, group in reversed([*self._ranks.groups.items()]):
+            if axis.shares_batch:
+                plan = group.gather(plan)[0]
+        return plan
 
 
 def _checksum(value: object) -> int:

@@ -122,7 +122,7 @@ class StepRunner:
             sums[2:4] = torch.tensor([self._given.says_divisor, bool(self._given.problem)])
         differing = take_differing_layers()
         sums[4] = len(differing)
-        sums = self._ranks.data.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
+        sums = self._ranks.copies.sum(self._ranks.pipeline.sum(sums))  # tensor ranks have it all alike
         _, count, says_divisor, has_problem, num_differing = sums.tolist()
         if num_differing:
             raise SlipstreamError(

@@ -57,7 +57,7 @@ def stages_share_what_is_left_of_a_model(group: RankGroup) -> None:
         sent: list[Tensor] = []
         for stage, owned in zip(stages, (LayerRange(0, middle), LayerRange(middle, 2)), strict=True):
             keep_layers(stage, anatomy, owned)
-            shared.parallel.install(stage, lambda: None, lambda: None)
+            shared.parallel.install(stage, lambda: None, lambda: None, is_first=owned.start == 0)
         first, second = (stage.get_submodule(anatomy.layers) for stage in stages)
         first[0].register_forward_hook(lambda _m, _a, out, sent=sent: sent.append(_first(out)))
         second[int(middle)].register_forward_pre_hook(

@@ -98,9 +98,8 @@ class PipelineFacts:
 
     @property
     def axes(self) -> dict[str, RankGroup]:
-        """The groups of ranks that this one is in, by axis: pp, dp, tp."""
-        ranks = self._engine.ranks
-        return {"pp": ranks.pipeline, "dp": ranks.data, "tp": ranks.tensor}
+        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp."""
+        return {axis.name: group for axis, group in self._engine.ranks.groups.items()}
 
     @property
     def bytes_sent(self) -> int:

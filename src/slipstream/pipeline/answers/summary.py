@@ -50,8 +50,8 @@ def _mesh(engine: Engine) -> str:
     ranks = engine.ranks
     if ranks.world.size == 1:
         return f"one process, on {engine.device}"
-    sizes = f"pp={ranks.pipeline.size}, dp={ranks.data.size}, tp={ranks.tensor.size}"
-    mine = f"{ranks.pipeline.rank} of pp, {ranks.data.rank} of dp, {ranks.tensor.rank} of tp"
+    sizes = ", ".join(f"{axis.name}={group.size}" for axis, group in ranks.groups.items())
+    mine = ", ".join(f"{group.rank} of {axis.name}" for axis, group in ranks.groups.items())
     return f"{sizes}; this is rank {mine}, on {engine.device}"
 
 

@@ -283,7 +283,7 @@ class SequenceFamily:
 
     def end(self) -> None:
         """Updates every batch norm's moving averages with the whole mini-batch. Collective."""
-        over = self._ranks.data
+        over = self._ranks.copies
         for stage in self._stages.values():
             stage.statistics.update(
                 over.all_gather if self._options.layers.batch_norm_over_replicas else lambda sums: sums[None]

@@ -171,7 +171,7 @@ def gather_state(stages: Iterable[Stage], ranks: Ranks, parameters: Parameters) 
     mine = []
     for name, tensor in own.items():
         share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
-        if ranks.data.rank == 0 and share.copy == 0:
+        if ranks.copies.rank == 0 and share.copy == 0:
             mine.append(_Part(name, share, tensor.shape, tensor.dtype))
     others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
     if not ranks.leads:

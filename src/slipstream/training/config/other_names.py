@@ -1,14 +1,11 @@
-"""What other libraries, and this one before, call settings and their values: of these a message says what is meant."""
+"""What other libraries call settings and their values: of these a message says what is meant."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.options import MOVED
-
-# By the last part of the name that was typed
-_ELSEWHERE = {
+OTHER_NAMES: Mapping[str, str] = {
     "learning_rate": "optimizer.lr",
     "warmup": "optimizer.warmup_steps",
     "max_grad_norm": "optimizer.clip_norm",
@@ -43,11 +40,7 @@ _ELSEWHERE = {
     "rank": "lora.r",
     "lora_alpha": "lora.alpha",
 }
-
-OTHER_NAMES: Mapping[str, str] = _ELSEWHERE | {
-    f"{section}.{name}": now for name, now in MOVED.items() for section in ("pipeline", "parallel")
-}
-"""The setting that is meant by another name, or by one in a section that it isn't in any more."""
+"""The setting that is meant by another name: by its last part, whatever section was typed."""
 
 OTHER_VALUES: Mapping[str, Mapping[Any, str]] = {
     "training.precision": {
