@@ -194,7 +194,7 @@ class Engine:
         self.family.end()
         seed, num_steps = self.random_state
         self.random_state = seed, num_steps + 1
-        if self._first_steps.listens:
+        if self._first_steps.listens and not isinstance(whole, Sequences):
             self._first_steps.observe(self.runner.timeline())
         return StepLoss.of(loss)
 
