@@ -59,7 +59,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         seq_len: tokens of a sequence, from which partition="auto" knows what attention costs. Without it, and without
             the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
-            slices and partition "auto", all three are planned from measured costs (see `plan`).
+            slices and partition "auto", all three are planned from measured costs (see `plan`): for one sequence in a
+            microbatch, or for what an `ExpectedBatch` in its place says.
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100, or a floating-point number of the function's own, such as the sum of the weights
             of classes: the sum over all ranks and microbatches is divided by that of all counts. Or a SequenceLoss, a

@@ -26,8 +26,10 @@ from slipstream.timeline import Timeline
 
 _GRANULARITY = 64  # tokens: matrix products like multiples of it
 _MOST_SLICES = (16, 10, 7, 5)  # for each, the best slices of at most this many are searched for
-_SIMULATIONS = 400  # for each of these
-_ORDERED = 4  # slicings that get orders of their own
+_COUNTS, _SHARES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16), (0.0, 0.25, 0.5)  # of slices; of attention in their equal times
+_SIMULATIONS, _FEWEST_SIMULATIONS = 400, 100  # for each of the numbers, or it is left to slices of equal times
+_SIMULATED = 2400  # microbatches on stages: more are simulated less often
+_ORDERED = 5  # slicings that get orders of their own
 _QUICK = 2e6  # of find_order's effort, to compare slicings by
 _EFFORT = 1e7  # of find_order's effort, for the order that runs
 _OBSERVED = (8, 4)  # numbers of slices whose times are observed
@@ -117,24 +119,24 @@ class _RowSearch:
 
     def slicings(self) -> list[tuple[int, ...]]:
         """Returns the slices that are worth an order of their own."""
-        from slipstream.planner.slicing import slice_for_schedule  # loads compiled code
+        from slipstream.planner.slicing import equal_time_slices, slice_for_schedule  # load compiled code
 
         problem = self._problem
         if problem.slices is not None:
             return [problem.slices]
         step = granularity_for(problem.length)
-        most = [
-            slice_for_schedule(
-                lambda slices: (problem.start(slices), cost_of(self._rates, slices)),
-                problem.length,
-                granularity=step,
-                max_slices=count,
-                max_simulations=_SIMULATIONS,
-            )
-            for count in _MOST_SLICES
-        ]
-        found = dict.fromkeys(tuple(each.slices) for each in sorted(most, key=lambda each: each.latency))
-        return [*found, *(each for each in map(problem.fixed_slices, _OBSERVED) if each not in found)][: _ORDERED + 1]
+        simulations = min(_SIMULATIONS, _SIMULATED // (problem.num_microbatches * len(problem.placement)))
+        counts = [count for count in _COUNTS if count <= problem.length // step]
+        found = {equal_time_slices(problem.length, count, share, step) for count in counts for share in _SHARES}
+        found |= set(map(problem.fixed_slices, _OBSERVED))
+        if simulations >= _FEWEST_SIMULATIONS:
+            for most in _MOST_SLICES:
+                limits: dict[str, int] = {"max_slices": most, "max_simulations": simulations}
+                found.add(tuple(slice_for_schedule(self._started, problem.length, granularity=step, **limits).slices))
+        return sorted(found, key=lambda slices: (simulate(*self._started(slices)).makespan, slices))[:_ORDERED]
+
+    def _started(self, slices: tuple[int, ...]) -> tuple[Schedule, TableCost]:
+        return self._problem.start(slices), cost_of(self._rates, slices)
 
     def plan(self, slices: tuple[int, ...], effort: float) -> RowPlan | None:
         """Returns these slices in the best order, or in the one that is given; None where that holds too much."""
