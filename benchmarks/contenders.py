@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from benchmarks.action_times import ActionTimes
 from benchmarks.peers import mean_loss, model_config, torch_pipeline, whole_model
 from slipstream import Pipeline, Runtime, Schedule, simulate
-from slipstream.pipeline.tuning.trials import Samples
 from slipstream.timeline import Timeline
 
 CUT = [4, 4]
@@ -137,7 +137,7 @@ class Ours:
         if plan is None:
             return None
         self._step_anew()  # warms up
-        samples = Samples()
+        samples = ActionTimes()
         for _ in range(_SAMPLED):
             self._step_anew()
             samples.add(self.pipe.timeline())

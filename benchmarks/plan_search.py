@@ -135,7 +135,7 @@ def steps() -> None:
     options: dict[str, Any] = {"schedule": "auto", "slices": "auto", "num_ranks": 8, "memory": Memory(limit=1e15)}
     pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **options)
     engine = pipe._engine
-    engine.limited_steps.prepare_rows(engine.tuner.splits)
+    engine.limited_steps.prepare_rows(engine.settings.splits)
     engine._plan_step(lengths_of_a_step(0))  # loads what is compiled
     rows = []
     for share in few([None, 1.5, 0.9, 0.7, 0.5]):

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
 
+from benchmarks.action_times import ActionTimes
 from benchmarks.harness import few, is_trial, restart_in_environment, setting, write
 from benchmarks.peers import VOCABULARY, model_config
 from benchmarks.waterfall import WithoutLinks
 from slipstream import Pipeline, Runtime, Schedule, make_schedule, simulate
-from slipstream.pipeline.tuning.trials import Samples
 from slipstream.schedule import split_backwards
 
 TOKENS = 128 if is_trial() else 1024  # of a step, over all microbatches
@@ -63,11 +63,11 @@ def compare(
     pipe = Pipeline.from_config(
         model_config(inputs.shape[1]), runtime=Runtime(self_check=False), schedule=start, **settings
     )
-    times = Samples()
+    times = ActionTimes()
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for index in range(WARM_UPS + ROUNDS):
         for name, schedule in [*((f"timed {k}", s) for k, s in enumerate(references)), *schedules.items()]:
-            pipe._engine.tuner.schedule = schedule
+            pipe._engine.settings.schedule = schedule
             for parameter in pipe.parameters():
                 parameter.grad = None
             dist.barrier()

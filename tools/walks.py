@@ -60,7 +60,7 @@ WALKS = {
             Row(
                 "length and batch",
                 (
-                    Box("pipeline/tuning/tuner.py", "Schedule and slice lengths of this step."),
+                    Box("pipeline/tuning/step_settings.py", "Schedule and slice lengths of this step."),
                     Box("pipeline/families/causal_lm.py", "Checks token ids and length."),
                     Box("pipeline/batch.py", "Rows to microbatches, tokens to slices, labels shifted."),
                 ),

@@ -42,7 +42,7 @@ def test_gradients_are_those_of_each_sequence_alone(
     loss, expected = one_by_one(name, inputs, inputs)
     assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-9)
     assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
-    assert not pipe.is_tuning  # steps are planned; rows of one length would be learned from
+    assert not pipe.is_tuning  # steps are planned; rows of one length would be planned when they come
 
 
 def test_short_sequences_share_a_microbatch_and_long_ones_are_cut() -> None:
@@ -64,14 +64,17 @@ def test_a_number_of_microbatches_is_kept() -> None:
     assert len(pipe.last_step.microbatches) == 3
 
 
-def test_rows_of_one_length_are_still_learned_from() -> None:
+def test_rows_of_one_length_are_planned_when_they_come() -> None:
     pipe = planned("llama, tied")
     inputs, _ = batch_of([5, 6], 0)
     pipe.step(inputs, inputs)
     assert not pipe.is_tuning
     rows = torch.stack([inputs[0], inputs[0]])
+    assert torch.isfinite(pipe.evaluate(rows, rows))  # in fewer slices than longer rows would have
     pipe.step(rows, rows)
-    assert pipe.is_tuning
+    assert not pipe.is_tuning
+    assert pipe.order.name == "auto"
+    assert pipe.last_step.layout.order.num_microbatches == 1
 
 
 def test_rates_of_another_pipeline_plan_the_same_steps() -> None:

@@ -167,7 +167,7 @@ def test_each_microbatch_has_its_own_memory() -> None:
         ({"microbatches": [[4, [24]]], "num_microbatches": 2}, "with num_microbatches=2: give one of the two"),
         ({"microbatches": [[4, [24]]], "slices": 8}, "microbatches=... with slices=8: give one of the two"),
         ({"microbatches": [[4, [24]]], "memory": Memory(num_flushes=2)}, "with memory.num_flushes=2: give one of"),
-        ({"microbatches": [[4, [24]]], "schedule": "auto"}, "which measures microbatches that are alike"),
+        ({"microbatches": [[4, [24]]], "schedule": "auto"}, "which is planned for microbatches that are alike"),
         (
             {"microbatches": [[2, [24]], [2, [9, 15]]], "schedule": make_schedule("gpipe", 1, 2, 2)},
             "the schedule 'gpipe' has microbatches of [2, 2] slices. Give microbatches=... with as many, not [1, 2]",

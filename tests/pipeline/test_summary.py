@@ -25,7 +25,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         {"slices": [5, 3], "schedule": "zb-v", "stages_per_rank": 2, "partition": [1, 1, 1, 1]},
         ["1 + 1 + 1 + 1 in 4 stages, on ranks 0, 1, 1, 0", "zb-v, 1 microbatch, slices of tokens: 5, 3"],
     ),
-    ({"schedule": "auto", "slices": "auto"}, ['"auto" still measures']),
+    ({"schedule": "auto", "slices": "auto"}, ['"auto" is still to be planned']),
     ({"vocabulary": "spread", "slices": 2}, ["the head's rows are spread over all ranks"]),
     ({"num_ranks": 1, "slices": 2}, ["layers: 4 in 1 stage, on rank 0\n"]),
     ({"dtype": "bfloat16", "master_dtype": "float32"}, ["on this rank; bfloat16, updated in float32"]),

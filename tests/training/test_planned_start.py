@@ -23,7 +23,7 @@ from slipstream.profiler import profile_model
 from slipstream.profiler.cost_cache import CostCache
 from slipstream.training.config.config_file import parse_config
 from slipstream.training.planned_start import _found_again, what_prevents_a_plan
-from slipstream.training.resuming.run_state import _cut
+from slipstream.training.resuming.run_state import describe_cut
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any
     pipe = Pipeline.from_config(
         llama(), schedule="gpipe", slices=[5, 3], num_ranks=2, partition=[1, 3], memory=memory, runtime=PLAIN
     )
-    assert _cut(pipe) == {"partition": [1, 3], "recompute": recompute}
+    assert describe_cut(pipe) == {"partition": [1, 3], "recompute": recompute}
 
 
 def test_an_older_checkpoint_has_balanced_layers() -> None:

@@ -108,32 +108,29 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
 @pytest.mark.more
 @pytest.mark.usefixtures("compiled_search")
 def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
-    """Seven steps learn; the ninth is the last. The order that was found gets recomputation and offloading again."""
+    """The first step is planned. The order that was found gets recomputation and offloading again."""
     order = ["--pipeline.schedule=auto", "--pipeline.slices=[8,16,24,16]", "--pipeline.num_microbatches=2"]
     memory = ["--memory.recompute=full", "--memory.offload=0.5"]
-    settings = [*order, *memory, "--training.steps=9", "--checkpoint.every=4", "--checkpoint.keep=9"]
+    settings = [*order, *memory, "--training.steps=4", "--checkpoint.every=2", "--checkpoint.keep=4"]
     first = tmp_path / "first"
     ended = train(2, first, text, *settings)
     assert ended.returncode == 0, ended.stderr
     assert "auto has settled on slices of" in ended.stdout
-    assert [line["step"] for line in lines(first) if "trial" in line] == [1, 2, 3, 4, 5, 6, 7]
-    assert Manifest.read(first / "checkpoints" / "step-00000008").facts["tuned"]["slices"] == [8, 16, 24, 16]
+    assert [line["step"] for line in lines(first) if "trial" in line] == [1]
+    assert Manifest.read(first / "checkpoints" / "step-00000002").facts["tuned"]["slices"] == [8, 16, 24, 16]
     assert Schedule.parse((first / "schedule.txt").read_text()).ops >= {Op.R, Op.OFFLOAD}
 
-    again, anew = half_of(first, tmp_path / "again", step=8), half_of(first, tmp_path / "anew", step=4)
-    for folder in (again, anew):
-        ended = train(2, folder, text, *settings, "--checkpoint.resume=latest")
-        assert ended.returncode == 0, ended.stderr
-        assert ("auto tries orders or slices in the first steps" in ended.stdout) == (folder == anew)
+    again = half_of(first, tmp_path / "again", step=2)
+    ended = train(2, again, text, *settings, "--checkpoint.resume=latest")
+    assert ended.returncode == 0, ended.stderr
+    assert "auto plans orders or slices" not in ended.stdout
     assert (again / "schedule.txt").read_text() == (first / "schedule.txt").read_text()
-    on_a_v = half_of(first, tmp_path / "on a v", step=8)  # no order for other stages
+    on_a_v = half_of(first, tmp_path / "on a v", step=2)  # no order for other stages
     v = ["--pipeline.schedule=auto-v", "--pipeline.stages_per_rank=2", "--checkpoint.resume=latest"]
     ended = train(2, on_a_v, text, *settings[1:], *v)
     assert ended.returncode == 0, ended.stderr
-    assert "auto tries orders or slices in the first steps" in ended.stdout
-    losses = [line["loss"] for line in lines(first)]
-    assert [line["loss"] for line in lines(again)] == losses[8:]
-    assert [line["loss"] for line in lines(anew)] == pytest.approx(losses[4:], rel=1e-4)  # perhaps in another order
+    assert "auto plans orders or slices" in ended.stdout
+    assert [line["loss"] for line in lines(again)] == [line["loss"] for line in lines(first)][2:]
 
 
 @pytest.mark.more

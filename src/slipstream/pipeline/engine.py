@@ -28,9 +28,16 @@ from slipstream.pipeline.stage import Stage
 from slipstream.pipeline.step_loss import StepLoss, checked_num_targets
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.step_runner import StepRunner
-from slipstream.pipeline.tuning import TrialResult, Tuner, is_free, plan_start, with_plan
+from slipstream.pipeline.tuning import (
+    FirstSteps,
+    HeldBytes,
+    StepSettings,
+    measure_rates,
+    rates_of_rows,
+    with_plan,
+)
 from slipstream.pipeline.weights import gather_state
-from slipstream.planner.joint import JointPlan
+from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.watchdog import board, counted_off
@@ -62,15 +69,10 @@ class Engine:
         self._given_rates: StageRates | None = options.rates
         self.has_own_loss = options.loss_fn is not None
         self._adds_router_loss = options.router_loss != "none"
-        if isinstance(self.family, CausalLMFamily) and self._is_open(options, num_ranks):
-            with counted_off("measuring what layers cost"):
-                request = self.family.start_request(num_ranks)
-                found = plan_start(self.family.config, request, self.ranks, self.device, _log.info)
-                self.plan, self._given_rates = found
-            options = with_plan(options, self.plan)
-            self.family.adopt(options)
-        self.tuner = Tuner(options, num_ranks, self.family.default_slices, self.family.compiled)
-        self.layout = self.family.lay_out(self.tuner.schedule, self.tuner.slices)  # of the next step
+        if num_ranks > 1 and self.family.is_open(options):
+            options = self._plan_start(options, num_ranks)
+        self.settings = StepSettings(options, num_ranks, self.family.default_slices, self.family.compiled)
+        self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
         self.stages: Mapping[int, Stage]
         with counted_off("loading the model", uses_disk=True):
             self.stages, tensor = self.family.make_stages(self.layout)
@@ -87,13 +89,30 @@ class Engine:
         self.runner = StepRunner(self.layout, *own, self.ranks, self.device, self.family.routes(self.layout), options)
         limit = MemoryLimit(options.memory.limit, self.ranks, self.runner.records)
         rehearsal = self._rehearsal_with(losses)
+        self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
         self.limited_steps = LimitedSteps(limit, self.family, self.layout, self._laid_out, rehearsal, self.device)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
 
-    def _is_open(self, options: PipelineOptions, num_ranks: int) -> bool:
-        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
-        return is_free(options) and num_ranks > 1 and not self.family.compiled
+    def _plan_start(self, options: PipelineOptions, num_ranks: int) -> PipelineOptions:
+        """Returns the options with what a plan from measured costs chooses; without one, where they can't be measured,
+        order and slices stay open until steps ran. Collective.
+
+        Raises OutOfMemoryError where nothing fits the memory limit.
+        """
+        expected = options.expected
+        say = _log.info if expected is None or expected.say is None else expected.say
+        try:
+            with counted_off("measuring what layers cost"):
+                self.plan, self._given_rates = self.family.plan(num_ranks, say)
+        except OutOfMemoryError:
+            raise
+        except SlipstreamError as error:
+            say(f"no plan can be made before the first step: {error}")
+            return options
+        options = with_plan(options, self.plan)
+        self.family.adopt(options)
+        return options
 
     def _rehearsal_with(self, losses: Losses) -> partial[RehearsedStep]:
         """Returns what makes the rehearsal of a step of this pipeline's parts."""
@@ -115,8 +134,10 @@ class Engine:
         if isinstance(whole, Sequences):
             batch, plan = self._split_sequences(whole, plan, needs_targets)
         else:
-            self._adopt(self.tuner.schedule)
-            batch = self._split(whole, self.family.length(whole), needs_targets)
+            length = self.family.length(whole)
+            self.settings.fit(length)
+            self._adopt(self.settings.schedule)
+            batch = self._split(whole, length, needs_targets)
         self.parameters.publish()
         return batch, plan
 
@@ -148,14 +169,16 @@ class Engine:
             if not self.limited_steps.knows_lengths:  # the ranks exchange what rows hold before they plan
                 self.calls.start((), of_list=True)
                 self.calls.finish()
-            self.limited_steps.prepare_rows(self.tuner.splits)
+            self.limited_steps.prepare_rows(self.settings.splits)
             batch, plan = self._split_sequences(whole, plan, num_targets is None, self._frozen.trains_here)
             microbatches = plan.microbatches
             self.limited_steps.check_sequences(self.layout, batch, microbatches, whole)
         else:
             length = self.family.length(whole)
-            self._adopt(self.tuner.begin(length))
-            batch = self._within_limit(whole, length, num_targets is None)
+            self.settings.wake()
+            self.settings.fit(length)
+            self._adopt(self.settings.schedule)
+            batch = self._planned(whole, length, num_targets is None)
             microbatches = self._microbatches(whole, length)
         self.parameters.publish()
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
@@ -171,9 +194,8 @@ class Engine:
         self.family.end()
         seed, num_steps = self.random_state
         self.random_state = seed, num_steps + 1
-        if self.tuner.listens_to(length):
-            with counted_off("choosing a schedule"):
-                self._tune(self.runner.timeline())
+        if self._first_steps.listens and not isinstance(whole, Sequences):
+            self._first_steps.observe(self.runner.timeline())
         return StepLoss.of(loss)
 
     def sequence_log_probabilities(self) -> Tensor:
@@ -207,17 +229,38 @@ class Engine:
         self._agreement.finish()
         return self._to_rehearse(whole, length, batch)
 
-    def _within_limit(self, whole: WholeBatch, length: int, needs_targets: bool) -> SplitBatch:
-        """Returns the batch as the next step splits it, after the tuner has skipped orders that hold too much.
+    def _planned(self, whole: WholeBatch, length: int, needs_targets: bool) -> SplitBatch:
+        """Returns the batch as the next step splits it, once what is open is planned.
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """
         batch = self._split(whole, length, needs_targets, self._frozen.trains_here)
-        while self.tuner.asks_what_it_holds and self.tuner.listens_to(length):
-            self._tune(self.limited_steps.limit.held_by(self._to_rehearse(whole, length, batch)))
+        if self._first_steps.are_due:
+            num_rows = max(each.num_sequences for each in self._microbatches(whole, length))
+
+            def holds() -> HeldBytes:
+                self._adopt(self.settings.schedule)
+                batch = self._split(whole, length, needs_targets)
+                return self.limited_steps.limit.held_by(self._to_rehearse(whole, length, batch))
+
+            with counted_off("planning the first step"):
+                self._first_steps.begin(length, num_rows, holds)
+            self._adopt(self.settings.schedule)
             batch = self._split(whole, length, needs_targets)
         self.limited_steps.limit.check(self._to_rehearse(whole, length, batch))
         return batch
+
+    def _measured_rates(self, length: int, num_rows: int) -> StageRates | None:
+        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
+        measured beside the model. Collective."""
+        if self._given_rates is not None:
+            return rates_of_rows(self._given_rates, num_rows)
+        if not isinstance(self.family, CausalLMFamily) or self.family.compiled:
+            return None
+        request = self.family.start_request(self.layout.num_ranks, length, num_rows)
+        partition = [stage.stop - stage.start for stage in self.layout.layers]
+        again = self.layout.recompute is not None and self.layout.recompute.setting == "full"
+        return measure_rates(self.family.config, request, partition, self.ranks, self.device, _log.info, again)
 
     def _split(
         self, whole: WholeBatch, length: int, needs_targets: bool = True, trains: bool | None = None
@@ -255,18 +298,18 @@ class Engine:
         except DifferentLengthsError:
             self._agreement.compare(whole)  # raises, and names the ranks
             raise
-        self.tuner.rest()
+        self.settings.rest()
         seed = self._seed()
         batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, seed), needs_targets, trains)
         self._adopt(plan.schedule)
         return batch, plan
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
-        is_by_cost = self._given_rates is not None or not self.tuner.is_given
+        is_by_cost = self._given_rates is not None or not self.settings.is_given
         if is_by_cost and self.rates is not None:
-            return self.limited_steps.find_plan(self.tuner.step_problem(tuple(lengths), self.rates))
-        groups = self.family.groups(lengths, self.tuner.schedule.num_microbatches)
-        return self.tuner.plan_step(lengths, groups)
+            return self.limited_steps.find_plan(self.settings.step_problem(tuple(lengths), self.rates))
+        groups = self.family.groups(lengths, self.settings.schedule.num_microbatches)
+        return self.settings.plan_step(lengths, groups)
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
@@ -279,7 +322,7 @@ class Engine:
         return self.family.rates(self.layout) if self._given_rates is None else self._given_rates
 
     def _check_and_lay_out(self, schedule: Schedule) -> None:
-        self.tuner.check(schedule)
+        self.settings.check(schedule)
         self._laid_out(schedule)
 
     def _seed(self) -> int:
@@ -287,21 +330,12 @@ class Engine:
 
     def _microbatches(self, whole: WholeBatch, length: int) -> list[SlicedMicrobatch]:
         rows = whole.inputs[0]
-        return self.tuner.microbatches(rows.shape[0] if rows.dim() else 0, length)
+        return self.settings.microbatches(rows.shape[0] if rows.dim() else 0, length)
 
     def _to_rehearse(self, whole: WholeBatch, length: int, batch: SplitBatch) -> RehearsedStep:
         microbatches = self._microbatches(whole, length)
-        chosen = microbatches[:1] if self.tuner.are_microbatches_alike else microbatches
+        chosen = microbatches[:1] if self.settings.are_microbatches_alike else microbatches
         return self.limited_steps.rehearsed(self.layout, batch, chosen, whole.inputs[0])
-
-    def _tune(self, result: TrialResult) -> None:
-        """Lets the leader learn from the step that ran, or from what it would hold; all ranks follow its decision."""
-        try:
-            decision = self.ranks.decided(lambda: self.tuner.decide(result))
-        except SlipstreamError:
-            self.tuner.forget()
-            raise
-        self._adopt(self.tuner.follow(decision))
 
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""

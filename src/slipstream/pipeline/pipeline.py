@@ -20,7 +20,7 @@ from slipstream.pipeline.answers import ANSWERS, summarise
 from slipstream.pipeline.arguments import Inputs
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.evaluation import PipelineEvaluation
-from slipstream.pipeline.pipeline_options import LossFunction, PipelineOptions, SequenceLoss
+from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.saving import PipelineSaving
 from slipstream.pipeline.sequences import Lengths, Rows
 from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
@@ -44,14 +44,14 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         model: a causal LM of transformers with its weights in memory; with `from_config` and `from_pretrained` each
             rank holds only its own layers. Or an nn.Sequential of any layers that take and return a tensor or a tuple
             of tensors (GPipe): see docs/sequences.md.
-        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the first steps are measured, and the best
-            order for them is chosen; "auto-v": the same in a V-shaped placement, where each rank has two stages and
-            the first rank the first and the last; or a Schedule, which says how many microbatches, slices and stages
-            there are.
+        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the best order that is found, by measured
+            costs, before the first step or, where these can't be had, after a few; "auto-v": the same in a V-shaped
+            placement, where each rank has two stages and the first rank the first and the last; or a Schedule, which
+            says how many microbatches, slices and stages there are.
         num_microbatches: the number of parts into which the rows of a batch are divided.
-        slices: the number of token slices of a sequence, their lengths in tokens, or "auto": the first steps are
-            measured, and the lengths chosen that run fastest. Default: 8; of an nn.Sequential 1, or with `CutTokens`
-            in it any number, of what follows that layer.
+        slices: the number of token slices of a sequence, their lengths in tokens, or "auto": those that are
+            found as the order is. Default: 8; of an nn.Sequential 1, or with `CutTokens` in it any number, of what
+            follows that layer.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
             feed-forward half, 0 at an end makes the embedding or the head a stage by itself. Or "auto": by the
             multiplications of each layer and of the head; in halves where that makes the slowest rank at least 3%
@@ -59,7 +59,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
         seq_len: tokens of a sequence, from which partition="auto" knows what attention costs. Without it, and without
             the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
-            slices and partition "auto", all three are planned from measured costs (see `plan`).
+            slices and partition "auto", all three are planned from measured costs (see `plan`): for one sequence in a
+            microbatch, or for what an `ExpectedBatch` in its place says.
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100, or a floating-point number of the function's own, such as the sum of the weights
             of classes: the sum over all ranks and microbatches is divided by that of all counts. Or a SequenceLoss, a
@@ -99,7 +100,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         *,
         partition: Sequence[float] | Literal["auto"] = "auto",
         stages_per_rank: int = 1,
-        seq_len: int | None = None,
+        seq_len: int | ExpectedBatch | None = None,
         loss_fn: LossFunction | SequenceLoss | None = None,
         mesh: DeviceMesh | None = None,
         num_ranks: int | None = None,

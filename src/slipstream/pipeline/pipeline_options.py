@@ -50,6 +50,27 @@ class SequenceLoss:
 
 
 @dataclass(frozen=True)
+class ExpectedBatch:
+    """The batches for which a plan is made before the first step, where seq_len alone doesn't say it.
+
+    Args:
+        seq_len: tokens of a sequence; of sequences of different lengths those of a typical one.
+        microbatch_size: rows of a microbatch.
+        num_microbatches: microbatches of a step. None: as the Pipeline has.
+        longest: tokens of the longest sequence, where lengths differ. None: they don't.
+        dtype: in which the model computes, such as "bf16" under autocast. None: the parameters'.
+        say: gets a line about what is measured, and about what was found.
+    """
+
+    seq_len: int
+    microbatch_size: int = 1
+    num_microbatches: int | None = None
+    longest: int | None = None
+    dtype: str | None = None
+    say: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
 class PipelineOptions:
     """The arguments of the Pipeline, which says what they mean."""
 
@@ -58,7 +79,7 @@ class PipelineOptions:
     slices: int | Sequence[int] | str | None = None
     stages_per_rank: int = 1
     partition: str | Sequence[float] = "auto"
-    seq_len: int | None = None
+    seq_len: int | ExpectedBatch | None = None
     loss_fn: LossFunction | SequenceLoss | None = None
     memory: Memory = Memory()
     parallel: Parallelism = Parallelism()
@@ -85,6 +106,16 @@ class PipelineOptions:
         if self.microbatches is not None:
             self._check_microbatches()
 
+    @property
+    def expected(self) -> ExpectedBatch | None:
+        """The batches for which a plan is made, where that is known."""
+        return ExpectedBatch(self.seq_len) if isinstance(self.seq_len, int) else self.seq_len
+
+    @property
+    def row_length(self) -> int | None:
+        """The tokens of every sequence. None: they differ, or aren't known."""
+        return None if self.expected is None or self.expected.longest is not None else self.expected.seq_len
+
     def _check_microbatches(self) -> None:
         others = {"num_microbatches": (self.num_microbatches, 1), "slices": (self.slices, None)}
         others["memory.num_flushes"] = self.memory.num_flushes, 1
@@ -93,8 +124,8 @@ class PipelineOptions:
                 raise SlipstreamError(f"microbatches=... with {name}={value!r}: give one of the two.")
         if self.schedule in AUTOMATIC:
             raise SlipstreamError(
-                f"microbatches=... with schedule={self.schedule!r}, which measures microbatches that are alike. Give a "
-                "schedule by its name, or one found by slipstream.find_order."
+                f"microbatches=... with schedule={self.schedule!r}, which is planned for microbatches that are alike. "
+                "Give a schedule by its name, or one found by slipstream.find_order."
             )
         given_microbatches(self.microbatches)
 

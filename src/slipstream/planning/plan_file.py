@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from math import isfinite
 from pathlib import Path
@@ -32,9 +33,15 @@ def write_plan_file(plan: Plan, model: dict[str, Any], path: Path, lora: dict[st
         schedule = schedule_file(path).name
         schedule_file(path).write_text(f"{plan.best.joint.schedule}\n", encoding="utf-8")
     settings = plan_settings(plan, model, schedule) | ({} if lora is None else {"lora": lora})
+    path.write_text(plan_text(settings, path, "slipstream plan"), encoding="utf-8")
+
+
+def plan_text(settings: dict[str, Any], path: Path, command: str, source: str = "corpus=python-stdlib") -> str:
+    """Returns the file `path` of a plan's settings, as YAML under the command that writes it and one that trains by it,
+    from this source of data."""
     text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
-    train = f"slipstream train {path} --data.corpus=python-stdlib --training.output=runs/x --training.steps=10"
-    path.write_text(f"# Written by `slipstream plan`.\n# {train}\n{text}", encoding="utf-8")
+    train = f"slipstream train {path} --data.{source} --training.output=runs/x --training.steps=10"
+    return f"# Written by `{command}`.\n# {train}\n{text}"
 
 
 def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
             "schedule": schedule,
             "num_microbatches": best.num_microbatches,
             "slices": [int(length) for length in best.slices],
-            "partition": [int(layers) if layers == int(layers) else float(layers) for layers in best.partition],
+            "partition": partition_setting(best.partition),
         },
         "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
         "parallel": {
@@ -73,10 +80,10 @@ def _predicted(plan: Plan) -> dict[str, Any]:
         "cluster": plan.cluster,
         "num_devices": plan.num_devices,
         "dtype": plan.dtype,
-        "step_seconds": _rounded(best.step_seconds),
-        "tokens_per_second": _rounded(best.tokens_per_second),
-        "mfu": None if best.mfu is None else _rounded(best.mfu),
-        "idle_fraction": _rounded(best.idle_fraction),
+        "step_seconds": rounded(best.step_seconds),
+        "tokens_per_second": rounded(best.tokens_per_second),
+        "mfu": None if best.mfu is None else rounded(best.mfu),
+        "idle_fraction": rounded(best.idle_fraction),
         "peak_memory_bytes": round(best.peak_memory),
         "memory_limit_bytes": round(best.memory_limit) if isfinite(best.memory_limit) else None,
         "versions": {"slipstream": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
@@ -84,5 +91,11 @@ def _predicted(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _rounded(number: float) -> float:
+def partition_setting(partition: Sequence[float]) -> list[float]:
+    """Returns the layers of each stage as they are written, whole ones without a fraction."""
+    return [int(layers) if layers == int(layers) else float(layers) for layers in partition]
+
+
+def rounded(number: float) -> float:
+    """Returns a predicted number with the digits that are written."""
     return float(f"{number:.{_DIGITS}g}")

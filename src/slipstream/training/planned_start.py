@@ -1,41 +1,29 @@
-"""The plan of a run whose configuration names no schedule, slices or partition: made, written down, and found again.
+"""The plan of a run whose configuration names no schedule, slices or partition: asked for, written down, found again.
 
-Rows of one length run the plan. For documents of any length it says the cut and what its stages cost, by which each
-step is then planned.
+The Pipeline makes it. Rows of one length run the plan. For documents of any length it says the cut and what its stages
+cost, by which each step is then planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import yaml
-from transformers import AutoConfig
-
-from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import find_anatomy, meta_model
-from slipstream.model.adapters import Adapter, TrainedWeights, find_frozen
 from slipstream.parallel import Ranks
-from slipstream.pipeline.families import planned_vocabulary
-from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import StartRequest, is_free, plan_start, with_plan
-from slipstream.planner.joint import JointPlan, OutOfMemoryError
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
+from slipstream.pipeline.tuning import is_free
+from slipstream.pipeline.tuning.row_plan import granularity_for
+from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates
+from slipstream.planning.plan_file import partition_setting, plan_text, rounded
 from slipstream.schedule import AUTOMATIC, Schedule
-from slipstream.training.config import Config
-from slipstream.training.configured_pipeline import make_mesh_of
+from slipstream.training.config import DECIDED_BY_PLAN, Config
 from slipstream.training.data import BatchSize, TrainingSequences
+from slipstream.training.resuming.run_state import describe_cut
 from slipstream.training.run_folder import RunFolder
 
-# The settings by section that a plan decides, or keeps as they are by default
-_DECIDED = {
-    "pipeline": ("schedule", "slices", "microbatches", "partition", "stages_per_rank"),
-    "memory": ("recompute", "offload", "num_flushes"),
-}
-_FALLBACK = {"schedule": "1f1b", "slices": 8}
 _DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are measured, by training.precision
 
 
@@ -55,7 +43,7 @@ def what_prevents_a_plan(config: Config) -> str:
     given = [
         f"{name}.{setting}={getattr(section, setting)}"
         for name, section in sections.items()
-        for setting in _DECIDED[name]
+        for setting in DECIDED_BY_PLAN[name]
         if setting in section.model_fields_set and getattr(section, setting) != "auto"
     ]
     are, them = ("is", "it") if len(given) == 1 else ("are", "them")
@@ -74,114 +62,60 @@ def is_open(config: Config) -> bool:
 
 
 def start_settings(
-    config: Config,
-    sequences: TrainingSequences,
-    device: torch.device,
-    progress: Progress,
-    earlier: Mapping[str, Any] | None,
-    resumes: bool,
-    planned: Callable[[JointPlan], None] = lambda plan: None,
+    config: Config, sequences: TrainingSequences, progress: Progress, earlier: Mapping[str, Any] | None, resumes: bool
 ) -> dict[str, Any]:
-    """Returns the schedule, slices and partition, the memory settings, and for documents of any length the rates of the
-    stages, as `make_pipeline` takes them. Collective.
-
-    They are those of `earlier`, what the checkpoint says that the run resumes from: it neither measures nor searches.
-    Else they are planned from measured costs, and written to the run's folder. Nothing where the configuration gives
-    any of them; where the model can't be measured, 1f1b with 8 slices, for documents nothing, and a line that says why.
-    `planned` gets the plan of rows, where one is made.
-
-    Raises OutOfMemoryError where nothing fits the memory limit.
-    """
-    options = PipelineOptions(**config.pipeline_options())
-    are_documents = sequences.packing == "none"
+    """Returns the arguments of `make_pipeline` by which the Pipeline plans itself, or runs what `earlier` says, the
+    checkpoint that the run resumes from. Nothing where the configuration gives any of what a plan decides."""
     if not is_open(config) or config.pipeline.num_ranks == 1:
         return {}
-    otherwise = "steps are planned by multiplications" if are_documents else "the run uses schedule=1f1b with 8 slices"
     if earlier is not None and (found := _found_again(config, earlier)):
         return found
-    if resumes and earlier is None and are_documents:
-        progress.warn(f"the checkpoint has no measured costs, so {otherwise}")
+    if resumes and earlier is None and sequences.packing == "none":
+        progress.warn("the checkpoint has no measured costs, so steps are planned by multiplications")
         return {}
-    try:
-        plan, rates = _plan(config, _request(config, sequences), options, device, progress)
-    except OutOfMemoryError:
-        raise
-    except SlipstreamError as error:
-        progress.warn(f"no plan could be made, so {otherwise}: {error}")
-        return {} if are_documents else dict(_FALLBACK)
-    progress.say(plan.table())
-    if not are_documents:
-        planned(plan)
-    folder = RunFolder(config.training.output)
-    if Ranks.of().leads:
-        _write(config, plan, rates if are_documents else None, folder)
-    progress.say(f"wrote the plan to {folder.plan}, from which another run can start at once")
-    chosen = with_plan(options, plan)
-    settings = {name: getattr(chosen, name) for name in ("schedule", "slices", "partition", "memory")}
-    return settings | ({"slices": len(plan.slices), "rates": rates} if are_documents else {})
+    return {"seq_len": _expected(config, sequences, progress)}
 
 
-def _request(config: Config, sequences: TrainingSequences) -> StartRequest:
+def _expected(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
     """Returns what is planned for: rows of one length, or the cut for documents of the typical length."""
     pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
-    request = StartRequest(
-        seq_len=training.seq_len,
-        microbatch_size=-(-(training.batch_size // replicas) // pipeline.num_microbatches),
-        num_microbatches=pipeline.num_microbatches,
-        num_ranks=pipeline.num_ranks,
-        dtype=_DTYPES.get(training.precision, "float32"),
-        memory_limit=config.memory.limit,
-        parallel=config.parallel,
-    )
+    dtype, say = _DTYPES.get(training.precision, "float32"), progress.say
     if sequences.packing == "fixed":
-        return request
-    step = request.granularity
+        rows = -(-(training.batch_size // replicas) // pipeline.num_microbatches)
+        return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say)
+    step = granularity_for(training.seq_len)
     typical = max(1, round(sequences.typical_length / step)) * step
     tokens = BatchSize(training.batch_size, training.batch_tokens).mean(sequences) * sequences.mean_length / replicas
     # More only fill the pipeline further, which changes no cut but takes long to search.
-    number = min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks)
-    return replace(
-        request,
-        seq_len=min(typical, training.seq_len),
-        microbatch_size=1,
-        num_microbatches=max(number, pipeline.num_microbatches),
-        longest=training.seq_len,
+    number = max(min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks), pipeline.num_microbatches)
+    return ExpectedBatch(
+        min(typical, training.seq_len), num_microbatches=number, longest=training.seq_len, dtype=dtype, say=say
     )
 
 
-def _plan(
-    config: Config, request: StartRequest, options: PipelineOptions, device: torch.device, progress: Progress
-) -> tuple[JointPlan, StageRates]:
-    model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
-    ranks, num_ranks = Ranks.of(make_mesh_of(config, device)), config.pipeline.num_ranks
-    anatomy = ranks.decided(lambda: find_anatomy(model_config))
-    vocabulary = ranks.decided(
-        lambda: planned_vocabulary(model_config, anatomy, num_ranks, config.parallel.tensor, options)
-    )
-    trained = ranks.decided(lambda: _trained_weights(config, model_config))
-    request = replace(request, vocabulary=vocabulary, tied=bool(anatomy.tied), trained=trained)
-    with progress.waiting("planning: what the model's parts cost, then the search"):
-        return plan_start(model_config, request, ranks, device, progress.say)
+def record_plan(config: Config, pipe: Pipeline, sequences: TrainingSequences, progress: Progress) -> JointPlan | None:
+    """Writes the plan that the Pipeline made before its first step to the run's folder, and returns it. Collective.
 
-
-def _trained_weights(config: Config, model_config: Any) -> TrainedWeights:
-    """Returns what the run trains."""
-    if config.lora is not None:
-        return TrainedWeights(adapter=Adapter("default", config.lora.peft_config(str(config.model.path))))
-    return TrainedWeights(find_frozen(meta_model(model_config), config.model.freeze, "model.freeze"))
-
-
-def facts_of_documents(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what a checkpoint keeps of `start_settings` for documents of any length; None where it has no rates."""
-    if "rates" not in settings:
+    None where it made none.
+    """
+    plan = pipe.plan
+    if plan is None:
         return None
-    return {
-        "schedule": str(settings["schedule"]),
-        "slices": settings["slices"],
-        "partition": settings["partition"],
-        "recompute": settings["memory"].recompute,
-        "rates": settings["rates"].to_json(),
-    }
+    progress.say(plan.table())
+    folder = RunFolder(config.training.output)
+    if Ranks.of().leads:
+        _write(config, plan, pipe.rates if sequences.packing == "none" else None, folder)
+    progress.say(f"wrote the plan to {folder.plan}, from which another run can start at once")
+    return plan
+
+
+def facts_of_documents(pipe: Pipeline, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what a checkpoint keeps of a run on documents of any length; None where no costs were measured for it."""
+    rates = pipe.rates if pipe.plan is not None else settings.get("rates")
+    if rates is None:
+        return None
+    order = pipe.order
+    return {"schedule": str(order), "slices": order.num_slices, **describe_cut(pipe), "rates": rates.to_json()}
 
 
 def earlier_choices(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -223,13 +157,13 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
             "num_microbatches": config.pipeline.num_microbatches,
             "schedule": folder.planned_schedule.name,
             "slices": list(plan.slices) if rates is None else len(plan.slices),
-            "partition": list(plan.partition),
+            "partition": partition_setting(plan.partition),
             "vocabulary": plan.head,
         },
         "memory": {"recompute": "full" if plan.recompute else "none"},
         "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
         "training": {"seq_len": training.seq_len, **_batch(config), "precision": training.precision},
-        "plan": {"predicted": {name: float(f"{getattr(plan, name):.6g}") for name in ("seconds", "bound", "ideal")}},
+        "plan": {"predicted": {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}},
     }
     if config.lora is not None:
         settings["lora"] = config.lora.model_dump(mode="json", exclude_defaults=True)
@@ -239,10 +173,8 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
     source = "corpus=python-stdlib"
     if config.preference is not None:
         settings["preference"], source = config.preference.model_dump(mode="json"), "dataset=pairs.jsonl"
-    text = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None, width=120)
-    train = f"slipstream train {folder.plan} --data.{source} --training.output=runs/x --training.steps=10"
     with folder.replaced(folder.plan) as part:
-        part.write_text(f"# Written by `slipstream train`.\n# {train}\n{text}", encoding="utf-8")
+        part.write_text(plan_text(settings, folder.plan, "slipstream train", source), encoding="utf-8")
 
 
 def _batch(config: Config) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from slipstream.training.data import BatchSize, TokenBatch, TokenisedText, load_
 from slipstream.training.data.samples import load_sequences
 from slipstream.training.metrics import DiskTrouble, Reporter, StepRecord
 from slipstream.training.optimizers import make_optimizer, make_scheduler
-from slipstream.training.planned_start import earlier_choices, facts_of_documents, start_settings
+from slipstream.training.planned_start import earlier_choices, facts_of_documents, record_plan, start_settings
 from slipstream.training.preferences import load_with_reference, mean_rewards, reward_sums
 from slipstream.training.resuming import RunState
 from slipstream.training.run_folder import RunFolder
@@ -54,16 +55,23 @@ class Trainer:
         earlier = earlier_choices(config, saved.facts) if saved else None
         cut_advice = CutAdvice(config)
         resumes = saved is not None
-        planned = start_settings(config, self._sequences, device, progress, earlier, resumes, cut_advice.note)
-        self._pipe = make_pipeline(config, device, **(planned or tuned_settings(config, earlier)))
+        settings = start_settings(config, self._sequences, progress, earlier, resumes) or tuned_settings(
+            config, earlier
+        )
+        what = "planning: what the model's parts cost, then the search"
+        with progress.waiting(what) if "seq_len" in settings else nullcontext():
+            self._pipe = make_pipeline(config, device, **settings)
+        plan, by_step = record_plan(config, self._pipe, self._sequences, progress), self._sequences.packing == "none"
+        if plan is not None and not by_step:
+            cut_advice.note(plan)
         self._validator = Validator(config, self._load_held_out(resumes), self._pipe, device, progress.say)
         self._num_steps = count_steps(training, self._sequences)
         optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(optimizer, config.optimizer, self._num_steps)
         self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
-        kept = facts_of_documents(planned)
-        settings = config.model_dump(mode="json")
-        self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, settings, kept)
+        kept = facts_of_documents(self._pipe, settings) if by_step else None
+        values = config.model_dump(mode="json")
+        self._state = RunState(self._pipe, self._scheduler, self._loss_scale, self._sequences, values, kept)
         has_copies = world.size > self._pipe.axes["pp"].size
         self._bad_steps = BadSteps(config, world, device, has_copies, self._roll_back)
         self._parts = CheckpointedParts(self._pipe, optimizer, self._state, self._bad_steps, self._validator.history)
@@ -88,8 +96,8 @@ class Trainer:
         pipe, timeline, state = self._pipe, None, self._state
         if self._is_tuning:
             self._progress.say(
-                "auto tries orders or slices in the first steps, 29 at most; the first search of an installation "
-                "compiles its code, for half a minute or more"
+                "auto plans orders or slices at the first step, or once a few steps were timed where costs can't be "
+                "measured; the first search of an installation compiles its code, for half a minute or more"
             )
         self._stop.begin()
         if asked := next(filter(None, RankGroup(dist.group.WORLD).gather(self._stop.name)), ""):
@@ -165,7 +173,7 @@ class Trainer:
 
     @property
     def _is_tuning(self) -> bool:
-        """Whether steps are trials; where lengths differ each has its own plan, and none is one."""
+        """Whether order or slices are still to be planned; where lengths differ each step has its own plan."""
         return self._pipe.is_tuning and self._config.data.packing == "fixed"
 
     def _roll_back(self) -> int | None:

@@ -174,12 +174,18 @@ def test_offload_and_schedules_found_by_measuring() -> None:
     pipe = Pipeline(model, "gpipe", 3, num_ranks=2, memory=Memory(offload=1.0), layers=Layers(example=inputs))
     pipe.step(inputs, targets)
     assert gradient_error(expected.gradients, gradients(pipe.named_parameters())) < BOUND
-    pipe = Pipeline(build(["conv", "skip"]), "auto", 3, num_ranks=2, layers=Layers(example=inputs))
+    pipe = Pipeline(
+        build(["conv", "skip"]), "auto", 3, num_ranks=2, memory=Memory(recompute="full"), layers=Layers(example=inputs)
+    )
+    assert pipe.plan is None
+    num_steps = 0
     while pipe.is_tuning:
+        num_steps += 1
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, targets) - expected.loss) < BOUND
         assert gradient_error(expected.gradients, gradients(pipe.named_parameters())) < BOUND
+    assert num_steps == 4
 
 
 def test_balance_names_the_layer_that_is_in_the_way() -> None:

@@ -119,7 +119,6 @@ def test_layers(layers: list[nn.Module], message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slices": "auto"}, r"slices='auto' is for causal LMs\. Give a count"),
         ({"example": None}, r"slices=2 of an nn.Sequential are compared with the whole .* Give example=.*self_check"),
         ({"slices": 2.5}, r"slices=2.5: give a count"),
         ({"slices": [4, 4], "schedule": make_schedule("1f1b", 1, 2, 3)}, r"\[4, 4\] are 2 lengths, .* has 3 slices"),

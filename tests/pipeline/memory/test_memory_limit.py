@@ -35,14 +35,14 @@ def predicted(pipe: Pipeline, inputs: Tensor) -> float:
 
 
 def settle(pipe: Pipeline, inputs: Tensor) -> int:
-    """Steps until all is learned."""
+    """Steps until all is planned."""
     for num_steps in range(60):
         if not pipe.is_tuning:
             return num_steps
         for parameter in pipe.parameters():
             parameter.grad = None
         pipe.step(inputs, inputs)
-    raise AssertionError("still learning")
+    raise AssertionError("still not planned")
 
 
 @pytest.mark.grid
@@ -102,7 +102,7 @@ def test_auto_uses_the_room_there_is(schedule: str, stages_per_rank: int) -> Non
     held = []
     for limit in (least, 1.5 * least, None):
         pipe = pipeline(memory_limit=limit, **settings)
-        assert settle(pipe, inputs) <= 9
+        assert settle(pipe, inputs) <= 4
         held.append(predicted(pipe, inputs))
         assert limit is None or held[-1] <= limit
     assert held[0] < held[1] < held[2]
@@ -116,7 +116,7 @@ def test_auto_begins_again_after_it_found_no_room() -> None:
     for _ in range(2):
         with pytest.raises(SlipstreamError, match="no order fits"):
             pipe.step(tokens(batch=4), tokens(batch=4))
-    assert settle(pipe, tokens(batch=4, length=32)) >= 3
+    assert settle(pipe, tokens(batch=4, length=32)) == 4
 
 
 @pytest.mark.grid
@@ -126,7 +126,7 @@ def test_slices_are_chosen_within_the_limit_and_gradients_stay_exact(schedule: s
     free = pipeline(schedule="1f1b", slices=8)
     limit = predicted(free, inputs) * 1.02
     pipe = pipeline(schedule=schedule, slices="auto", memory_limit=limit, dtype=torch.float64)
-    with pytest.raises(SlipstreamError, match=r"no order fits|holds more in equal"):
+    with pytest.raises(SlipstreamError, match=r"no order fits|that is given holds more"):
         pipe.step(inputs, inputs)  # float64 needs twice as much
     pipe = pipeline(schedule=schedule, slices="auto", memory_limit=2 * limit, dtype=torch.float64)
     model = build(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from pathlib import Path
@@ -13,11 +14,22 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
 from slipstream.planner.costs import Profile, StateBytes
 from slipstream.planner.joint import JointPlan, ProfileUnits
 from slipstream.profiler import find_costs, measurement_run
-from support.architectures import ARCHITECTURES, build, gradient_error, gradients, llama, tokens, unsplit_step
+from support.architectures import (
+    ARCHITECTURES,
+    build,
+    gradient_error,
+    gradients,
+    llama,
+    no_rounding_inside,
+    tokens,
+    unsplit_step,
+)
+from support.crossing import CROSSING
 from support.parameters import first_of
 
 LENGTH = 64
@@ -96,6 +108,41 @@ def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> 
     assert pipe.plan is not None
     assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-12)
     assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-10
+
+
+def test_a_plan_is_for_the_batches_that_are_expected() -> None:
+    """Rows of a microbatch, and the longest of sequences that differ in length, whose stages the plan's rates know."""
+    said: list[str] = []
+    expected = ExpectedBatch(48, microbatch_size=2, num_microbatches=3, longest=LENGTH, say=said.append)
+    pipe = planned(seq_len=expected)
+    assert pipe.plan is not None
+    assert isinstance(pipe.plan.costs, ProfileUnits)
+    assert (pipe.plan.costs.profile.microbatch_size, pipe.plan.costs.profile.seq_len) == (2, LENGTH)
+    assert (pipe.plan.schedule.num_microbatches, sum(pipe.plan.slices)) == (3, 48)
+    assert pipe.rates is not None
+    assert pipe.rates.num_stages == len(pipe.plan.partition)
+
+
+@pytest.mark.more
+def test_a_model_that_cannot_be_measured_is_planned_once_steps_ran() -> None:
+    """Layers of Gemma 4 take more than hidden states from others, which no costs count."""
+    model, said, inputs = build(CROSSING["gemma4_text"]), list[str](), tokens(length=LENGTH)
+    whole = copy.deepcopy(model)
+    with no_rounding_inside():
+        loss = unsplit_step(whole, inputs, inputs)
+        pipe = planned(model=model, seq_len=ExpectedBatch(LENGTH, say=said.append))
+        assert pipe.plan is None
+        assert any(
+            "no plan can be made before the first step: layers of 'gemma4_text' take more" in each for each in said
+        )
+        num_steps = 0
+        while pipe.is_tuning:
+            num_steps += 1
+            for parameter in pipe.parameters():
+                parameter.grad = None
+            assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-12)
+            assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-10
+    assert num_steps == 6
 
 
 def held(pipe: Pipeline, inputs: Tensor) -> float:

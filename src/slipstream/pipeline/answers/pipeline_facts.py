@@ -78,8 +78,8 @@ class PipelineFacts:
 
     @property
     def is_tuning(self) -> bool:
-        """Whether "auto" still measures: the next step may run in another order or in other slices."""
-        return self._engine.tuner.is_tuning
+        """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
+        return self._engine.settings.is_tuning
 
     @property
     def layout(self) -> StageLayout:
@@ -126,7 +126,7 @@ class PipelineFacts:
     def slices(self, length: int) -> list[int]:
         """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
         `microbatches`, in the one with the most slices."""
-        return self._engine.tuner.lengths(length)
+        return self._engine.settings.lengths(length)
 
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""

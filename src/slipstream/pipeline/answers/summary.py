@@ -37,12 +37,12 @@ def _layers(engine: Engine) -> str:
 
 
 def _schedule(engine: Engine) -> str:
-    layout, tuner = engine.layout, engine.tuner
+    layout, settings = engine.layout, engine.settings
     number = layout.order.num_microbatches
     microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
-    slices = tuner.slices if isinstance(tuner.slices, int) else ", ".join(map(str, tuner.slices))
-    name = "slices" if isinstance(tuner.slices, int) else "slices of tokens"
-    still = '; "auto" still measures' if tuner.is_tuning else ""
+    slices = settings.slices if isinstance(settings.slices, int) else ", ".join(map(str, settings.slices))
+    name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
+    still = '; "auto" is still to be planned' if settings.is_tuning else ""
     return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -53,7 +54,7 @@ from slipstream.pipeline.families.weighed_model import WeighedModel
 from slipstream.pipeline.families.weighed_rates import weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.sequences import Sequences, consecutive_groups
-from slipstream.pipeline.tuning import StartRequest
+from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.pipeline.whole_sequences import (
     check_groups,
@@ -62,7 +63,7 @@ from slipstream.pipeline.whole_sequences import (
     ungrouped,
     with_sequences,
 )
-from slipstream.planner.joint import Vocabulary
+from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
@@ -143,22 +144,40 @@ class CausalLMFamily:
         found: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
         return found
 
-    def start_request(self, num_ranks: int) -> StartRequest:
-        """Returns what a plan of schedule, slices and partition is to be for. Collective, as `planned_vocabulary`."""
+    def start_request(self, num_ranks: int, seq_len: int, microbatch_size: int = 1) -> StartRequest:
+        """Returns what a plan is to be for. Collective, as `planned_vocabulary`."""
         options = self._options
-        assert options.seq_len is not None
+        is_autocast = torch.is_autocast_enabled(self._device.type)
+        wide = "bf16" if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
         return StartRequest(
-            seq_len=options.seq_len,
-            microbatch_size=1,
+            seq_len=seq_len,
+            microbatch_size=microbatch_size,
             num_microbatches=options.num_microbatches,
             num_ranks=num_ranks,
-            dtype=options.precision.dtype or str(self.config.dtype or torch.float32).removeprefix("torch."),
+            dtype=options.precision.dtype or wide,
             memory_limit=options.memory.limit,
             vocabulary=self.planned_vocabulary(num_ranks),
             parallel=options.parallel,
             tied=self.is_tied,
             trained=self.trained,
         )
+
+    def is_open(self, options: PipelineOptions) -> bool:
+        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
+        return is_free(options) and not self.compiled
+
+    def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
+        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
+        expected = self._options.expected
+        assert expected is not None
+        request = self.start_request(num_ranks, expected.seq_len, expected.microbatch_size)
+        request = replace(
+            request,
+            num_microbatches=expected.num_microbatches or request.num_microbatches,
+            longest=expected.longest,
+            dtype=expected.dtype or request.dtype,
+        )
+        return plan_start(self.config, request, self._ranks, self._device, say)
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""

@@ -51,7 +51,7 @@ def plan_layout(
     Raises SlipstreamError, with what was given, allowed, and to type, where the options don't fit together.
     """
     check_lengths(schedule, slices)
-    seq_len = options.seq_len
+    seq_len = options.row_length
     if seq_len is None and not isinstance(slices, int):
         seq_len = sum(slices)
     spreads = options.vocabulary == "spread" or schedule.spreads_vocabulary

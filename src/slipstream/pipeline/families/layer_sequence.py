@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -39,12 +39,23 @@ from slipstream.pipeline.families.sequence_checks import (
     check_options,
     check_sliced_targets,
 )
+from slipstream.pipeline.families.sequence_costs import (
+    MeasuredLayers,
+    SequenceUnits,
+    bytes_between,
+    measure_layers,
+    units_between,
+)
 from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.sequences import Sequences
+from slipstream.pipeline.tuning import is_free
+from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.pipeline.whole_sequences import refuse_values
+from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
 from slipstream.planner.steps import StepPlan
+from slipstream.profiler.link_measurement import measure_link
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
@@ -78,17 +89,70 @@ class SequenceFamily:
                 "slipstream.CutTokens() before those that work token by token or attend by "
                 "slipstream.causal_attention; or leave slices out, and raise num_microbatches instead."
             )
-        if slices == "auto":
-            raise SlipstreamError("slices='auto' is for causal LMs. Give a count, such as 4, or token lengths.")
+
+    def is_open(self, options: PipelineOptions) -> bool:
+        """Returns whether a plan is to decide where to cut, and can: by an example, of layers that aren't compiled."""
+        return is_free(options, None, 1, "auto") and not self.compiled and len(self._layers) > 1
+
+    def adopt(self, options: PipelineOptions) -> None:
+        """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
+        self._options = options
+
+    def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, None]:
+        """Returns the plan of schedule, slices and partition, from what the layers take on the example. Collective."""
+        options = self._options
+        whole = BatchSlice(options.layers.example)
+        trace, length, cut = self._tracer.trace(whole, training=True), 1, None
+        if options.slices == "auto":
+            assert self._cut is not None
+            cut, length = self._cut, self._tokens_at_cut(whole, training=True)
+            whole = replace(whole, tokens=range(length), length=length)
+            trace = self._tracer.trace(whole, training=True)
+        say(f"measuring what {len(self._layers)} layers cost")
+        link = measure_link(self._tracer.device, self._ranks)
+        layers = self._layers, whole, trace, cut, self._tracer.device
+        measured: MeasuredLayers | SlipstreamError = self._ranks.follow(_or_error(lambda: measure_layers(*layers)))
+        if isinstance(measured, SlipstreamError):
+            raise measured
+        units = units_between(len(self._layers), self._may_end_at)
+        costs = SequenceUnits(measured, units, bytes_between(trace, cut), link)
+        problem = JointProblem(
+            costs=costs,
+            seq_len=length,
+            num_ranks=num_ranks,
+            num_microbatches=options.num_microbatches,
+            granularity=granularity_for(length),
+        )
+
+        def of_layers(plan: JointPlan) -> JointPlan:
+            exact = None if plan.exact is None else of_layers(plan.exact)
+            rejected = tuple(map(of_layers, plan.rejected))
+            partition = costs.layers_of(plan.partition)
+            return replace(plan, partition=partition, exact=exact, rejected=rejected, costs=costs)
+
+        found: JointPlan = self._ranks.decided(lambda: of_layers(find_joint_plan(problem)))
+        return found, None
+
+    def _may_end_at(self, place: int) -> bool:
+        """Returns whether a stage may end before this layer: not between layers that share a weight or a tensor."""
+        stages = range(place), range(place, len(self._layers))
+        try:
+            check_weights_on_one_stage(self._layers, stages)
+            check_reads_on_one_stage(self._layers, stages)
+        except SlipstreamError:
+            return False
+        return True
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the number of tokens that reach CutTokens, where they are cut into slices."""
         if not self._is_sliced:
             return 1
+        return self._tokens_at_cut(BatchSlice(as_value(batch.inputs, batch.is_tuple)), self._is_training())
+
+    def _tokens_at_cut(self, microbatch: BatchSlice, training: bool) -> int:
         assert self._cut is not None
-        microbatch = BatchSlice(as_value(batch.inputs, batch.is_tuple))
-        boundary = self._tracer.trace(microbatch, self._is_training()).boundaries[self._cut]
-        return boundary.specs[0].shape[1] if len(boundary.specs[0].shape) > 1 else 1
+        shape = self._tracer.trace(microbatch, training).boundaries[self._cut].specs[0].shape
+        return shape[1] if len(shape) > 1 else 1
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
@@ -282,6 +346,14 @@ def _row(sequences: Sequences, number: int) -> WholeBatch:
     if not all(tensor.dim() for tensor in (*tensors, targets)):
         raise SlipstreamError(f"inputs[{number}] or targets[{number}] is a number: give a tensor for each sequence.")
     return WholeBatch(tuple(tensor[None] for tensor in tensors), isinstance(given, tuple), targets[None])
+
+
+def _or_error(measure: Callable[[], MeasuredLayers]) -> MeasuredLayers | SlipstreamError:
+    """Returns what is measured, or why it isn't."""
+    try:
+        return measure()
+    except SlipstreamError as error:
+        return error
 
 
 def _ranges(layout: StageLayout) -> list[range]:

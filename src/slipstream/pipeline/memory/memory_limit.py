@@ -16,7 +16,7 @@ from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.memory.row_account import RowAccount
 from slipstream.pipeline.memory.step_bytes import compiled_account, covers
-from slipstream.pipeline.tuning import TrialMemory
+from slipstream.pipeline.tuning import HeldBytes
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
@@ -81,7 +81,7 @@ class MemoryLimit:
         ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
         return [rank.peak + token_bytes(sum(map(sum, slices))) for rank in ranks]
 
-    def held_by(self, step: RehearsedStep) -> TrialMemory:
+    def held_by(self, step: RehearsedStep) -> HeldBytes:
         """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective.
 
         All its microbatches are alike.
@@ -91,7 +91,7 @@ class MemoryLimit:
         forwards = (action for action in step.schedule.positions if action.op is Op.F)
         units = {StageSlice.of(forward, step.schedule) for forward in forwards}
         peaks = tuple(rank.peak + _token_bytes(step) for rank in held)
-        return TrialMemory(peaks, {(unit.stage, unit.slice): _held(unit, table) for unit in units})
+        return HeldBytes(peaks, {(unit.stage, unit.slice): _held(unit, table) for unit in units})
 
     def _memory(self, step: RehearsedStep, has_lengths: bool = False) -> tuple[RankMemory, ...]:
         if has_lengths and self.rows is not None:

@@ -1,5 +1,6 @@
-"""schedule="auto" and slices="auto": measures the first steps and chooses from them."""
+"""What "auto" leaves open: planned before the first step, or once the steps that ran have shown what they cost."""
 
-from slipstream.pipeline.tuning.start_plan import StartRequest, is_free, plan_start, with_plan
-from slipstream.pipeline.tuning.trials import Trial, TrialMemory, TrialRequest, TrialResult, holdings_of
-from slipstream.pipeline.tuning.tuner import Tuner
+from slipstream.pipeline.tuning.first_steps import FirstSteps, HeldBytes
+from slipstream.pipeline.tuning.row_plan import rates_of_rows
+from slipstream.pipeline.tuning.start_plan import StartRequest, is_free, measure_rates, plan_start, with_plan
+from slipstream.pipeline.tuning.step_settings import StepSettings

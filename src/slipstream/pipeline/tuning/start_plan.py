@@ -18,8 +18,8 @@ from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import token_bytes
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.partly_trained import trains_a_part
-from slipstream.pipeline.tuning.slicings import granularity_for
-from slipstream.planner.costs import StageParts, StateBytes, head_part_memory, memory_table
+from slipstream.pipeline.tuning.row_plan import granularity_for
+from slipstream.planner.costs import Profile, StageParts, StateBytes, head_part_memory, memory_table
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
@@ -31,6 +31,7 @@ from slipstream.planner.joint import (
 )
 from slipstream.planner.steps import StageRates, fit_rates
 from slipstream.profiler import ProfileSettings, count_model, find_costs, why_layers_stay_whole
+from slipstream.profiler.cost_cache import CostCache
 from slipstream.schedule import Schedule, add_recompute
 from slipstream.simulator import memory_of
 
@@ -111,8 +112,7 @@ def plan_start(
     """
     told = _Told(say)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured)
-    measured = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
-    units: ProfileUnits = ranks.decided(lambda: _of_what_is_trained(measured, config, request, say))
+    units = _units(profile, config, request, ranks, say)
     if units.units_per_layer == 1 and ranks.leads:
         say(f"layers are planned whole: {why_layers_stay_whole(config)}")
     problem = JointProblem(
@@ -135,6 +135,51 @@ def plan_start(
 
     chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
     return chosen
+
+
+def measure_rates(
+    config: PretrainedConfig,
+    request: StartRequest,
+    partition: Sequence[float],
+    ranks: Ranks,
+    device: torch.device,
+    say: Callable[[str], None] = lambda text: None,
+    recompute: bool = False,
+) -> StageRates | None:
+    """Returns what stages with so many layers cost, from costs that are kept, or measured here beside them. Collective.
+
+    None, after saying why, where costs can't be measured, and where there may be no memory beside the stages: on a GPU
+    and with a memory limit.
+    """
+    settings = request.profile
+    told = _Told(say)
+    may_measure = device.type == "cpu" and request.memory_limit is None
+    try:
+        profile: Profile | None
+        if may_measure:
+            with torch.random.fork_rng(devices=()):
+                profile = find_costs(config, settings, device, ranks, say, told.measured)
+        else:
+            cache = CostCache(config, settings, device, ranks.world.size, ranks.tensor.size)
+            profile = ranks.decided(lambda: cache.find(say))
+        if profile is None:
+            return None
+        units = _units(profile, config, request, ranks, say)
+    except SlipstreamError as error:
+        say(f"the first steps are timed, as costs can't be measured: {error}")
+        return None
+    lengths = units.longest_slice, settings.seq_len, request.granularity
+    rates: StageRates = ranks.decided(lambda: fit_rates(units, partition, *lengths, recompute=recompute))
+    return rates
+
+
+def _units(
+    profile: Profile, config: PretrainedConfig, request: StartRequest, ranks: Ranks, say: Callable[[str], None]
+) -> ProfileUnits:
+    """Returns what the units of the model cost, as it is trained. Collective."""
+    measured = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
+    units: ProfileUnits = ranks.decided(lambda: _of_what_is_trained(measured, config, request, say))
+    return units
 
 
 def _of_what_is_trained(
@@ -194,17 +239,26 @@ class _Told:
             self._last = now
 
 
-def is_free(options: PipelineOptions) -> bool:
-    """Returns whether everything that a start plan decides is left to it, and it knows what it has to."""
-    auto = (options.schedule, options.slices, options.partition) == ("auto", "auto", "auto")
+def is_free(options: PipelineOptions, *slices: object) -> bool:
+    """Returns whether everything that a start plan decides is left to it, and it knows what it has to.
+
+    `slices` are the settings of slices of a sequence of layers that leave it, which has an example to measure; a causal
+    LM needs seq_len.
+    """
     memory = options.memory
     plain = (memory.recompute, memory.offload, memory.num_flushes) == ("none", 0, 1) and options.stages_per_rank == 1
-    return auto and plain and options.seq_len is not None
+    auto = (options.schedule, options.partition) == ("auto", "auto") and options.slices in (slices or ("auto",))
+    knows = options.layers.example is not None and options.layers.costs is None if slices else bool(options.seq_len)
+    return auto and plain and knows
 
 
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
     memory = options.memory.model_copy(update={"recompute": "full"}) if plan.recompute else options.memory
     return replace(
-        options, schedule=plan.schedule, slices=list(plan.slices), partition=list(plan.partition), memory=memory
+        options,
+        schedule=plan.schedule,
+        slices=list(plan.slices) if sum(plan.slices) > 1 else 1,
+        partition=list(plan.partition),
+        memory=memory,
     )

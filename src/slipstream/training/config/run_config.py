@@ -31,6 +31,13 @@ def precision_named(name: str) -> Precision:
     return _PRECISIONS.get(name, Precision(dtype="float32"))
 
 
+# The settings by section that a plan decides, or keeps as they are by default
+DECIDED_BY_PLAN = {
+    "pipeline": dict.fromkeys(("schedule", "slices", "microbatches", "partition", "stages_per_rank")).keys(),
+    "memory": dict.fromkeys(("recompute", "offload", "num_flushes")).keys(),
+}
+
+
 class Config(Record):
     """A whole training run."""
 
@@ -61,8 +68,7 @@ class Config(Record):
         pipeline, memory = ((values.get(name) or {}) for name in ("pipeline", "memory"))
         if not all(isinstance(section, dict) for section in (pipeline, memory)):
             return values
-        named = {"schedule", "slices", "microbatches", "partition", "stages_per_rank"} & pipeline.keys()
-        named |= {"recompute", "offload", "num_flushes"} & memory.keys()
+        named = DECIDED_BY_PLAN["pipeline"] & pipeline.keys() | DECIDED_BY_PLAN["memory"] & memory.keys()
         if named or pipeline.get("num_ranks") == 1:
             return values
         return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}

@@ -53,13 +53,13 @@ class PipelineSection(Record):
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
     """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own), whose folder is
-    this configuration's where none is given. auto: the first steps are measured, and the best order chosen; auto-v: the
+    this configuration's where none is given. auto: the best order that is found by what stages cost; auto-v: the
     same in a V-shaped placement, with 2 stages per rank. Where schedule, slices, partition and stages_per_rank are all
     left out, they are planned from measured costs."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after the other."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
-    """Token slices of a sequence: how many, or the length of each. auto: the first steps are measured for them."""
+    """Token slices of a sequence: how many, or the length of each. auto: those that are found by what stages cost."""
     microbatches: list[tuple[PositiveInt, list[PositiveInt]]] | None = None
     """In place of `num_microbatches` and `slices`: the rows of each part of a replica's batch, and the lengths of its
     slices, such as `[[2, [704, 688, 656]], [1, [2048]]]` for 3 sequences of 2048 tokens."""

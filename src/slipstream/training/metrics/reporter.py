@@ -122,7 +122,7 @@ class Reporter:
             data_seconds: the time before it, in which its batch was prepared.
             batch: the rows of this replica.
             timeline: what ran when.
-            trial: whether "auto" was still trying what to run.
+            trial: whether "auto" was still to plan what to run.
             asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
         """
         is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica

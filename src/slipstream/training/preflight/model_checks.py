@@ -36,7 +36,7 @@ from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.causal_lm_weights import plan_shares
 from slipstream.pipeline.families.router_loss import find_router_loss
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning import Tuner
+from slipstream.pipeline.tuning import StepSettings
 from slipstream.training.config import Config, ModelSection
 from slipstream.training.planned_start import is_open
 
@@ -99,12 +99,12 @@ def check_layers(config: Config, model_config: Any) -> None:
 def _check_layout(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where options don't fit together, by the functions with which every rank checks them."""
     options = PipelineOptions(**config.pipeline_options())
-    tuner = Tuner(options, config.pipeline.num_ranks)
+    settings = StepSettings(options, config.pipeline.num_ranks)
     anatomy, tensor_ranks = find_anatomy(model_config), config.parallel.tensor
     if options.vocabulary == "spread" and is_open(config):  # the plan decides the rest
         planned_vocabulary(model_config, anatomy, config.pipeline.num_ranks, tensor_ranks, options)
         options = replace(options, vocabulary="whole")
-    plan_layout(model_config, anatomy, tuner.schedule, tuner.slices, options, tensor_ranks)
+    plan_layout(model_config, anatomy, settings.schedule, settings.slices, options, tensor_ranks)
 
 
 def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:

@@ -89,7 +89,7 @@ class RunState:
         pipe = self._pipe
         if pipe.is_tuning or self._sequences.packing == "none":
             return None
-        return {"schedule": str(pipe.order), "slices": pipe.slices(self._sequences.seq_len), **_cut(pipe)}
+        return {"schedule": str(pipe.order), "slices": pipe.slices(self._sequences.seq_len), **describe_cut(pipe)}
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Takes over the facts of a checkpoint whose tensors are loaded.
@@ -112,7 +112,7 @@ class RunState:
             group["lr"] = rate
 
 
-def _cut(pipe: Pipeline) -> dict[str, Any]:
+def describe_cut(pipe: Pipeline) -> dict[str, Any]:
     """Returns the layers of each stage, and what is computed again in the backward, as a plan chooses them."""
     layers = [stage.stop - stage.start for stage in pipe.layout.layers]
     recompute = pipe.layout.recompute

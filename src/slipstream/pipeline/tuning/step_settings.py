@@ -1,25 +1,35 @@
-"""Decides what the next step runs: always the same, or with schedule="auto" and slices="auto" the best so far."""
+"""What the next step runs: the schedule and the slices that were given, or those that were planned."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.pipeline.microbatches import check_microbatches, even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.tuning.learning import COUNTS, SearchSpace, learn_order, learn_slices
-from slipstream.pipeline.tuning.slicings import granularity_for
-from slipstream.pipeline.tuning.trials import Inquiry, Trial, TrialRequest, TrialResult
+from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
-from slipstream.schedule import AUTOMATIC, Op, Schedule, SlicedMicrobatch, check_name, in_flushes, placed_as
+from slipstream.schedule import (
+    AUTOMATIC,
+    Op,
+    Schedule,
+    SliceCounts,
+    SlicedMicrobatch,
+    check_name,
+    in_flushes,
+    join_backwards,
+    make_schedule,
+    placed_as,
+    split_backwards,
+)
 
+_SLICES = 8  # until they are planned
 _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
 
 
-class Tuner:
-    """Decides what the next step runs: always the same, or with "auto" whatever there is still to learn from.
+class StepSettings:
+    """What the next step runs: always the same, or where "auto" leaves it open what was planned last.
 
     Raises SlipstreamError for settings that don't fit together.
     """
@@ -35,8 +45,10 @@ class Tuner:
         if self._given:
             slices = max((each.slices for each in self._given), key=len)
         self._reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
+        # Whether backwards may be split: W would hold what all segments recompute.
+        self.splits = not compiled and options.memory.recompute != "segments"
         _check(schedule, slices, options.num_microbatches, num_flushes)
-        self.slices: int | Sequence[int] = COUNTS[0] if isinstance(slices, str) else slices
+        self.slices: int | Sequence[int] = _SLICES if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):
             self.slices = schedule.num_slices if isinstance(slices, int) else self.slices
             self.schedule = schedule
@@ -46,16 +58,10 @@ class Tuner:
                     f"microbatches=... with as many{f', not {counts}' if counts else ''}."
                 )
         else:
-            self._freedom = SearchSpace(
-                placed_as(schedule, options.stages_per_rank),
-                num_ranks,
-                len(counts) or options.num_microbatches // num_flushes,
-                options.stages_per_rank,
-                self._reorders,
-                options.memory.recompute != "segments" and not compiled,  # W would hold what all segments recompute
-                options.memory.limit,
-            )
-            self.schedule = in_flushes(self._freedom.first(counts or self._count), num_flushes)
+            self._stages_per_rank = options.stages_per_rank
+            self._name, self._num_ranks = placed_as(schedule, options.stages_per_rank), num_ranks
+            self._num_in_flush = len(counts) or options.num_microbatches // num_flushes
+            self.schedule = in_flushes(self._named(self._num_in_flush, counts or self._count), num_flushes)
         self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches
         self.is_given = isinstance(schedule, Schedule)  # what each rank runs in which order
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
@@ -66,63 +72,61 @@ class Tuner:
                 "of one with the same stages, or leave them out."
             )
         self._compiled = tuple(compiled)
-        self.splits = not compiled and options.memory.recompute != "segments"  # whether backwards may be split
-        self._is_settled = False
+        self._unplanned = self.schedule, self.slices
         self._is_resting = False
-        self.forget()
+        self.is_planned = False
 
-    def forget(self) -> None:
-        """Starts learning again: what was learned so far led nowhere."""
-        self._learning: Inquiry[Trial] | None = None
-        self._length = 0  # of the sequences that are tuned for
-        self._has_learned = False
-        self.asks_what_it_holds = False  # rather than to run the schedule: `decide` first needs the ranks' memory in it
+    @property
+    def is_open(self) -> bool:
+        """Whether the order or the slices are to be found."""
+        return self._reorders or self._reslices
 
     @property
     def is_tuning(self) -> bool:
-        """Whether there is something to learn, from the first step on."""
-        return self.is_open and not self._is_settled and not self._is_resting
+        """Whether something is to be found, from the first step on."""
+        return self.is_open and not self.is_planned and not self._is_resting
 
-    def begin(self, length: int) -> Schedule:
-        """Returns the schedule of the next step, whose sequences have `length` tokens.
+    def row_problem(self, length: int) -> RowProblem:
+        """Returns what is to be found for rows of `length` tokens."""
+        return RowProblem(
+            length=length,
+            placement=self.schedule.placement,
+            num_microbatches=self._num_in_flush,
+            slices=None if self._reslices else tuple(slice_lengths(self.slices, length)),
+            named=self._named,
+            reorders=self._reorders,
+            splits=self.splits,
+        )
 
-        Tuning is for the length of the first step that is learned from.
-        """
+    def fit(self, length: int) -> None:
+        """Lets rows that are shorter than there are slices run, before any slices are planned."""
+        if self._reslices and not self.is_planned and length < self._count:
+            self.run(self._named(self._num_in_flush, length), (1,) * length)
+
+    def run(self, schedule: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> None:
+        """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether these are what was
+        to be found."""
+        self.schedule = in_flushes(schedule, self._num_flushes)
+        if self._reslices:
+            self.slices = slices
+        self.is_planned = is_planned
+
+    def forget(self) -> None:
+        """Lets the next step run what steps run before anything is planned."""
+        self.schedule, self.slices = self._unplanned
+        self.is_planned = False
+
+    def rest(self) -> None:
+        """Finds nothing until rows of one length come: steps on others are planned one by one."""
+        self._is_resting = True
+
+    def wake(self) -> None:
+        """Ends `rest`: rows of one length have come."""
         self._is_resting = False
-        if self.is_tuning and not self._has_learned and length != self._length:
-            self._length = length
-            if self._reslices:
-                self._learning = learn_slices(self._freedom, length)
-            else:
-                self._learning = learn_order(self._freedom, slice_lengths(self.slices, length))
-            self._take(next(self._learning))
-        return self.schedule
-
-    def listens_to(self, length: int) -> bool:
-        """Returns whether the timeline of a step on sequences of `length` tokens is wanted."""
-        return self.is_tuning and length == self._length
-
-    def decide(self, answer: TrialResult) -> TrialRequest:
-        """Returns what comes next, given what was measured. One rank calls it, and all ranks `follow` its decision.
-
-        Two machines may fit the same times to other last digits, and so choose differently. Raises SlipstreamError
-        where nothing keeps to the memory limit.
-        """
-        assert self._learning is not None
-        try:
-            return self._learning.send(answer)
-        except StopIteration as end:
-            return TrialRequest(end.value, is_last=True)
-
-    def follow(self, decision: TrialRequest) -> Schedule:
-        """Returns the schedule of the step that comes next, or that `asks_what_it_holds`."""
-        self._has_learned = self._has_learned or not self.asks_what_it_holds
-        self._take(decision)
-        return self.schedule
 
     def lengths(self, length: int) -> list[int]:
         """Returns the slices of such a sequence; slices found for another length are taken as their number."""
-        found_for_another = self._reslices and length != self._length
+        found_for_another = self._reslices and not isinstance(self.slices, int) and length != sum(self.slices)
         return slice_lengths(self._count if found_for_another else self.slices, length)
 
     def microbatches(self, num_rows: int, length: int) -> list[SlicedMicrobatch]:
@@ -134,15 +138,6 @@ class Tuner:
             check_microbatches(self._given, num_rows, length)
             return [*self._given]
         return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the order or the slices are to be found."""
-        return self._reorders or self._reslices
-
-    def rest(self) -> None:
-        """Learns nothing until rows of one length come: steps on others are planned."""
-        self._is_resting = True
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
         """Returns what is to be found for sequences of these lengths: what was given by a name or as a number is kept.
@@ -157,7 +152,7 @@ class Tuner:
             lengths=lengths,
             placement=self.schedule.placement,
             rates=rates,
-            schedule=None if self.is_given or self._reorders else self._freedom.name,
+            schedule=None if self.is_given or self._reorders else self._name,
             num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
             num_slices=num_slices,
             split=self.splits and (self.is_given or self.is_open),
@@ -211,7 +206,7 @@ class Tuner:
         if counts not in self._ragged:
             if len(self._ragged) >= _MOST_RAGGED:
                 self._ragged.clear()
-            self._ragged[counts] = replace(self._freedom, num_microbatches=len(counts)).first(counts)
+            self._ragged[counts] = self._named(len(counts), counts)
         return self._ragged[counts]
 
     @property
@@ -223,11 +218,12 @@ class Tuner:
     def _count(self) -> int:
         return self.slices if isinstance(self.slices, int) else len(self.slices)
 
-    def _take(self, request: TrialRequest) -> None:
-        trial, self.asks_what_it_holds, self._is_settled = request
-        self.schedule = in_flushes(trial.schedule, self._num_flushes)
-        if self._reslices:
-            self.slices = trial.slices
+    def _named(self, num_microbatches: int, num_slices: SliceCounts) -> Schedule:
+        """Returns the schedule to start from, with its backwards split where they may be."""
+        counts = num_microbatches, num_slices, self._stages_per_rank
+        schedule = make_schedule(self._name, self._num_ranks, *counts)
+        schedule = join_backwards(schedule) if self._reorders else schedule
+        return split_backwards(schedule) if self.splits else schedule
 
 
 def _check(schedule: str | Schedule, slices: object, num_microbatches: int, num_flushes: int) -> None:

@@ -1,0 +1,262 @@
+"""What the layers of a sequence cost here: measured on an example, so that a plan can be made before the first step.
+
+Copies of the layers run one after the other, each on what the layer before returns: whole, and after CutTokens on
+slices of a few lengths after a few contexts, to which times are fitted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.array_types import Floats, Ints
+from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import kept_random_states
+from slipstream.model.attached_code import copy_modules
+from slipstream.model.hooks.token_slice import active_forward
+from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
+from slipstream.model.sequential import BatchSlice, SequentialLayer, ShapeTrace, as_value
+from slipstream.model.sequential.layer_context import LayerContext, as_tuple
+from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
+from slipstream.model.tensor_spec import Tensors
+from slipstream.pipeline.tuning.row_plan import fit_slice_times, granularity_for
+from slipstream.planner.costs import OPS, MeasuredLink
+from slipstream.profiler.measurement_grid import make_short_grid
+from slipstream.profiler.stage_bench import PrefilledStore, seconds_of
+from slipstream.schedule import Op
+
+_REPEATS = 3  # of every op, of which the shortest counts
+_Points = list[tuple[int, int]]  # tokens of a slice, and before it
+_Times = dict[Op, list[float]]  # by point
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """The seconds of a sequence's layers.
+
+    Args:
+        times: of each layer, by op, at each of `points`; of those before CutTokens, and of all where nothing is cut, at
+            the first alone.
+        points: tokens of slices, and before them.
+        cut: the number of the first layer whose tokens are cut.
+    """
+
+    times: tuple[_Times, ...]
+    points: _Points
+    cut: int
+
+
+def measure_layers(
+    layers: Sequence[SequentialLayer],
+    piece: BatchSlice,
+    trace: ShapeTrace,
+    cut: int | None,
+    device: torch.device,
+    budget: float = 60.0,
+) -> MeasuredLayers:
+    """Returns what the layers take on a microbatch, with tokens that are cut from the layer `cut` on. None: not at all.
+
+    Raises SlipstreamError where that takes longer than the budget, in seconds.
+    """
+    begins, first = time.perf_counter(), len(layers) if cut is None else cut
+    points = [(piece.length, 0)]
+    if cut is not None and piece.length > 1:
+        step = granularity_for(piece.length)
+        longest = max(step, piece.length // 2 // step * step)
+        points += [point for point in make_short_grid(piece.length, longest, step).points if point not in points]
+    given: list[Tensors] = [tuple(tensor.to(device) for tensor in piece.tensors)]
+    skips: list[dict[str, Tensor]] = [{}]
+    found: list[_Times] = []
+    fork = torch.random.fork_rng() if device.type == "cuda" else nullcontext()
+    with kept_random_states(), fork:
+        for index, layer in enumerate(layers):
+            if index == first + 1:  # after CutTokens
+                hidden, *others = given[0]
+                given = [(hidden[:, j : j + i], *others) for i, j in points]
+                skips = [{} for _ in points]
+            bench = _LayerBench(layer, index, piece, device, trace.boundaries[index].is_tuple)
+            tokens = [range(j, j + i) for i, j in points] if index > first else [None]
+            found.append(bench.run(given, tokens, skips))
+            if time.perf_counter() - begins > budget:
+                raise SlipstreamError(
+                    f"measuring the layers took longer than {budget:.0f} s by {layer}, the {index + 1}th of "
+                    f"{len(layers)}."
+                )
+    return MeasuredLayers(tuple(found), points, first + 1)
+
+
+class _LayerBench:
+    """Times the ops of a copy of one layer."""
+
+    def __init__(
+        self, layer: SequentialLayer, index: int, piece: BatchSlice, device: torch.device, is_tuple: bool
+    ) -> None:
+        self._original, self._index, self._piece = layer.module, index, piece
+        self._device, self._is_tuple = device, is_tuple
+        self._store = PrefilledStore(piece.length)
+
+    def run(self, given: list[Tensors], tokens: Sequence[range | None], skips: list[dict[str, Tensor]]) -> _Times:
+        """Returns the seconds of each op on what is given, and puts in its place what the layer returns."""
+        times: _Times = {op: [0.0] * len(given) for op in OPS}
+        if isinstance(self._original, SkipStash):
+            for each, left in zip(given, skips, strict=True):
+                left[self._original.skip.name] = each[self._original.index]
+            return times
+        if isinstance(self._original, SkipPop):
+            given[:] = [(*each, left[self._original.skip.name]) for each, left in zip(given, skips, strict=True)]
+            return times
+        self._module = nn.ModuleList(copy_modules([self._original], {}, partial(_copied, self._device))).train()
+        add_weight_gradients_in_place(self._module)
+        with torch.no_grad():  # keys and values of all tokens
+            outputs = [as_tuple(self._call(each, own)) for each, own in zip(given, tokens, strict=True)]
+        for number, (each, own) in enumerate(zip(given, tokens, strict=True)):
+            for op, seconds in self._shortest(each, own).items():
+                times[op][number] = seconds
+        given[:] = outputs
+        return times
+
+    def _shortest(self, given: Tensors, tokens: range | None) -> dict[Op, float]:
+        runs = [self._ops(given, tokens) for _ in range(_REPEATS)]
+        return {op: min(run[op] for run in runs) for op in OPS}
+
+    def _ops(self, given: Tensors, tokens: range | None) -> dict[Op, float]:
+        """Returns the seconds of F and B, then of F, I and W."""
+        first, backward = self._forward(given, tokens)
+        seconds = {Op.B: seconds_of(backward, self._device)}
+        second, backward = self._forward(given, tokens)
+        with defer_weight_gradients() as work:
+            seconds[Op.I] = seconds_of(backward, self._device)
+        seconds[Op.W] = seconds_of(lambda: [add() for add in work], self._device)
+        return {Op.F: min(first, second)} | seconds
+
+    def _forward(self, given: Tensors, tokens: range | None) -> tuple[float, Callable[[], object]]:
+        """Returns the seconds of F, and its backward."""
+        entered = [each.detach().requires_grad_(each.is_floating_point() and self._index > 0).clone() for each in given]
+        outputs: list[Tensors] = []
+        seconds = seconds_of(lambda: outputs.append(as_tuple(self._call(tuple(entered), tokens))), self._device)
+        roots = [each for each in outputs[0] if each.requires_grad]
+        if not roots:
+            return seconds, lambda: None
+        return seconds, partial(torch.autograd.backward, roots, [torch.ones_like(each) for each in roots])
+
+    def _call(self, given: Tensors, tokens: range | None) -> Tensor | Tensors:
+        if tokens is not None:
+            self._store.rewind(tokens.start)
+        context = LayerContext(self._piece, self._store, tokens, self._index)
+        with active_forward(context):
+            found: Tensor | Tensors = self._module[0](as_value(given, self._is_tuple))
+        return found
+
+
+def _copied(device: torch.device, tensor: Tensor) -> Tensor:
+    clone = tensor.detach().to(device, copy=True)
+    return nn.Parameter(clone, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else clone
+
+
+@dataclass(frozen=True)
+class SequenceUnits:
+    """The costs of a sequence's units (see `UnitCosts`): runs of layers between which it may be cut.
+
+    The first unit is where the embedding is for a causal LM, and the last where its head is, so that of n units n - 2
+    are layers. Memory isn't known.
+
+    Args:
+        measured: the seconds of the layers.
+        units: the layers of each unit.
+        bytes_per_token: of a message between stages; of a whole microbatch where nothing is cut.
+        link: between two ranks. None: messages take no time.
+    """
+
+    measured: MeasuredLayers
+    units: tuple[range, ...]
+    bytes_per_token: float
+    link: MeasuredLink | None = None
+    units_per_layer: int = 1
+    num_frozen_units: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.units) - 2
+
+    @property
+    def latency(self) -> float:
+        return self.link.latency if self.link else 0.0
+
+    @property
+    def bandwidth(self) -> float | None:
+        return self.link.bandwidth if self.link else None
+
+    def seconds(self, op: Op, lengths: Ints, contexts: Ints) -> tuple[Floats, Floats]:
+        """Returns the seconds of an op of each unit, (units, slices), and of a stage besides. The first slice takes a
+        whole microbatch through the layers before the cut."""
+        features = np.stack([np.ones(len(lengths)), lengths, lengths * contexts + lengths * (lengths + 1) / 2])
+        whole, sliced = self._fits[op]
+        each = np.outer(whole, contexts == 0) + sliced @ features
+        return np.add.reduceat(each, [unit.start for unit in self.units], axis=0), np.zeros(len(lengths))
+
+    @cached_property
+    def _fits(self) -> dict[Op, tuple[Floats, Floats]]:
+        """The seconds of each layer that isn't cut, and the rates of those that are."""
+        found, cut = {}, self.measured.cut
+        for op in OPS:
+            times = [each[op] for each in self.measured.times]
+            whole = np.array([seconds[0] if index < cut else 0.0 for index, seconds in enumerate(times)])
+            sliced = [np.zeros(3)] * min(cut, len(times))
+            for each in times[cut:]:
+                sliced.append(fit_slice_times([(*p, s) for p, s in zip(self.measured.points, each, strict=True)]))
+            found[op] = whole, np.array(sliced)
+        return found
+
+    def activation_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        return np.zeros((len(self.units), len(lengths))), np.zeros(len(lengths))
+
+    def kept_bytes(self, lengths: Ints) -> tuple[Floats, Floats]:
+        return self.activation_bytes(lengths)
+
+    def state_bytes(self) -> Floats:
+        return np.zeros(len(self.units))
+
+    def message_bytes(self, lengths: Ints) -> Floats:
+        return self.bytes_per_token * lengths.astype(float)
+
+    def handling_seconds(self, lengths: Ints) -> Floats:
+        if self.link is None:
+            return np.zeros(len(lengths))
+        seconds: Floats = np.asarray(self.link.handling_seconds(self.message_bytes(lengths)), float)
+        return seconds
+
+    def layers_of(self, partition: Sequence[float]) -> tuple[float, ...]:
+        """Returns the layers of each stage, given the units between the first and the last."""
+        counts = [int(count) for count in partition]
+        counts[0] += 1
+        counts[-1] += 1
+        sizes, ends = [len(unit) for unit in self.units], np.cumsum([0, *counts])
+        return tuple(float(sum(sizes[a:b])) for a, b in pairwise(ends))
+
+
+def units_between(num_layers: int, may_cut: Callable[[int], bool]) -> tuple[range, ...]:
+    """Returns the runs of layers between the places where a sequence may be cut."""
+    places = [0, *filter(may_cut, range(1, num_layers)), num_layers]
+    return tuple(range(a, b) for a, b in pairwise(places))
+
+
+def bytes_between(trace: ShapeTrace, cut: int | None) -> float:
+    """Returns the mean bytes of a message between two layers: of a microbatch, or of what is cut after the cut."""
+    inner = trace.boundaries[1:-1] if cut is None else trace.boundaries[cut + 1 : -1]
+    sizes = [
+        sum(
+            float(np.prod(spec.shape)) * spec.dtype.itemsize
+            for spec, is_shared in zip(each.specs, each.is_shared, strict=True)
+            if cut is None or not is_shared
+        )
+        for each in inner
+    ]
+    return sum(sizes) / max(len(sizes), 1)
