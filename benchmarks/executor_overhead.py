@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.harness import few, setting, two_ranks, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Action, Op, Pipeline, Runtime, simulate
-from slipstream.messages import DistributedTransport
+from slipstream.comm import DistributedTransport
 from slipstream.model import TensorSpec
 from slipstream.parallel import Ranks
 from slipstream.schedule import Channel

@@ -29,14 +29,14 @@ import torch
 from benchmarks.harness import is_trial, setting, write
 from benchmarks.soak.soaked_run import is_helper
 from slipstream.launch import Progress, launch_ranks
-from slipstream.pipeline.batch_agreement import BatchAgreement
-from slipstream.training import training_rank
-from slipstream.training.bad_steps import BadSteps
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.corruption import StateCheck
-from slipstream.training.metrics.stragglers import Stragglers
-from slipstream.training.preflight import preflight
-from slipstream.training.trainer import Trainer
+from slipstream.pipeline.agreement import BatchAgreement
+from slipstream.train import training_rank
+from slipstream.train.bad_steps import BadSteps
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.corruption import StateCheck
+from slipstream.train.metrics.reporter import Stragglers
+from slipstream.train.preflight import preflight
+from slipstream.train.trainer import Trainer
 from slipstream.watchdog import watched_rank
 
 BLOCK = 5  # steps

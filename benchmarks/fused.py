@@ -19,7 +19,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
-from slipstream.profiler.stage_bench import StageBench
+from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 
 VOCABULARY = 1024  # no part of a layer

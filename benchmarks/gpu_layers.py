@@ -37,7 +37,7 @@ from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_ana
 from slipstream.model.hooks import TokenSlice
 from slipstream.pipeline.batch import slice_lengths
 from slipstream.pipeline.execution.action_graphs import CUDAGraphs
-from slipstream.training.metrics.device_peak import measure_peak
+from slipstream.train.metrics.flops import measure_peak
 
 LLAMA_3_8B = {
     "vocab_size": 128256,

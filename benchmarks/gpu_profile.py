@@ -22,8 +22,8 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import setting, write
 from benchmarks.profile_fit import held_out
-from slipstream.planner.costs import OPS, AnalyticCosts, Profile, load_cluster
-from slipstream.profiler import ProfileSettings, count_model, profile_model
+from slipstream.cost import OPS, AnalyticCosts, Profile, load_cluster
+from slipstream.profile import ProfileSettings, count_model, profile_model
 
 COMMON = {"vocab_size": 1024, "num_hidden_layers": 8, "num_key_value_heads": 8}  # embedding and head aren't measured
 SIZES: dict[str, dict[str, int]] = {

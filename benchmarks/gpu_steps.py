@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu_layers import LLAMA_3_8B, TOY
 from benchmarks.harness import setting, wait_for, write
 from slipstream import Pipeline, Runtime
-from slipstream.planner.costs import OPS, Profile
-from slipstream.profiler import ProfileSettings, profile_model
+from slipstream.cost import OPS, Profile
+from slipstream.profile import ProfileSettings, profile_model
 
 NUM_LAYERS, NUM_SLICES, LENGTH = 8, 8, 32_768
 SCHEDULES = ("1f1b", "zb-h1")

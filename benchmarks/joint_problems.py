@@ -9,9 +9,9 @@ import numpy as np
 from transformers import LlamaConfig
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.costs import AnalyticCosts, load_cluster
+from slipstream.cost import AnalyticCosts, load_cluster
 from slipstream.planner.joint import AnalyticUnits, JointProblem
-from slipstream.profiler import count_model
+from slipstream.profile import count_model
 from slipstream.schedule import Op
 
 _TOKENS = 2048

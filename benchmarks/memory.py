@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import few, restart_in_environment, setting, write
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
-from slipstream.profiler.live_memory import memory_meter, tensors_alive
+from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.simulator import rank_memory
 
 RANKS = (2, 4)

@@ -21,12 +21,12 @@ from transformers import LlamaConfig
 from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.joint_problems import RandomUnits, joint_problems
 from slipstream import Memory, Pipeline, Runtime
+from slipstream.cost import AnalyticSource, load_cluster
 from slipstream.pipeline.engine import Engine
-from slipstream.planner.costs import AnalyticSource, load_cluster
 from slipstream.planner.joint import JointProblem, find_joint_plan
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.profiler import count_model
+from slipstream.profile import count_model
 
 REPEATS = 3  # of computing all bounds
 _LONGEST = 8192  # tokens of a sequence in a step

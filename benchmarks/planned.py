@@ -30,14 +30,14 @@ from benchmarks.harness import destination, few, restart_in_environment, setting
 from benchmarks.isolated import Contender
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Memory, Pipeline, Runtime
-from slipstream.planner.costs import Profile, ProfileSource
+from slipstream.cost import Profile, ProfileSource
 from slipstream.planner.plans import Configuration, Prediction
 from slipstream.planner.search import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, predict
-from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.link_measurement import measure_link
-from slipstream.profiler.live_memory import memory_meter, tensors_alive
+from slipstream.profile import ProfileSettings, profile_model
+from slipstream.profile.link_measurement import measure_link
+from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.simulator import simulate
 
 CPU = torch.device("cpu")

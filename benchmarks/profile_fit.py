@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import RESULTS, destination, setting, two_ranks, write
 from benchmarks.peers import NUM_LAYERS, model_config
+from slipstream.cost import OPS, Profile
 from slipstream.model import LayerRange, find_anatomy
-from slipstream.planner.costs import OPS, Profile
-from slipstream.profiler import FIT_TOLERANCE, ProfileSettings, profile_model
-from slipstream.profiler.link_measurement import measure_link
-from slipstream.profiler.profile_run import make_benches
+from slipstream.profile import FIT_TOLERANCE, ProfileSettings, profile_model
+from slipstream.profile.link_measurement import measure_link
+from slipstream.profile.profile_run import make_benches
 from slipstream.schedule import Op
 
 CPU = torch.device("cpu")

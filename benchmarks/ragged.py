@@ -37,7 +37,7 @@ from benchmarks.ragged_batches import (
 )
 from slipstream import Pipeline, Runtime
 from slipstream.planner.steps import StageRates, StepProblem, find_step_plan
-from slipstream.planner.steps.sliced_step import SlicedStep
+from slipstream.planner.steps.candidates import SlicedStep
 from slipstream.planner.steps.step_search import lower_bound
 from slipstream.schedule import Op, make_schedule
 from slipstream.simulator import simulate

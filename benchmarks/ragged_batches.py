@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from benchmarks.harness import few
 from slipstream.launch import Progress
-from slipstream.training.config import DataSection
-from slipstream.training.data import read_documents, tokenise, train_tokenizer
+from slipstream.train.config import DataSection
+from slipstream.train.data import read_documents, tokenise, train_tokenizer
 
 VOCABULARY = 8192
 IGNORED = -100

@@ -48,7 +48,7 @@ def _room(*names: str) -> tuple[str, ...]:
     return tuple(f"src/slipstream/{name}" for name in names)
 
 
-_PLANNER = _room("planner", "profiler", "schedule", "simulator")
+_PLANNER = _room("cost", "planner", "profile", "schedule", "simulator")
 _PIPELINE = ("src/slipstream", "benchmarks/isolated.py", "benchmarks/peers.py", "benchmarks/contenders.py")
 _GPIPE = ("src/slipstream", "benchmarks/gpipe", "examples/gpipe")
 _HOST_TIME = ("src/slipstream", "benchmarks/gpu_layers.py")
@@ -203,7 +203,9 @@ SUBJECTS = {
     ),
     "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
     "zoo": Subject(
-        "which architectures of transformers are exact in slices", "zoo", sources=_room("attention", "model")
+        "which architectures of transformers are exact in slices",
+        "zoo",
+        sources=_room("attention", "model", "sequential"),
     ),
     "same_numbers": Subject("losses and gradients of ten trainings, to the bit", "same_numbers", "--record"),
 }

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.harness import few, interleaved, medians, restart_in_environment, setting, write
 from slipstream.array_types import Floats
-from slipstream.planner.slicing.time_table import (
+from slipstream.planner.slicing.equal_stage_slicing import (
     CutPath,
     PathSearch,
     TimeTable,

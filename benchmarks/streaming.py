@@ -17,10 +17,10 @@ from examples.chat.make_conversations import make_conversations
 
 from benchmarks.harness import setting, write
 from slipstream.launch import Progress, launch_ranks
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.data import train_tokenizer
-from slipstream.training.ownership import FolderLock
-from slipstream.training.preflight import preflight
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.data import train_tokenizer
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.preflight import preflight
 
 TEMPLATE = Path("examples/chat/template.jinja")
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -59,7 +59,7 @@ def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
     inputs = preflight(config, Progress(None))
     with FolderLock(output, print) as lock:
         inputs.write()
-        launch_ranks("slipstream.training.training_rank", [str(output / "config.yaml"), lock.key], num_ranks=2)
+        launch_ranks("slipstream.train.training_rank", [str(output / "config.yaml"), lock.key], num_ranks=2)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, TrainingArguments, default_data_collator
 from transformers.trainer_utils import get_last_checkpoint
 
 from slipstream import Pipeline
-from slipstream.transformers_trainer import SlipstreamTrainer
+from slipstream.extras.hf_trainer import SlipstreamTrainer
 
 
 def counting(number: int, seed: int) -> list[dict[str, list[int]]]:

@@ -24,6 +24,37 @@ def test_a_module_has_at_most_six_hundred_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 600} == {}
 
 
+def test_there_are_at_most_three_hundred_modules() -> None:
+    assert len(list(SRC.rglob("*.py"))) <= 300
+
+
+def test_a_small_module_has_several_importers() -> None:
+    """What one module next door alone uses belongs there, unless it is large, or its import waits."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    waiting: dict[str, set[str]] = defaultdict(set)
+    for path in sorted(SRC.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                at_once = node in tree.body
+                for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                    (importers if at_once else waiting)[name].add(_module(path))
+    shredded = {}
+    for path in sorted(SRC.rglob("*.py")):
+        name, length = _module(path), len(path.read_bytes().splitlines())
+        users = importers[name] | waiting[name]
+        next_door = {user for user in users if user.rpartition(".")[0] == name.rpartition(".")[0]}
+        alone = len(users) == 1 and users == next_door and users == importers[name]
+        if path.stem != "__init__" and length < 80 and alone:
+            shredded[name] = (length, users)
+    assert shredded == {}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(SRC.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def test_no_two_public_classes_have_one_name() -> None:
     homes = defaultdict(list)
     for path in sorted(SRC.rglob("*.py")):

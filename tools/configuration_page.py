@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from slipstream.option_problems import allowed_text, records_in
 from slipstream.options import Record
-from slipstream.training.config import Config
+from slipstream.train.config import Config
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

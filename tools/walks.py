@@ -67,16 +67,12 @@ WALKS = {
             ),
             Row(
                 "Schedule and SplitBatch",
-                (Box("pipeline/execution/run_ranks.py", "Runs the ranks of this process, each as far as it gets."),),
-            ),
-            Row(
-                "one action after the other",
-                (Box("pipeline/execution/executor.py", "A handler for each operation: forward, backward, send, ..."),),
+                (Box("pipeline/execution/executor.py", "Runs this process's ranks: a handler for each operation."),),
             ),
             Row(
                 "one slice",
                 (
-                    Box("messages/transport.py", "Sends and receives activations and gradients."),
+                    Box("comm/transport.py", "Sends and receives activations and gradients."),
                     Box("model/causal_lm_stage.py", "Runs the stage's layers: the model's own code."),
                     Box("model/cross_entropy.py", "On the last stage: sum and count."),
                 ),
@@ -95,45 +91,47 @@ WALKS = {
         "A configuration file through slipstream train",
         (
             Row("", (Box("cli/train.py", "slipstream train config.yaml --section.setting=value"),)),
-            Row("path and overrides", (Box("training/config/config_file.py", "Reads and checks all settings."),)),
-            Row("Config", (Box("training/start_training.py", "Starts local ranks, or joins a launcher's."),)),
+            Row("path and overrides", (Box("train/config/run_config.py", "Reads and checks all settings."),)),
+            Row("Config", (Box("train/start_training.py", "Starts local ranks, or joins a launcher's."),)),
             Row(
                 "Config",
                 (
-                    Box("training/preflight/all_checks.py", "Checks the run; writes model and text to its folder."),
+                    Box("train/preflight/all_checks.py", "Checks the run; writes model and text to its folder."),
                     Box("launch/local_ranks.py", "Starts a process for each rank and watches it."),
                 ),
             ),
-            Row("the saved configuration", (Box("training/training_rank.py", "One rank: device, process group."),)),
+            Row("the saved configuration", (Box("train/training_rank.py", "One rank: device, process group."),)),
             Row(
                 "Config and device",
                 (
-                    Box("training/configured_pipeline.py", "Builds this rank's Pipeline."),
-                    Box("training/trainer.py", "The loop: resumes, steps, validates, saves, exports."),
+                    Box("train/configured_pipeline.py", "Builds this rank's Pipeline."),
+                    Box("train/trainer.py", "The loop: resumes, steps, validates, saves, exports."),
                 ),
             ),
             Row(
                 "sequences of a step",
                 (
-                    Box("training/training_step.py", "Pipeline.step, clip, update."),
-                    Box("training/metrics/reporter.py", "Writes a line for each step."),
+                    Box("train/training_step.py", "Pipeline.step, clip, update."),
+                    Box("train/metrics/reporter.py", "Writes a line for each step."),
                     Box("checkpoint/checkpoints.py", "Saves in the background, finds, loads."),
                 ),
             ),
-            Row("at the end", (Box("training/run_results.py", "Timeline, exported model, sample text."),)),
+            Row("at the end", (Box("train/run_results.py", "Timeline, exported model, sample text."),)),
         ),
     ),
     "plan": Walk(
         "A request through slipstream plan",
         (
             Row("", (Box("cli/plan.py", "slipstream plan MODEL CLUSTER --seq-len ... --global-batch ..."),)),
-            Row("model, cluster, options", (Box("planning/plan_model.py", "Checks the request, starts the search."),)),
+            Row(
+                "model, cluster, options",
+                (Box("planning/plan_model.py", "Checks the request, reads the model, starts the search."),),
+            ),
             Row(
                 "model and hardware",
                 (
-                    Box("planning/model_source.py", "Reads the model's configuration."),
-                    Box("profiler/model_counting.py", "Counts its operations on meta tensors."),
-                    Box("planner/costs/cost_sources.py", "Seconds and bytes of stages and messages."),
+                    Box("profile/counting.py", "Counts its operations on meta tensors."),
+                    Box("cost/sources.py", "Seconds and bytes of stages and messages."),
                 ),
             ),
             Row(
@@ -157,7 +155,7 @@ WALKS = {
             Row(
                 "Plan",
                 (
-                    Box("planner/report/wording.py", "The plan in words, for terminal and report."),
+                    Box("planner/report.py", "The plan in words, for terminal and report."),
                     Box("planning/plan_file.py", "plan.yaml, which slipstream train takes."),
                 ),
             ),

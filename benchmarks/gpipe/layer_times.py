@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.model import TensorSpec
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
-from slipstream.model.sequential import (
+from slipstream.model.weight_gradients import add_weight_gradients_in_place
+from slipstream.pipeline.pipeline_options import LossFunction
+from slipstream.sequential import (
     BatchSlice,
     LayerBoundary,
     LayerValue,
@@ -23,9 +24,8 @@ from slipstream.model.sequential import (
     find_skip_routes,
     flatten_layers,
 )
-from slipstream.model.sequential.batch_norm import MiniBatchStatistics
-from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
-from slipstream.pipeline.pipeline_options import LossFunction
+from slipstream.sequential.batch_norm import MiniBatchStatistics
+from slipstream.sequential.layer_list import SkipPop, SkipStash
 
 
 @dataclass(frozen=True)

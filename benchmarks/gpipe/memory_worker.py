@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.gpipe.layer_times import trace_of
 from benchmarks.gpipe.models import Case
 from slipstream import Memory, Pipeline, partition_layers
-from slipstream.profiler.live_memory import memory_meter, tensors_alive
+from slipstream.profile.stage_bench import memory_meter, tensors_alive
 
 BYTES_PER_PARAMETER = 12  # a weight, its gradient, and RMSProp's mean square, in float32
 

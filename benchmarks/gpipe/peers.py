@@ -25,8 +25,8 @@ from benchmarks.gpipe.layer_times import trace_of
 from benchmarks.harness import restart_in_environment, setting, write
 from benchmarks.isolated import Contender
 from slipstream import Pipeline, partition_layers
-from slipstream.model.sequential import flatten_layers
-from slipstream.pipeline.families.sequence_partition import counted_costs
+from slipstream.pipeline.families.layer_sequence import counted_costs
+from slipstream.sequential import flatten_layers
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 NUM_MICROBATCHES = 8

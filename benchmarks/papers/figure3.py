@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.harness import destination
-from slipstream.planner.costs import Profile, load_profile
+from slipstream.cost import Profile, load_profile
 from slipstream.schedule import Op
 
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "slice-times.png"

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.papers.formulas import GPT
 from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace, UnscatteredCosts
 from benchmarks.papers.tables import errors, gpt, read
-from slipstream.planner.costs import Cluster, load_cluster
+from slipstream.cost import Cluster, load_cluster
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from benchmarks.papers.megatron import SELENE, Model, Run, fit, peak_bytes, seconds, tflops
-from slipstream.planner.costs import Cluster
+from slipstream.cost import Cluster
 from slipstream.schedule import make_schedule
 from slipstream.simulator import UnitCost, simulate
 

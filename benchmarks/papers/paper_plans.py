@@ -13,12 +13,12 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from benchmarks.papers.unfused_attention import UnfusedCosts
-from slipstream.planner.costs import AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount, Stage, StageParts
-from slipstream.planner.costs.analytic_costs import ClusterCost
+from slipstream.cost import AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount, Stage, StageParts
+from slipstream.cost.analytic import ClusterCost
 from slipstream.planner.plans import Configuration
+from slipstream.planner.search.bounds import PlacedPartition, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.step_bounds import PlacedPartition, ScheduleShape
 from slipstream.schedule import Action, Op, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 

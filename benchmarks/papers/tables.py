@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from slipstream.planner.costs import ModelCount
+from slipstream.cost import ModelCount
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -33,7 +33,7 @@ def gpt(hidden_size: int, num_heads: int, num_layers: int, vocab_size: int = 512
     import torch
     from transformers import GPT2Config
 
-    from slipstream.profiler import count_model
+    from slipstream.profile import count_model
 
     config = GPT2Config(
         n_embd=hidden_size, n_layer=2, n_head=num_heads, vocab_size=vocab_size, n_positions=2048, use_cache=False

@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.planner.costs import AnalyticCosts, Cluster, Stage, load_cluster
-from slipstream.planner.costs.analytic_costs import ClusterCost
+from slipstream.cost import AnalyticCosts, Cluster, Stage, load_cluster
+from slipstream.cost.analytic import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
 from slipstream.planner.slicing import slice_batch, slice_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.planner.costs import AnalyticCosts, AttentionCall, Stage
+from slipstream.cost import AnalyticCosts, AttentionCall, Stage
 from slipstream.schedule import Op
 
 # How often the kernels read or write the scores. Forward: product, softmax (2), dropout (2), product. Backward: dP (2),

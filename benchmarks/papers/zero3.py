@@ -19,7 +19,7 @@ from benchmarks.papers import megatron
 from benchmarks.papers.megatron import LENGTH, Model, Run
 from benchmarks.papers.tables import errors, gpt, read
 from benchmarks.papers.unfused_attention import UnfusedCosts
-from slipstream.planner.costs import AnalyticCosts, Cluster
+from slipstream.cost import AnalyticCosts, Cluster
 from slipstream.schedule import Op
 
 DTYPE_BYTES = 2  # float16

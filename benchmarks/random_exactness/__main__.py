@@ -50,10 +50,9 @@ from benchmarks.zoo.outcomes import Verdict
 from benchmarks.zoo.trial import described, ended_by
 from benchmarks.zoo.workers import Limits, Result, Send, run_forked
 from slipstream import SlipstreamError
+from slipstream.comm import TransportError
 from slipstream.errors import LostRankError
-from slipstream.messages import TransportError
-from slipstream.model.toy.toy_comparison import full_precision
-from slipstream.model.toy.toy_model import quiet_transformers
+from slipstream.model.toy import full_precision, quiet_transformers
 
 NAME = "random_exactness"
 KEPT = Path(__file__).with_name("kept_seeds.txt")

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from benchmarks.soak.faults import ENDS_THE_RUN, GOES_ON, LOSES_A_HELPER
 from benchmarks.soak.soaked_run import Soak
-from slipstream.checkpoint.checkpoint_folder import MOST_ASIDE
-from slipstream.checkpoint.save_interval import best_interval
+from slipstream.checkpoint.folder import MOST_ASIDE
+from slipstream.train.run_checkpoints import best_interval
 
 # Damaged checkpoints are counted by themselves; by run_id tasks see that they share a disk.
 _IS_BOUNDED = re.compile(r"owner-\d+\.json|step-\d+\.aside|inputs/run_id")

@@ -18,8 +18,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from benchmarks.zoo.outcomes import Outcome, Verdict
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import SelfCheck, causal_cross_entropy, check_sliceable, find_anatomy, meta_model
-from slipstream.model.toy.toy_comparison import full_precision, relative_errors
-from slipstream.model.toy.toy_model import perturb_parameters, quiet_transformers, widen_parameters
+from slipstream.model.toy import (
+    full_precision,
+    perturb_parameters,
+    quiet_transformers,
+    relative_errors,
+    widen_parameters,
+)
 from slipstream.pipeline.families import causal_lm
 
 SLICES = (5, 1, 46, 44)  # tokens; the second slice has one token, as in generating text

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from slipstream.model.toy.toy_model import toy_config
+from slipstream.model.toy import toy_config
 
 ALL_ELSE = "all else"  # the variant with a tied head, biases, caps, one head of keys, and every switch flipped
 WINDOW, THRESHOLD = 5, 24  # tokens

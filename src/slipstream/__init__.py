@@ -7,26 +7,24 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.version import __version__ as __version__
+from slipstream.version import __version__
 
 # Type checkers read these imports, and so does `_find_homes`: every name is loaded on its first use, so that schedules
 # and simulation work, and the command line answers, without importing torch.
 if TYPE_CHECKING:
+    from slipstream.cost import load_cluster, load_profile
     from slipstream.errors import SlipstreamError
-    from slipstream.model.hf_sequential.planned_sequence import sequence_of
-    from slipstream.model.model_config import trust_remote_code
+    from slipstream.extras.encoders import sequence_of
+    from slipstream.model.config import trust_remote_code
     from slipstream.model.self_check import check_sliceable
-    from slipstream.model.sequential.cut_tokens import CutTokens, causal_attention
-    from slipstream.model.sequential.skip_connections import Skip
     from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
     from slipstream.parallel import ParameterShare, RankGroup, make_mesh
     from slipstream.pipeline.pipeline import Pipeline
     from slipstream.pipeline.pipeline_options import SequenceLoss
     from slipstream.planner import Plan
-    from slipstream.planner.costs import load_cluster, load_profile
     from slipstream.planner.order.order_search import find_order, step_lower_bound
     from slipstream.planner.partition import partition_layers
-    from slipstream.planner.report.html_page import write_report
+    from slipstream.planner.report import write_report
     from slipstream.planner.search import PlanOptions
     from slipstream.planner.slicing.equal_stage_slicing import (
         slice_batch,
@@ -38,18 +36,25 @@ if TYPE_CHECKING:
     from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
     from slipstream.planning.plan_model import plan
     from slipstream.schedule.action import Action, Op, ScheduleError
-    from slipstream.schedule.dependencies import predecessors
-    from slipstream.schedule.generators import GENERATORS, STAGES_PER_RANK, gpipe, make_schedule, one_f_one_b
-    from slipstream.schedule.interleaved import interleaved_one_f_one_b
+    from slipstream.schedule.generators import (
+        GENERATORS,
+        STAGES_PER_RANK,
+        gpipe,
+        interleaved_one_f_one_b,
+        make_schedule,
+        one_f_one_b,
+    )
     from slipstream.schedule.lowering import add_communication, split_backwards
-    from slipstream.schedule.memory_passes import add_offload, add_recompute, in_flushes
+    from slipstream.schedule.passes import add_offload, add_recompute, in_flushes
+    from slipstream.schedule.rules import predecessors
     from slipstream.schedule.schedule import Schedule
     from slipstream.schedule.validation import validate
+    from slipstream.sequential.cut_tokens import CutTokens, causal_attention
+    from slipstream.sequential.layer_list import Skip
     from slipstream.simulator import CostModel, MeasuredCost, MicrobatchCost, TableCost, UnitCost, simulate
     from slipstream.timeline.chrome_trace import load_trace, save_trace
-    from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
     from slipstream.timeline.picture import draw_timelines
-    from slipstream.timeline.spans import Span, Timeline
+    from slipstream.timeline.spans import Cause, Span, Timeline, Wait, find_waits, idle_by_cause
 
 __all__ = ["Layers", "Memory", "Parallelism", "Pipeline", "Precision", "Runtime"]
 __all__ += ["SequenceLoss", "SlipstreamError"]

@@ -12,21 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import (
-    AttentionSite,
-    ContextStore,
-    KeyRanges,
-    attend,
-    cuda_kernels,
-    flash_kernels,
-    key_ranges,
-    masked_math,
-    slice_attention,
-)
-from slipstream.attention.attention_backend import QueryState
-from slipstream.attention.cuda_kernels import FusedCUDA, KeyGradients
-from slipstream.attention.key_ranges import RegularMask
-from slipstream.attention.masked_math import MaskedMath
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend, kernels, slice_attention
+from slipstream.attention import masks as key_ranges
+from slipstream.attention.backend import QueryState
+from slipstream.attention.kernels import FusedCUDA, KeyGradients, MaskedMath
+from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
 from support.attention import distance, make_case
@@ -41,9 +31,9 @@ def small_tiles() -> Iterator[None]:
         patch.setattr(key_ranges, "SHORTEST_RUN", 3)
         patch.setattr(key_ranges, "MASKED_ROWS", 6)
         patch.setattr(key_ranges, "SQUARE", 5)
-        patch.setattr(flash_kernels, "KEYS_AT_ONCE", 7)
-        patch.setattr(flash_kernels, "ROWS_AT_ONCE", 7)
-        patch.setattr(masked_math, "SCORES_AT_ONCE", 100)
+        patch.setattr(kernels, "KEYS_AT_ONCE", 7)
+        patch.setattr(kernels, "ROWS_AT_ONCE", 7)
+        patch.setattr(kernels, "SCORES_AT_ONCE", 100)
         yield
 
 
@@ -144,7 +134,7 @@ def test_a_fused_kernel_takes_slices_whole(mask: str, num_whole: int, monkeypatc
     whole = PlainKernel()
     monkeypatch.setattr(slice_attention, "_backend", lambda _query, _value, site: FusedCUDA(site))
     monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: whole)
-    monkeypatch.setattr(cuda_kernels, "_FLASH", PlainKernel())  # of tiles
+    monkeypatch.setattr(kernels, "_FLASH", PlainKernel())  # of tiles
     first_key = {"causal": causal(48), "window": window(48, 10), "documents": documents(48, [20, 30])}[mask]
     case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
     assert distance(case.sliced(), case.reference()) < 1e-12
@@ -315,7 +305,7 @@ def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
         store.context(0, keys[2])  # allocates the gradient buffers, once for the microbatch
     with LargestStorage([*context.buffers, first_key]) as backward:
         output.backward(grad)
-    assert backward.bytes <= 2 * one_slice + flash_kernels.ROWS_AT_ONCE * 16 * 4
+    assert backward.bytes <= 2 * one_slice + kernels.ROWS_AT_ONCE * 16 * 4
 
 
 @pytest.mark.parametrize(

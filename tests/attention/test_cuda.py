@@ -8,14 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import (
-    AttentionSite,
-    ContextStore,
-    KeyRanges,
-    kernel_choice,
-    slice_attention,
-)
-from slipstream.attention.flex_kernels import FlexCUDA
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, kernel_choice, slice_attention
+from slipstream.attention.flex import FlexCUDA
 from support.attention import distance, make_case
 
 pytestmark = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import context_store, cuda_kernels, kernel_choice, slice_attention
-from slipstream.attention.cuda_kernels import KeyGradients, add_gradients
+from slipstream.attention import kernel_choice, kernels, slice_attention, store
+from slipstream.attention.kernels import KeyGradients, add_gradients
 from support.attention import distance, make_case
 
 LENGTH = 40
@@ -84,10 +84,10 @@ class InFloat64:
 def test_slices_equal_the_whole(
     name: str, first_key: Tensor, batch: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_kernels, "_aten", InFloat64())
-    monkeypatch.setattr(slice_attention, "_backend", lambda query, value, site: cuda_kernels.FusedCUDA(site))
+    monkeypatch.setattr(kernels, "_aten", InFloat64())
+    monkeypatch.setattr(slice_attention, "_backend", lambda query, value, site: kernels.FusedCUDA(site))
     monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: kernel_choice.KERNELS[name])
-    monkeypatch.setattr(context_store, "_buffer", buffer_of_a_gpu)
+    monkeypatch.setattr(store, "_buffer", buffer_of_a_gpu)
     case = make_case((batch, 4, 2, LENGTH, 16, 16), first_key, [0, 1, 12, 29, LENGTH], dtype, sinks=True)
     assert distance(case.sliced(), case.reference()) < bound
 

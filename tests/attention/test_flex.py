@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from slipstream.attention import AttentionSite, ContextStore, KeyRanges, flex_kernels
-from slipstream.attention.attention_backend import QueryState, TileGradients
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, flex
+from slipstream.attention.backend import QueryState, TileGradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
@@ -57,11 +57,11 @@ def test_the_mask_has_the_blocks_that_are_seen(case: tuple[KeyRanges, int], soft
     query, key, value, _ = inputs(ranges, batch, seed)
     site = AttentionSite(ContextStore(ranges.end), 0, ranges, 0.3, softcap)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex_kernels, "_compiled", lambda: flex_attention)
-        output, _ = flex_kernels.FlexCUDA(site).attend(query, key, value)
-    wanted = flex_kernels._plain_attention([query, key, value], ranges, 0.3, softcap)
+        patch.setattr(flex, "_compiled", lambda: flex_attention)
+        output, _ = flex.FlexCUDA(site).attend(query, key, value)
+    wanted = flex._plain_attention([query, key, value], ranges, 0.3, softcap)
     assert torch.allclose(output, wanted, atol=1e-12)
-    blocks = flex_kernels._block_mask(ranges, torch.device("cpu")).to_dense()[:, 0]
+    blocks = flex._block_mask(ranges, torch.device("cpu")).to_dense()[:, 0]
     own = torch.arange(ranges.start, ranges.end)[:, None]
     keys = torch.arange(ranges.first, ranges.end)
     seen = (keys <= own) & (keys >= ranges.first_key[..., None])
@@ -77,13 +77,13 @@ def test_gradients_with_a_sink(case: tuple[KeyRanges, int], softcap: float | Non
     query, key, value, grad = inputs(ranges, batch, seed)
     site = AttentionSite(ContextStore(ranges.end), 0, ranges, 0.3, softcap)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex_kernels, "_compiled", lambda: dense)
-        output, logsumexp = flex_kernels.FlexCUDA(site).attend(query, key, value)
+        patch.setattr(flex, "_compiled", lambda: dense)
+        output, logsumexp = flex.FlexCUDA(site).attend(query, key, value)
         leaves = [each.clone().requires_grad_() for each in (query, key, value)]
         found, lse = dense(
             *leaves,
-            score_mod=None if softcap is None else flex_kernels._capped(softcap),
-            block_mask=flex_kernels._block_mask(ranges, torch.device("cpu")),
+            score_mod=None if softcap is None else flex._capped(softcap),
+            block_mask=flex._block_mask(ranges, torch.device("cpu")),
             scale=0.3,
             return_aux=AuxRequest(lse=True),
         )
@@ -93,7 +93,7 @@ def test_gradients_with_a_sink(case: tuple[KeyRanges, int], softcap: float | Non
             logsumexp = torch.logaddexp(logsumexp, torch.full((), 0.5, dtype=torch.float64))
         grads = TileGradients(query, torch.zeros_like(key), torch.zeros_like(value))
         queries = QueryState(query, output, logsumexp, grad)
-        (grad_query,) = flex_kernels.FlexCUDA(site).differentiate(queries, key, value, grads)
+        (grad_query,) = flex.FlexCUDA(site).differentiate(queries, key, value, grads)
     wanted = torch.autograd.grad(with_sink, leaves, grad)
     for ours, theirs in zip((grad_query, grads.key, grads.value), wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)  # `differentiate` weighs gradients in float32

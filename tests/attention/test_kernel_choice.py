@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import flash_packages, kernel_choice
-from slipstream.attention.attention_backend import QueryState
-from slipstream.attention.cuda_kernels import FusedKernel
-from slipstream.attention.key_ranges import RegularMask
+from slipstream.attention import kernel_choice
+from slipstream.attention import kernels as flash_packages
+from slipstream.attention.backend import QueryState
+from slipstream.attention.kernels import FusedKernel
+from slipstream.attention.masks import RegularMask
 
 _OPTIONS = (
     "Tensor? k_new = None, Tensor? v_new = None, Tensor? q_v = None, Tensor? out = None, Tensor? cu_seqlens_q = None, "

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.attention import KeyRanges, key_ranges
-from slipstream.attention.key_ranges import ScoreRectangle, ScoreTile
+from slipstream.attention import KeyRanges, masks
+from slipstream.attention.masks import ScoreRectangle, ScoreTile
 from slipstream.errors import SlipstreamError
 from support.examples import examples
 
@@ -19,9 +19,9 @@ from support.examples import examples
 def small_tiles() -> Iterator[None]:
     """Tiles small enough that short random slices have every kind of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_ranges, "SHORTEST_RUN", 3)
-        patch.setattr(key_ranges, "MASKED_ROWS", 5)
-        patch.setattr(key_ranges, "SQUARE", 4)
+        patch.setattr(masks, "SHORTEST_RUN", 3)
+        patch.setattr(masks, "MASKED_ROWS", 5)
+        patch.setattr(masks, "SQUARE", 4)
         yield
 
 

@@ -139,7 +139,7 @@ def test_counted_memory_leaves_out_a_trace() -> None:
     """What a run on fake tensors makes has no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from slipstream.profiler.live_memory import LiveMemory
+    from slipstream.profile.stage_bench import LiveMemory
 
     with LiveMemory() as memory:
         with FakeTensorMode():

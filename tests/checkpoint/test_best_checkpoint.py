@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slipstream.checkpoint import CheckpointFolder, Checkpoints, TensorShard, find_best
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
-from slipstream.training.validation import LossHistory
+from slipstream.train.validation import LossHistory
 
 LOSSES = st.sampled_from([1.0, 2.0, 3.0, 4.0, math.nan, math.inf])
 VALIDATIONS = st.lists(st.tuples(LOSSES, st.booleans(), st.booleans()), max_size=6)

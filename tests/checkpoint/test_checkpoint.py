@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slipstream.checkpoint import CheckpointFolder, CheckpointReader, Checkpoints, TensorShard
+from slipstream.checkpoint.background_save import Snapshot
+from slipstream.checkpoint.files import _head, read_record, write_file, write_record
 from slipstream.checkpoint.saved_checkpoint import ignore_lone_process_warning
-from slipstream.checkpoint.snapshot import Snapshot
-from slipstream.checkpoint.verified_files import _head, read_record, write_file, write_record
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 

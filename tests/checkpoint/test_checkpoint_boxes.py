@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from slipstream.checkpoint import SavedCheckpoint, TensorShard
-from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
+from slipstream.checkpoint.background_save import Snapshot
+from slipstream.checkpoint.folder import CheckpointFolder
 from slipstream.checkpoint.manifest import Manifest, WrittenFile
-from slipstream.checkpoint.snapshot import Snapshot
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from support.checkpoints.layouts import bits, emptied, layout, same_bits, tensors

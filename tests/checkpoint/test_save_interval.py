@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.checkpoint.save_interval import SaveInterval, best_interval
 from slipstream.parallel import RankGroup
+from slipstream.train.run_checkpoints import SaveInterval, best_interval
 
 
 def lost_share(interval: float, save: float, between: float) -> float:

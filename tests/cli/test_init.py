@@ -18,15 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from slipstream.cli import app
+from slipstream.cost import load_cluster
 from slipstream.errors import SlipstreamError
+from slipstream.extras.init.choices import choose_length, dtype_here, this_machine
+from slipstream.extras.init.data import DataSizes, choose_data
 from slipstream.launch import Progress
-from slipstream.planner.costs import load_cluster
-from slipstream.training.config import load_config
-from slipstream.training.data.tokenizer import train_tokenizer
-from slipstream.training.new_config.data_choice import choose_data
-from slipstream.training.new_config.data_sizes import DataSizes
-from slipstream.training.new_config.this_machine import dtype_here, this_machine
-from slipstream.training.new_config.training_choice import choose_length
+from slipstream.train.config import load_config
+from slipstream.train.data.tokenised_text import train_tokenizer
 from support.forked import COMMAND, launch
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -150,7 +148,7 @@ def test_what_is_given_is_taken(place: Path) -> None:
 
 
 def test_pairs_train_an_adapter_where_the_weights_leave_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.training.new_config.written_config._SHARE", 1e-9)
+    monkeypatch.setattr("slipstream.extras.init.written_config._SHARE", 1e-9)
     pair = {"prompt": "owl: ", "chosen": "owl", "rejected": "OWL!"}
     Path("pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 100)
     text = written("model", "pairs.jsonl", "--overwrite", "--pipeline.num_ranks=2")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.launch import Progress
-from slipstream.training.data.tokenizer import train_tokenizer
+from slipstream.train.data.tokenised_text import train_tokenizer
 from support.timeouts import LIMIT
 
 Typed = Callable[..., str]
@@ -173,7 +173,7 @@ def typed(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         monkeypatch.chdir(place)
         monkeypatch.setattr("sys.argv", ["slipstream", *words])
         monkeypatch.setattr(
-            "slipstream.training.start_training.launch_with_restarts", lambda *_: pytest.fail("ranks were started")
+            "slipstream.train.start_training.launch_with_restarts", lambda *_: pytest.fail("ranks were started")
         )
         before = {*place.rglob("*")}
         with pytest.raises(SystemExit) as ending:

@@ -15,16 +15,16 @@ import yaml
 
 import slipstream
 from slipstream.cli.plan import plan as command
+from slipstream.cost import ProfileSource
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
-from slipstream.planner.costs import ProfileSource
 from slipstream.planner.search import make_options
-from slipstream.planning.model_source import model_section
 from slipstream.planning.plan_file import plan_settings, write_plan_file
-from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.cost_cache import CostCache
+from slipstream.planning.plan_model import model_section
+from slipstream.profile import ProfileSettings, profile_model
+from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule
-from slipstream.training.config import load_config
+from slipstream.train.config import load_config
 from slipstream.units import count_text, seconds_text
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command

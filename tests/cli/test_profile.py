@@ -9,8 +9,8 @@ import yaml
 
 import slipstream
 from slipstream.cli.profile import profile as command
+from slipstream.cost import StageParts, load_profile
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import StageParts, load_profile
 from support.architectures import VOCABULARY, llama
 from support.forked import slipstream_command
 

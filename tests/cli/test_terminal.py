@@ -181,7 +181,7 @@ def test_what_the_package_logs_is_said_by_its_rank_where_details_are(capsys: pyt
     for level in LEVELS:
         with at_level(level):
             log_details("rank 1")
-            logging.getLogger("slipstream.training").debug("at level %s", level)
+            logging.getLogger("slipstream.train").debug("at level %s", level)
     assert capsys.readouterr().err == "debug: rank 1: at level debug\n"
 
 
@@ -206,7 +206,9 @@ def test_it_can_be_told_before_and_after_the_commands_name(
     words: list[str], is_quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = []
-    monkeypatch.setattr("slipstream.run_page.write_run_page", lambda *_: heard.append(shows("info")) or (Path(), 1))
+    monkeypatch.setattr(
+        "slipstream.extras.run_page.write_run_page", lambda *_: heard.append(shows("info")) or (Path(), 1)
+    )
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.exception
     assert heard == [not is_quiet]

@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 import slipstream
 from slipstream import Pipeline, Runtime
 from slipstream.cli import app
+from slipstream.cost import load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.tuning import StartRequest
-from slipstream.planner.costs import load_profile
-from slipstream.profiler import profile_model
-from slipstream.profiler.cost_cache import CostCache
+from slipstream.profile import profile_model
+from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import GENERATORS, Schedule, add_communication, make_schedule, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost

@@ -15,7 +15,7 @@ from tools import cli_page, configuration_page, walks
 import slipstream
 from benchmarks import records, zero3_page
 from slipstream.option_problems import records_in
-from slipstream.training.config import Config
+from slipstream.train.config import Config
 from support.changes import page as own_models
 from support.paths import ROOT
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.doctor import devices, machine
-from slipstream.doctor.finding import Finding, isolated
-from slipstream.doctor.pair_exchange import neighbour_pairs
-from slipstream.doctor.timed_calls import ExchangeError, run_within
+from slipstream.extras.doctor import devices, examination
+from slipstream.extras.doctor.finding import ExchangeError, Finding, isolated, run_within
+from slipstream.extras.doctor.rank_exchange import neighbour_pairs
 from support.timeouts import LIMIT
 
 
@@ -60,16 +59,16 @@ def test_neighbours_are_those_of_a_pipeline() -> None:
 
 
 def test_limits_of_cgroups_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(examination, "_CGROUPS", tmp_path)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1000000000\n")
-    *_, cores = machine.find_processor()
+    *_, cores = examination.find_processor()
     assert cores.text.startswith(f"0.5 usable of {os.cpu_count()} (")
     assert "the cgroup gives 0.5 cores" in (cores.advice or "")
-    (memory,) = machine.find_memory()
+    (memory,) = examination.find_memory()
     assert memory.text.endswith("limited to 1.00 GB (cgroup)")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    *_, cores = machine.find_processor()
+    *_, cores = examination.find_processor()
     assert "cgroup" not in cores.text
 
 

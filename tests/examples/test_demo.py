@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.training.data import TokenisedText, unigram_entropy
-from slipstream.training.run_folder import RunFolder
+from slipstream.train.data import TokenisedText, unigram_entropy
+from slipstream.train.run_folder import RunFolder
 from support.paths import ROOT
 
 DEMO = ROOT / "examples" / "demo.yaml"

@@ -25,12 +25,18 @@ from torch.distributed.run import get_args_parser
 import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.launch import connect_ranks
-from slipstream.launch.agreement import differences, hash_sources
-from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
-from slipstream.launch.slurm import first_node, is_task, torchrun_variables
-from slipstream.training.config import load_config
-from slipstream.training.preflight import load_model_config
-from slipstream.training.preflight.model_checks import check_layers
+from slipstream.launch.local_ranks import first_node, is_task, torchrun_variables
+from slipstream.launch.rendezvous import (
+    address_towards,
+    differences,
+    find_address,
+    find_interface,
+    hash_sources,
+    is_loopback,
+)
+from slipstream.train.config import load_config
+from slipstream.train.preflight import load_model_config
+from slipstream.train.preflight.model_checks import check_layers
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.paths import ROOT, WORKERS
@@ -234,7 +240,7 @@ def test_a_folder_that_is_not_shared(network: Network, config: Path) -> None:
     output.mkdir()
     (disk / "inputs").mkdir(parents=True)
     (disk / "inputs" / "run_id").write_text("an earlier run")
-    program = "import sys; from slipstream.cli import main; from slipstream.training import training_rank; "
+    program = "import sys; from slipstream.cli import main; from slipstream.train import training_rank; "
     program += "training_rank._SECONDS_TO_APPEAR = 1.0; main()"
     commands = [[sys.executable, "-c", program, "train", str(config)]] * 2
     results = network.run(commands, [slurm_variables(rank, 2) for rank in range(2)], own=[None, (disk, output)])

@@ -15,25 +15,25 @@ from support.paths import ROOT, WORKERS, with_path
 from support.timeouts import LIMIT
 
 KILLED_AT = WORKERS / "training/killed_at.py"
-RANK, TRAINER = "slipstream.training.training_rank", "slipstream.training.trainer"
+RANK, TRAINER = "slipstream.train.training_rank", "slipstream.train.trainer"
 # What is being called, how often it has been, and which rank is killed; or 0: what is being imported.
 MOMENTS = {
     "saving": ("slipstream.checkpoint.background_save", "Manifest.write", 2, 0),
     "importing": (TRAINER, "", 0, 1),
     "connecting": ("slipstream.launch.rendezvous", "_try_connections", 1, 0),
-    "before it is watched": ("slipstream.launch.watched_run", "start_watch", 1, 1),
+    "before it is watched": ("slipstream.launch.stop_request", "start_watch", 1, 1),
     "making the process group": ("torch.distributed", "init_process_group", 1, 1),
     "making another group": ("torch.distributed", "new_group", 1, 1),
-    "preparing inputs": ("slipstream.training.preflight.all_checks", "save_texts", 1, 0),
+    "preparing inputs": ("slipstream.train.preflight.all_checks", "save_texts", 1, 0),
     "waiting for inputs": (RANK, "_appears", 1, 1),
-    "checking the model": ("slipstream.training.preflight.all_checks", "check_model", 1, 0),
+    "checking the model": ("slipstream.train.preflight.all_checks", "check_model", 1, 0),
     "the first step": (TRAINER, "train_step", 1, 1),
     "before an update": (TRAINER, "Trainer._before_update", 3, 0),
-    "writing its file": ("slipstream.checkpoint.snapshot", "Snapshot.write", 2, 1),
-    "naming a checkpoint": ("slipstream.checkpoint.checkpoint_folder", "CheckpointFolder.commit", 1, 0),
+    "writing its file": ("slipstream.checkpoint.background_save", "Snapshot.write", 2, 1),
+    "naming a checkpoint": ("slipstream.checkpoint.folder", "CheckpointFolder.commit", 1, 0),
     "the last step": (TRAINER, "train_step", 6, 0),
-    "exporting": ("slipstream.training.run_results", "_complete", 1, 0),
-    "waiting for the export": ("slipstream.training.run_results", "_lead", 2, 1),
+    "exporting": ("slipstream.train.run_results", "_complete", 1, 0),
+    "waiting for the export": ("slipstream.train.run_results", "_lead", 2, 1),
     "at its end": ("torch.distributed", "destroy_process_group", 1, 1),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from torch import Tensor, fx, nn
 
-from slipstream.model.fusion import compiled_region, fused_kernels, rotary_embeddings
+from slipstream.model import compiled_region, fusion
 from support.architectures import no_rounding_inside
 
 
@@ -23,7 +23,7 @@ def compiler_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is traced stays in float64, as `no_rounding_inside` has it of what is not: a norm rounds to float32."""
-    trace = fused_kernels._trace
+    trace = fusion._trace
 
     def wide(module: nn.Module) -> fx.Graph | None:
         graph = trace(module)
@@ -33,18 +33,18 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 graph.erase_node(node)
         return graph
 
-    monkeypatch.setattr(fused_kernels, "_trace", wide)
-    rotary_embeddings.fused_rotation.cache_clear()
+    monkeypatch.setattr(fusion, "_trace", wide)
+    fusion.fused_rotation.cache_clear()
     with no_rounding_inside():
         yield
-    rotary_embeddings.fused_rotation.cache_clear()
+    fusion.fused_rotation.cache_clear()
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The code of the graphs that are compiled from now on, of forwards and of backwards."""
     codes: list[str] = []
-    rotary_embeddings.fused_rotation.cache_clear()
+    fusion.fused_rotation.cache_clear()
     compile_graph = compiled_region.compile_graph
 
     def counted(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> object:

@@ -13,7 +13,7 @@ from peft import get_peft_model
 from slipstream import SlipstreamError
 from slipstream.model import ModelEnd, find_anatomy, meta_model
 from slipstream.model.adapters import add_adapter, quiet_peft
-from slipstream.model.model_loading import pretrained_model
+from slipstream.model.loading import pretrained_model
 from support.adapters import lora
 from support.architectures import ARCHITECTURES, build
 

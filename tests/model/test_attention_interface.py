@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream import SlipstreamError
 from slipstream.attention import KeyRanges
-from slipstream.model.hooks.attention_interface import POSITION_BIAS, sliced_attention
+from slipstream.model.hooks.attention import POSITION_BIAS, sliced_attention
 
 
 def test_a_bias_of_the_models_own_is_refused() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, BertConfig, ElectraConfig, LlamaConfig, Lla
 import slipstream
 from slipstream import SlipstreamError
 from slipstream.model import check_sliceable, find_anatomy, load_config
-from slipstream.model.toy.toy_model import toy_config
+from slipstream.model.toy import toy_config
 from support.architectures import llama
 from support.versions import provided
 

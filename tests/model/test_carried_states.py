@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from slipstream import Pipeline
 from slipstream.model import causal_cross_entropy
-from slipstream.model.toy.toy_model import perturb_parameters
-from slipstream.profiler import count_model
+from slipstream.model.toy import perturb_parameters
+from slipstream.profile import count_model
 from support.architectures import (
     BOUND,
     build,
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
 
 
 def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.attention.carried_states._add_gradient", lambda *_: None)
+    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
     assert error_of("lfm2", self_check=False) > 1e-4
 
 

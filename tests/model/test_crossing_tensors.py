@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from slipstream import Memory, Pipeline, SlipstreamError
 from slipstream.model import causal_cross_entropy
 from slipstream.model.hooks.crossing_tensors import find_layer_tensors
-from slipstream.model.toy.toy_model import perturb_parameters, shapes_model
+from slipstream.model.toy import perturb_parameters, shapes_model
 from support.architectures import (
     BOUND,
     build,

@@ -107,7 +107,7 @@ def test_architectures_are_exact(feature: str) -> None:
 @since("5.21")
 def test_a_wrong_slice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the self-check passed over, a state that goes back without its gradient shows as silently wrong."""
-    monkeypatch.setattr("slipstream.attention.carried_states._add_gradient", lambda *_: None)
+    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
     passed = SelfCheck("lfm2", 4, output_error=0.0, gradient_error=0.0, seconds=0.0, longest_packed=inf)
     monkeypatch.setattr("benchmarks.zoo.trial.check_sliceable", lambda _: passed)
     config = tiny_config(default_config("lfm2"))

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import Op, SlipstreamError
-from slipstream.model import check_compiler, fuse_kernels
-from slipstream.model.fusion import compiled_region, fused_kernels
+from slipstream.model import check_compiler, compiled_region, fuse_kernels, fusion
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -322,7 +321,7 @@ class TestRefusals:
         (tmp_path / "mine").touch(mode=0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setenv("CXX", "mine")
-        monkeypatch.setattr(fused_kernels.sysconfig, "get_path", lambda _: str(tmp_path))
+        monkeypatch.setattr(fusion.sysconfig, "get_path", lambda _: str(tmp_path))
         with pytest.raises(SlipstreamError, match=r"Python's headers, but .*Python\.h is not there.*python3-dev"):
             check_compiler("cpu")
 

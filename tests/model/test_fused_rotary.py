@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
 from slipstream.model import fuse_kernels
-from slipstream.model.fusion.rotary_embeddings import fuse_rotary_embeddings, fused_rotation, is_rotation
+from slipstream.model.fusion import fuse_rotary_embeddings, fused_rotation, is_rotation
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

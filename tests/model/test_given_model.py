@@ -15,7 +15,7 @@ from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.given_model import compare_with_config
 from slipstream.model.self_check import instance_trial
 from slipstream.model.self_check.instance_trial import TrialResult, try_changes
-from slipstream.profiler.live_memory import LiveMemory
+from slipstream.profile.stage_bench import LiveMemory
 from support.architectures import ARCHITECTURES, llama
 
 

@@ -30,7 +30,7 @@ from slipstream.model import (
     pretrained_model,
     random_model,
 )
-from slipstream.model.model_cutting import ZeroBranch, keep_half
+from slipstream.model.cutting import ZeroBranch, keep_half
 from support.architectures import ARCHITECTURES, llama
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

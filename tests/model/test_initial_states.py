@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-from slipstream.model.initial_states.selective_scan import scan_from
+from slipstream.model.initial_states import scan_from
 from support.architectures import BOUND, gradient_error, no_rounding_inside
 from support.examples import examples
 

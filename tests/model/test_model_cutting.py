@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.model_cutting import EmptyEmbedding, PassThrough
+from slipstream.model.cutting import EmptyEmbedding, PassThrough
 
 
 def empty_embedding() -> EmptyEmbedding:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy
-from slipstream.model.toy.toy_model import perturb_parameters
+from slipstream.model.toy import perturb_parameters
 from support.architectures import (
     BOUND,
     gradient_error,
@@ -60,7 +60,7 @@ def test_prefixes_without_their_gradients_would_show(monkeypatch: pytest.MonkeyP
         ctx.store.finish(ctx.call, ctx.ranges)
         return *(each[:, :, ctx.ranges.start :] for each in gradients), None, None, None
 
-    monkeypatch.setattr("slipstream.attention.prefix._Prefix.backward", only_own)
+    monkeypatch.setattr("slipstream.attention.slice_attention._Prefix.backward", only_own)
     assert error_of("gptj", self_check=False) > 1e-4
 
 

@@ -86,7 +86,7 @@ def test_replicas_of_two_stages(replicas: CompletedProcess[str], case: str) -> N
 
 
 def test_sums_without_their_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.attention.carried_states._add_gradient", lambda *_: None)
+    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
     assert error_of(mixture("mixtral"), slices=3, self_check=False) > 1e-4
 
 

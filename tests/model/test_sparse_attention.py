@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slipstream import Pipeline
 from slipstream.model import causal_cross_entropy
-from slipstream.model.toy.toy_model import perturb_parameters
+from slipstream.model.toy import perturb_parameters
 from support.architectures import (
     BOUND,
     gradient_error,

@@ -8,8 +8,7 @@ from transformers import masking_utils
 
 from slipstream import Pipeline, Runtime
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.mask_tables import first_keys
-from slipstream.model.hooks.text_masks import masks_of_text
+from slipstream.model.hooks.masks import first_keys, masks_of_text
 from support.architectures import llama, tokens
 
 CPU = torch.device("cpu")

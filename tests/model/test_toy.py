@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils._device import _device_constructors
 
-from slipstream.model.toy.toy_comparison import full_precision
+from slipstream.model.toy import full_precision
 
 
 def test_float64_stays_float64() -> None:

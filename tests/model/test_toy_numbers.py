@@ -25,8 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from slipstream import SlipstreamError
 from slipstream.model import check_sliceable
 from slipstream.model.hooks.slice_cache import SliceCache
-from slipstream.model.toy.toy_comparison import full_precision
-from slipstream.model.toy.toy_model import TOY_LENGTH, reference_model, toy_config, toy_tokens
+from slipstream.model.toy import TOY_LENGTH, full_precision, reference_model, toy_config, toy_tokens
 
 
 @pytest.mark.parametrize(

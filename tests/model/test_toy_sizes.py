@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, DbrxConfig, PretrainedConfig
 
 from slipstream import Pipeline
-from slipstream.model.toy.toy_comparison import full_precision
-from slipstream.model.toy.toy_model import reference_model, toy_config, toy_tokens
+from slipstream.model.toy import full_precision, reference_model, toy_config, toy_tokens
 from support.architectures import (
     BOUND,
     build,

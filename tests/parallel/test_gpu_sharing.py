@@ -16,11 +16,11 @@ from slipstream.parallel import (
     choose_backend,
     describe_sharing,
     gpu_of,
-    gpu_sharing,
-    launched_group,
+    gpus,
+    mesh,
     share_gpus_by_nccl,
 )
-from slipstream.parallel.gpu_sharing import TransportName
+from slipstream.parallel.gpus import TransportName
 from support.architectures import ARCHITECTURES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -76,7 +76,7 @@ def test_nccl_takes_processes_that_share_a_gpu_for_machines(
     """NCCL is told so before its first communicator; what the user has set is kept, and the first rank says it."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    for name in {"NCCL_HOSTID", *gpu_sharing._SHARED} - {"NCCL_SOCKET_IFNAME"}:
+    for name in {"NCCL_HOSTID", *gpus._SHARED} - {"NCCL_SOCKET_IFNAME"}:
         monkeypatch.setenv(name, "")  # so that it is unset again at the end
         monkeypatch.delenv(name)
     share_gpus_by_nccl(0, num_local=2)
@@ -98,7 +98,7 @@ def test_a_mesh_is_connected_as_it_is_asked_for(
     made = list[str]()
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
-    monkeypatch.setattr(launched_group, "_make_group", lambda _environment, chosen, *_: made.append(chosen))
+    monkeypatch.setattr(mesh, "_make_group", lambda _environment, chosen, *_: made.append(chosen))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SlipstreamError, match="a mesh is made of the processes of a process group"):

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from slipstream import Pipeline
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import NonFiniteError, SlipstreamError
-from slipstream.pipeline.saving.plain_values import decode, encode
+from slipstream.pipeline.saving import decode, encode
 from support.adapters import adapted, lora
 from support.architectures import ARCHITECTURES, labels_of, tokens
 from support.forked import launch

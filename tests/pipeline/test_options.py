@@ -10,7 +10,7 @@ import torch
 import slipstream
 from slipstream import SlipstreamError
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
-from slipstream.training.config.config_file import parse_config
+from slipstream.train.config.run_config import parse_config
 
 RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 CONFIG: dict[str, Any] = {

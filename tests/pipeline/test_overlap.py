@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.messages.message import message_bytes, pack
+from slipstream.comm.message import message_bytes, pack
 from slipstream.model import TensorSpec
 from slipstream.schedule import Action, Op
 from support.device_trace import Event, communication, read_events

@@ -16,7 +16,7 @@ from slipstream import Memory, Pipeline, Runtime, SlipstreamError, find_order, m
 from slipstream.model import causal_cross_entropy
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from slipstream.simulator import UnitCost
-from slipstream.training.config.config_file import dump_config, parse_config
+from slipstream.train.config.run_config import dump_config, parse_config
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

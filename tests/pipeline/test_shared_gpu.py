@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from slipstream.planner.costs import load_profile
+from slipstream.cost import load_profile
 from support.forked import SHOWS_GPU, launch, slipstream_command
 from support.parameters import first_of
 from support.paths import WORKERS

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.cost import Profile
 from slipstream.parallel import Ranks
-from slipstream.planner.costs import Profile
-from slipstream.profiler import ProfileSettings, cost_cache, find_costs
-from slipstream.profiler.cost_cache import CostCache
+from slipstream.profile import ProfileSettings, cost_cache, find_costs
+from slipstream.profile.cost_cache import CostCache
 from support.architectures import llama
 
 CPU = torch.device("cpu")

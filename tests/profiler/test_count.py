@@ -10,11 +10,11 @@ from transformers import AutoConfig, GPT2Config, PretrainedConfig
 
 import slipstream
 from slipstream import SlipstreamError
+from slipstream.cost import AttentionWindow, ModelCount, load_cluster
 from slipstream.model import CausalLMStage, LayerRange, find_anatomy, random_model
-from slipstream.model.toy.toy_model import toy_config
-from slipstream.planner.costs import AttentionWindow, ModelCount, load_cluster
-from slipstream.profiler import count_model
-from slipstream.profiler.stage_bench import StageBench
+from slipstream.model.toy import toy_config
+from slipstream.profile import count_model
+from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, LENGTH, build, llama, tokens
 from support.parameters import first_of

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.cost import OPS, StateBytes
 from slipstream.model import find_anatomy
-from slipstream.planner.costs import OPS, StateBytes
 from slipstream.planner.joint import ProfileUnits
-from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
+from slipstream.profile import ProfileSettings, profile_model
+from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
 from support.architectures import ARCHITECTURES, build
 
 SETTINGS = ProfileSettings(seq_len=64, longest_slice=32, granularity=8, repeats=2, budget=20.0, few_points=True)

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from slipstream.cost import OPS, ActionBytes, AttentionWindow, SlicePoint
 from slipstream.parallel import Ranks
-from slipstream.planner.costs import OPS, ActionBytes, AttentionWindow, SlicePoint
-from slipstream.profiler import measurement_run
-from slipstream.profiler.measurement_grid import MeasurementGrid, make_grid, make_short_grid
-from slipstream.profiler.measurement_run import MeasurementRun, TimeBudget
-from slipstream.profiler.measuring_teams import MeasuringTeams
+from slipstream.profile import measurement_run
+from slipstream.profile.measurement_run import (
+    MeasurementGrid,
+    MeasurementRun,
+    MeasuringTeams,
+    TimeBudget,
+    make_grid,
+    make_short_grid,
+)
 from slipstream.schedule import Op
 
 SEQ_LEN = 2048

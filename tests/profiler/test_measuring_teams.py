@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slipstream.parallel import RankGroup
-from slipstream.profiler import measuring_teams
-from slipstream.profiler.measuring_teams import MeasuringTeams
+from slipstream.profile import measurement_run
+from slipstream.profile.measurement_run import MeasuringTeams
 from support.forked import launch
 from support.paths import WORKERS
 
@@ -59,10 +59,10 @@ class _World(RankGroup):
 
 def test_only_teams_of_one_host_deal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 0 and 1 are a host's; 2 and 3 another's, and 4 and 5 share layers across both."""
-    monkeypatch.setattr(measuring_teams.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(measurement_run.socket, "gethostname", lambda: "here")
     places = [((0,), "here"), ((1,), "here"), ((2,), "there"), ((3,), "there"), ((4, 5), "here"), ((4, 5), "there")]
     world = _World(places)
-    ranks = replace(measuring_teams.Ranks.of(), world=world)
+    ranks = replace(measurement_run.Ranks.of(), world=world)
     assert MeasuringTeams.of(ranks).teams == ((0,), (1,))
     assert MeasuringTeams.of(ranks, deals=False).teams == ((0,),)
 

@@ -16,17 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
 
 from slipstream.attention import ContextStore
+from slipstream.cost import OPS, AttentionWindow
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, causal_cross_entropy, find_anatomy
 from slipstream.model.hooks import TokenSlice
-from slipstream.planner.costs import OPS, AttentionWindow
-from slipstream.profiler import ProfileSettings, identify_hardware, identify_model, profile_model
-from slipstream.profiler.layer_kinds import find_layer_kinds
-from slipstream.profiler.link_measurement import _travel, fit_link, measure_link
-from slipstream.profiler.live_memory import LiveMemory, tensors_alive
-from slipstream.profiler.measurement_grid import MeasurementGrid, make_grid
-from slipstream.profiler.profile_run import make_benches
-from slipstream.profiler.stage_bench import PrefilledStore, StageBench
+from slipstream.profile import ProfileSettings, identify_hardware, identify_model, profile_model
+from slipstream.profile.layer_kinds import find_layer_kinds
+from slipstream.profile.link_measurement import _travel, fit_link, measure_link
+from slipstream.profile.measurement_run import MeasurementGrid, make_grid
+from slipstream.profile.profile_run import make_benches
+from slipstream.profile.stage_bench import LiveMemory, PrefilledStore, StageBench, tensors_alive
 from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, llama
 

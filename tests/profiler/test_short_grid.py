@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.profiler.measurement_grid import make_short_grid
+from slipstream.profile.measurement_run import make_short_grid
 
 
 @pytest.mark.parametrize(("seq_len", "granularity"), [(100, 6), (1000, 62), (2048, 64), (131072, 64)])

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from slipstream.errors import SlipstreamError
-from slipstream.run_page import write_run_page
-from slipstream.run_page.line_charts import MOST_POINTS, Curve, line_chart, thinned, value_ticks
-from slipstream.run_page.run_record import RunRecord, read_run
-from slipstream.training.ownership import FolderLock
-from slipstream.training.run_folder import RunFolder
-from slipstream.training.saving import FailureLog
+from slipstream.extras.run_page import write_run_page
+from slipstream.extras.run_page.charts import MOST_POINTS, Curve, line_chart, thinned, value_ticks
+from slipstream.extras.run_page.run_record import RunRecord, read_run
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.run_checkpoints import FailureLog
+from slipstream.train.run_folder import RunFolder
 from support.run_folders import make_run, start, step
 
 BAD = {"why": "a <spike>", "samples": [0, 1], "done": "skipped"}

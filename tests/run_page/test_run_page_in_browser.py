@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from slipstream.run_page import write_run_page
+from slipstream.extras.run_page import write_run_page
 from support.browser import ask, browse
 from support.run_folders import make_run, measured
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.search.step_bounds import ScheduleShape, cached_schedule, least_messages
+from slipstream.planner.search.bounds import ScheduleShape, cached_schedule, least_messages
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication, predecessors
 from slipstream.simulator import MemoryTable, TableCost, simulate
 from slipstream.simulator.action_graph import ActionArrays
-from slipstream.simulator.buffer_pool import pool_bytes
+from slipstream.simulator.buffers import pool_bytes
 from slipstream.simulator.time_kernel import end_times
 from support.examples import examples
 

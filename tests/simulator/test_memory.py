@@ -25,17 +25,9 @@ from slipstream.schedule import (
     one_f_one_b,
     send_windows,
 )
-from slipstream.simulator import (
-    Footprint,
-    MemoryKind,
-    MemoryTable,
-    StageSlice,
-    UnitCost,
-    memory_of,
-    simulate,
-)
+from slipstream.simulator import Footprint, MemoryKind, MemoryTable, StageSlice, UnitCost, memory_of, simulate
 from slipstream.simulator.action_graph import ActionArrays
-from slipstream.simulator.buffer_pool import pool_bytes
+from slipstream.simulator.buffers import pool_bytes
 from slipstream.simulator.memory_arrays import quick_peaks
 from support.examples import examples
 

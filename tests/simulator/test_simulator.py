@@ -13,16 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import (
-    Action,
-    Op,
-    Schedule,
-    ScheduleError,
-    add_communication,
-    forward_only,
-    gpipe,
-    one_f_one_b,
-)
+from slipstream.schedule import Action, Op, Schedule, ScheduleError, add_communication, forward_only, gpipe, one_f_one_b
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import MeasuredCost, TableCost, UnitCost
 from slipstream.timeline import Timeline

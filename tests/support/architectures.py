@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from slipstream.model import causal_cross_entropy
-from slipstream.model.toy.toy_comparison import REFERENCE_ATTENTION, full_precision
+from slipstream.model.toy import REFERENCE_ATTENTION, full_precision
 
 VOCABULARY = 61
 LENGTH = 64

@@ -33,7 +33,7 @@ _PROCESSES.set_forkserver_preload(
         "slipstream.pipeline.pipeline",
         "slipstream.planner.order.order_search",
         "slipstream.cli.train",
-        "slipstream.training.training_rank",
+        "slipstream.train.training_rank",
         "transformers.models.auto.modeling_auto",
         "matplotlib.backends.backend_agg",  # for the picture of a run's last step
         "rich.progress",

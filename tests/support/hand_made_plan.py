@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from slipstream.planner.costs import (
+from slipstream.cost import (
     Amount,
     AnalyticCosts,
     AttentionCall,

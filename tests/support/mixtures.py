@@ -10,7 +10,7 @@ from torch.nn.functional import one_hot
 from transformers import GraniteMoeConfig, PretrainedConfig, PreTrainedModel, Qwen2MoeConfig
 
 from slipstream.model import causal_cross_entropy
-from slipstream.model.toy.toy_model import perturb_parameters
+from slipstream.model.toy import perturb_parameters
 from support.architectures import ARCHITECTURES, VOCABULARY, build
 from support.hybrids import HYBRIDS
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.training.config import PreferenceSection
-from slipstream.training.data import TokenisedText
+from slipstream.train.config import PreferenceSection
+from slipstream.train.data import TokenisedText
 from support.architectures import gradients, no_rounding_inside
 from support.preferences import log_probabilities
 from support.ragged_batches import MODELS

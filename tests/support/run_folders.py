@@ -7,11 +7,10 @@ from pathlib import Path
 from slipstream.schedule import Op, make_schedule
 from slipstream.simulator import TableCost, simulate
 from slipstream.timeline import Timeline, save_trace
-from slipstream.training.metrics import StepRecord, ValidationRecord
-from slipstream.training.metrics.flops import RunFigures
-from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsFile, MetricsRecord, SaveRecord, StartRecord
-from slipstream.training.run_folder import RunFolder
+from slipstream.train.metrics import StepRecord, ValidationRecord
+from slipstream.train.metrics.flops import RunFigures
+from slipstream.train.metrics.records import MetricsFile, MetricsRecord, Phases, SaveRecord, StartRecord
+from slipstream.train.run_folder import RunFolder
 
 SETTINGS = "training:\n  steps: {steps}\n  output: somewhere\noptimizer:\n  clip_norm: 1.0\n"
 VERSIONS = {"slipstream": "0.1.0", "torch": "2.13.0"}

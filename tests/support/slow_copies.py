@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from slipstream.messages import StagedTransport, staged_transport
+from slipstream.comm import StagedTransport, staged_transport
 from slipstream.pipeline import step_runner
 
 

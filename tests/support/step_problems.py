@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
-from slipstream.planner.steps.sliced_step import SlicedStep
+from slipstream.planner.steps.candidates import SlicedStep
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}

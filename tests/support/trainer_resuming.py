@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer, TrainingArguments
 
-from slipstream.transformers_trainer import SlipstreamTrainer
+from slipstream.extras.hf_trainer import SlipstreamTrainer
 from support.architectures import BOUND, no_rounding_inside
 from support.trainers import (
     FULL,

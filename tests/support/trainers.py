@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction, PretrainedConfig, Trainer, TrainingArguments
 
 from slipstream import Pipeline
-from slipstream.transformers_trainer import SlipstreamTrainer
+from slipstream.extras.hf_trainer import SlipstreamTrainer
 from support.architectures import ARCHITECTURES, VOCABULARY, build
 from support.options import grouped
 

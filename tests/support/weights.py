@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from slipstream.model.saving.weight_gradients import deferrable_layers
+from slipstream.model.weight_gradients import deferrable_layers
 
 
 def undeferred_weights(model: nn.Module) -> list[str]:

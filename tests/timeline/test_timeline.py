@@ -17,20 +17,11 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.schedule import (
-    Action,
-    Op,
-    Schedule,
-    add_communication,
-    forward_only,
-    gpipe,
-    make_schedule,
-    one_f_one_b,
-)
+from slipstream.schedule import Action, Op, Schedule, add_communication, forward_only, gpipe, make_schedule, one_f_one_b
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline, chrome_trace, draw_timelines, find_waits, load_trace, save_trace
-from slipstream.timeline import colors as palette
+from slipstream.timeline import picture as palette
 from support.paths import ROOT, with_path
 
 

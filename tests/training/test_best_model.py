@@ -13,12 +13,12 @@ import yaml
 from safetensors.torch import load_file
 
 from slipstream.checkpoint import CheckpointFolder, Manifest, find_best
-from slipstream.checkpoint.verified_files import read_record, write_record
+from slipstream.checkpoint.files import read_record, write_record
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.config import load_config
-from slipstream.training.exports import choose_checkpoint, opened_model
-from slipstream.training.run_folder import RunFolder
+from slipstream.train.config import load_config
+from slipstream.train.export import choose_checkpoint, opened_model
+from slipstream.train.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 
 MORE = 100  # steps that the run doesn't take

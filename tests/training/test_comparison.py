@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slipstream.training.comparison import compare, steps_of
-from slipstream.training.run_folder import RunFolder
+from slipstream.train.comparison import compare, steps_of
+from slipstream.train.run_folder import RunFolder
 
 
 def start(num_ranks: int, seconds: float, num_steps: int = 5) -> str:

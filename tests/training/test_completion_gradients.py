@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream import Pipeline, Runtime
-from slipstream.training.data import TokenisedText, sequences_of
+from slipstream.train.data import TokenisedText, sequences_of
 from support.architectures import BOUND, gradient_error, gradients
 from support.forked import launch
 from support.parameters import first_of

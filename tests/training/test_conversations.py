@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.data import TokenBatch, load_texts, sequences_of
-from slipstream.training.exports import EvaluationRequest, TextLoss, evaluate_model, opened_model
+from slipstream.train.data import TokenBatch, load_texts, sequences_of
+from slipstream.train.evaluation import EvaluationRequest, TextLoss, evaluate_model
+from slipstream.train.export import opened_model
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.tiny_training import tiny_llama

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from slipstream.run_page import write_run_page
+from slipstream.extras.run_page import write_run_page
 from support.forked import launch, run_alone
 from support.parameters import first_of
 from support.paths import WORKERS

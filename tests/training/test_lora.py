@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.config import load_config
-from slipstream.training.preflight import preflight
+from slipstream.train.config import load_config
+from slipstream.train.preflight import preflight
 from support.forked import COMMAND, launch
 from support.paths import ROOT
 

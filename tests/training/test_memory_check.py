@@ -9,9 +9,9 @@ import pytest
 from transformers import LlamaConfig
 
 from slipstream import SlipstreamError
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.preflight import less_memory, memory_account
-from slipstream.training.preflight.memory_check import check_memory
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.preflight import less_memory, memory_account
+from slipstream.train.preflight.memory_check import check_memory
 
 MODEL = {
     "hidden_size": 16,

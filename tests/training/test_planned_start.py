@@ -16,14 +16,14 @@ import yaml
 from transformers import AutoConfig
 
 from slipstream import Memory, Parallelism, Pipeline, Runtime, make_schedule
+from slipstream.cost import Profile, load_profile
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free
-from slipstream.planner.costs import Profile, load_profile
-from slipstream.profiler import profile_model
-from slipstream.profiler.cost_cache import CostCache
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.planned_start import _found_again, what_prevents_a_plan
-from slipstream.training.resuming.run_state import describe_cut
+from slipstream.profile import profile_model
+from slipstream.profile.cost_cache import CostCache
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.planned_start import _found_again, what_prevents_a_plan
+from slipstream.train.run_state import describe_cut
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 

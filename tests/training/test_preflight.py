@@ -19,14 +19,14 @@ from slipstream.launch import Progress
 from slipstream.pipeline.saving import describe_model
 from slipstream.schedule import add_communication, gpipe
 from slipstream.terminal import make_console
-from slipstream.training.config.config_file import dump_config, parse_config
-from slipstream.training.configured_pipeline import make_pipeline
-from slipstream.training.data import load_texts, sequences_of, train_tokenizer
-from slipstream.training.preflight import preflight
-from slipstream.training.resuming import describe_data
-from slipstream.training.run_folder import RunFolder
-from slipstream.training.start_training import start_training
-from slipstream.training.training_rank import check_world_size
+from slipstream.train.config.run_config import dump_config, parse_config
+from slipstream.train.configured_pipeline import make_pipeline
+from slipstream.train.data import load_texts, sequences_of, train_tokenizer
+from slipstream.train.preflight import preflight
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_state import describe_data
+from slipstream.train.start_training import start_training
+from slipstream.train.training_rank import check_world_size
 from support.parameters import first_of
 
 Refuse = Callable[[dict[str, Any]], str]
@@ -79,7 +79,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         before = snapshot(config.training.output)
         monkeypatch.setattr("sys.argv", ["slipstream", "train", str(tmp_path / "config.yaml")])
         monkeypatch.setattr(
-            "slipstream.training.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started")
+            "slipstream.train.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started")
         )
         with pytest.raises(SystemExit) as ending:
             main()
@@ -430,7 +430,7 @@ def test_what_changes_is_shown_before_a_run_goes_on(values: dict[str, Any], caps
 def test_a_finished_run_starts_no_ranks(
     values: dict[str, Any], earlier: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slipstream.training.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("slipstream.train.start_training.launch_ranks", lambda *_: pytest.fail("ranks were started"))
     values["checkpoint"] = {"resume": "latest"}
     earlier.model.mkdir()
     (earlier.model / "config.json").touch()

@@ -9,8 +9,8 @@ import pytest
 
 from slipstream.errors import RankFailedError
 from slipstream.launch import Progress
-from slipstream.training import restarts
-from slipstream.training.run_folder import RunFolder
+from slipstream.train import start_training
+from slipstream.train.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_when_it_gives_up(
             folder.metrics.write_text(f'{{"start": {len(commands)}}}\n{lines}{{"step": 99')
         raise RankFailedError(f"crash {len(commands)}")
 
-    monkeypatch.setattr(restarts, "launch_ranks", crash)
-    monkeypatch.setattr(restarts, "_LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(start_training, "launch_ranks", crash)
+    monkeypatch.setattr(start_training, "_LONGEST_WAIT", 0.0)
     if reason is None:
-        restarts.launch_with_restarts(folder, "owner", 2, max_restarts, Progress(None), None)
+        start_training.launch_with_restarts(folder, "owner", 2, max_restarts, Progress(None), None)
     else:
         with pytest.raises(RankFailedError, match=reason):
-            restarts.launch_with_restarts(folder, "owner", 2, max_restarts, Progress(None), None)
+            start_training.launch_with_restarts(folder, "owner", 2, max_restarts, Progress(None), None)
     assert len(commands) == num_starts
     assert ["--checkpoint.resume=last-good" in command for command in commands] == [False, *[True] * (num_starts - 1)]

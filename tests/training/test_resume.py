@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Op, Schedule
-from slipstream.training.config import load_config
+from slipstream.train.config import load_config
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.tiny_training import tiny_training

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slipstream.training import run_results
-from slipstream.training.ownership import FolderLock
-from slipstream.training.run_folder import RunFolder
+from slipstream.train import run_results
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.run_folder import RunFolder
 
 
 class Tokenizer:
@@ -44,7 +44,7 @@ def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"slipstream.training.run_results.{moment}", kill)
+        patched.setattr(f"slipstream.train.run_results.{moment}", kill)
         with pytest.raises(KilledError):
             write_export(run, "second")
     assert (run.model / "config.json").read_text() in ("first", "second")

@@ -12,8 +12,8 @@ import yaml
 
 from slipstream.planner.joint import JointPlan
 from slipstream.schedule import make_schedule
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.cut_advice import CutAdvice
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.cut_advice import CutAdvice
 from support.forked import COMMAND, launch
 from support.paths import WORKERS
 from support.plain_costs import PlainCosts

@@ -23,10 +23,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.checkpoint import CheckpointFolder
-from slipstream.training.config import load_config
-from slipstream.training.data import PackedSequences, TokenisedText, unigram_entropy
-from slipstream.training.data.sequences import PADDING
-from slipstream.training.run_folder import RunFolder
+from slipstream.train.config import load_config
+from slipstream.train.data import PackedSequences, TokenisedText, unigram_entropy
+from slipstream.train.data.sequences import PADDING
+from slipstream.train.run_folder import RunFolder
 from support.forked import COMMAND, ForkedProgram, launch, run_alone, slipstream_command
 from support.parameters import first_of
 from support.paths import WORKERS
@@ -341,7 +341,7 @@ def wait_for_steps(output: RunFolder, number: int) -> None:
 @pytest.mark.more
 def test_a_run_that_is_killed_while_it_starts_can_be_resumed(config: Path, output: RunFolder) -> None:
     settings = ["--training.steps=2", "--checkpoint.every=1", "--checkpoint.resume=latest", "--training.eval_every=0"]
-    moment = ["launcher", "slipstream.training.preflight.all_checks", "save_texts", "2"]
+    moment = ["launcher", "slipstream.train.preflight.all_checks", "save_texts", "2"]
     killed = ForkedProgram(config.parent, WORKERS / "training/killed_at.py", *moment, "train", config, *settings)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
@@ -540,7 +540,7 @@ def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder
 @pytest.mark.more
 def test_a_request_to_stop_while_the_text_is_tokenised_is_answered_like_others(config: Path, output: RunFolder) -> None:
     program = "import os, signal; from slipstream.cli import main; "
-    program += "from slipstream.training.preflight import all_checks; "
+    program += "from slipstream.train.preflight import all_checks; "
     program += "all_checks.prepare_text = lambda *_: os.kill(os.getpid(), signal.SIGTERM); main()"
     ended = run([sys.executable, "-c", program], "train", config)
     assert ended.returncode == 75, ended.stderr

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from slipstream.errors import SlipstreamError
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule
-from slipstream.training.config.config_file import dump_config, load_config, parse_config
-from slipstream.training.data import TokenisedText, WholeDocuments
+from slipstream.train.config.run_config import dump_config, load_config, parse_config
+from slipstream.train.data import TokenisedText, WholeDocuments
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.tiny_training import tiny_llama

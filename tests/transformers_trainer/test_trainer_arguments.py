@@ -14,8 +14,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.transformers_trainer import SlipstreamTrainer
-from slipstream.transformers_trainer.known_arguments import NOT_REFUSED, REFUSED
+from slipstream.extras.hf_trainer import SlipstreamTrainer
+from slipstream.extras.hf_trainer.arguments import NOT_REFUSED, REFUSED
 from support.trainers import accuracy, arguments, data, pipeline, rows, trainer, unsplit_model
 
 
@@ -101,7 +101,7 @@ def test_all_that_is_wrong_is_said_at_once(pipe: Pipeline, tmp_path: Path) -> No
 
 
 def test_an_argument_of_a_later_version(pipe: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.transformers_trainer.argument_check.NOT_REFUSED", NOT_REFUSED - {"run_name"})
+    monkeypatch.setattr("slipstream.extras.hf_trainer.arguments.NOT_REFUSED", NOT_REFUSED - {"run_name"})
     trainer(pipe, arguments(tmp_path))
     with pytest.raises(SlipstreamError, match=r"run_name='one': a SlipstreamTrainer doesn't know it"):
         trainer(pipe, arguments(tmp_path, run_name="one"))

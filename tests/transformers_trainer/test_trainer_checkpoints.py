@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.transformers_trainer import SlipstreamTrainer
+from slipstream.extras.hf_trainer import SlipstreamTrainer
 from support.architectures import ARCHITECTURES, BOUND
 from support.trainers import arguments, check_logs, collate, history, pipeline, rows, trainer
 

@@ -21,7 +21,7 @@ import pytest
 
 from slipstream.schedule import add_communication, one_f_one_b
 from slipstream.watchdog import Board
-from slipstream.watchdog.sight_text import doing_text, wait_lines
+from slipstream.watchdog.watcher import doing_text, wait_lines
 from support.parameters import first_of
 from support.paths import ROOT, with_path
 from support.timeouts import LIMIT, SOON

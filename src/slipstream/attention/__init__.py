@@ -1,10 +1,7 @@
 """Exact causal attention over token slices: one autograd function and the context store it works on."""
 
-from slipstream.attention.attention_backend import AttentionSite
-from slipstream.attention.carried_states import CarriedStates
-from slipstream.attention.context_error import ContextError
-from slipstream.attention.context_store import ContextStore, StoredSlice
+from slipstream.attention.backend import AttentionSite
 from slipstream.attention.kernel_choice import chosen_kernels
-from slipstream.attention.key_ranges import KeyRanges
-from slipstream.attention.prefix import read_prefix
-from slipstream.attention.slice_attention import attend
+from slipstream.attention.masks import KeyRanges
+from slipstream.attention.slice_attention import attend, read_prefix
+from slipstream.attention.store import CarriedStates, ContextError, ContextStore, StoredSlice

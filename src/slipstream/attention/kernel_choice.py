@@ -21,10 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.attention.attention_backend import QueryState
-from slipstream.attention.cuda_kernels import CudnnKernel, FlashKernel, FusedKernel, add_gradients
-from slipstream.attention.flash_packages import package_kernels
-from slipstream.attention.key_ranges import RegularMask
+from slipstream.attention.backend import QueryState
+from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, add_gradients, package_kernels
+from slipstream.attention.masks import RegularMask
 
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat

@@ -10,15 +10,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slipstream.checkpoint.background_save import BackgroundSave, describe_error
-from slipstream.checkpoint.best_checkpoint import require_best
-from slipstream.checkpoint.checkpoint_folder import CheckpointFolder
-from slipstream.checkpoint.finite import describe_non_finite, find_non_finite
-from slipstream.checkpoint.manifest import MANIFEST, Manifest
+from slipstream.checkpoint.background_save import BackgroundSave, Snapshot, describe_error
+from slipstream.checkpoint.files import DamagedError, describe_non_finite, find_non_finite, verify_file
+from slipstream.checkpoint.folder import CheckpointFolder, require_best
+from slipstream.checkpoint.manifest import MANIFEST, Manifest, TensorShard
 from slipstream.checkpoint.saved_checkpoint import SavedCheckpoint
-from slipstream.checkpoint.snapshot import Snapshot
-from slipstream.checkpoint.tensor_shard import TensorShard
-from slipstream.checkpoint.verified_files import DamagedError, verify_file
 from slipstream.errors import NonFiniteError, SlipstreamError
 from slipstream.parallel import RankGroup
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.checkpoint.checkpoints import Checkpoints
-from slipstream.checkpoint.manifest import Manifest, StoredTensor
+from slipstream.checkpoint.manifest import Manifest, StoredTensor, TensorShard
 from slipstream.checkpoint.saved_checkpoint import SavedCheckpoint
-from slipstream.checkpoint.tensor_shard import TensorShard
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShard, ParameterShare
 

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from slipstream.checkpoint.manifest import MANIFEST, Manifest, entry_name
-from slipstream.checkpoint.tensor_shard import Box, TensorShard, dtype_name
-from slipstream.checkpoint.verified_files import DamagedError, verify_file
+from slipstream.checkpoint.files import DamagedError, verify_file
+from slipstream.checkpoint.manifest import MANIFEST, Box, Manifest, TensorShard, dtype_name, entry_name
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
 

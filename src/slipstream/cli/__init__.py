@@ -1,4 +1,4 @@
-"""The `slipstream` command: one file per subcommand, whose heavy imports wait until it runs."""
+"""The `slipstream` command: its subcommands, whose heavy imports wait until they run."""
 
 import os
 import sys
@@ -8,23 +8,13 @@ import typer
 
 from slipstream.cli.check import check
 from slipstream.cli.doctor import doctor
-from slipstream.cli.evaluate import evaluate
-from slipstream.cli.export import export
-from slipstream.cli.generate import generate
-from slipstream.cli.init import init
-from slipstream.cli.output_options import LogLevel, Quiet, chosen_level, with_output_options
+from slipstream.cli.models import evaluate, export, generate
+from slipstream.cli.options import LogLevel, Quiet, chosen_level, with_output_options
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
-from slipstream.cli.runs import runs
 from slipstream.cli.timeline import timeline
-from slipstream.cli.train import train
-from slipstream.errors import (
-    InterruptedRunError,
-    NonFiniteError,
-    RankFailedError,
-    SlipstreamError,
-    StoppedRunError,
-)
+from slipstream.cli.train import init, runs, train
+from slipstream.errors import InterruptedRunError, NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.terminal import at_level
 from slipstream.version import __version__
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit
 
-from slipstream.cli.model_options import TrustRemoteCode
+from slipstream.cli.options import TrustRemoteCode
 from slipstream.terminal import make_console, spinner
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check(
     """
     with spinner("running a toy of the architecture"):
         from slipstream.planning.model_report import report_on
-        from slipstream.planning.model_source import model_config
+        from slipstream.planning.plan_model import model_config
 
         report = report_on(model_config(model, trusts_code=remote_code))
     console = make_console()
@@ -127,8 +127,8 @@ def _turns(file: Path) -> list[str]:
     if file.suffix not in (".yaml", ".yml") or "data" not in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
         return []
     from slipstream.errors import SlipstreamError
-    from slipstream.training.config import load_config
-    from slipstream.training.preflight import check_turns
+    from slipstream.train.config import load_config
+    from slipstream.train.preflight import check_turns
 
     try:
         problems = check_turns(load_config(file))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream.cli.new_file import Overwrite, check_new_file
-from slipstream.cli.number_options import above_zero, count
+from slipstream.cli.options import Overwrite, above_zero, check_new_file, count
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console, spinner
 
@@ -112,7 +111,7 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
     if report is not None:
         check_new_file(report, "--report", overwrite)
     with spinner("counting the model's operations") as change:
-        from slipstream.planning.model_source import lora_section, model_section
+        from slipstream.planning.plan_model import lora_section, model_section
         from slipstream.planning.plan_model import plan as find_plan
 
         def show(what: str, done: int, total: int) -> None:
@@ -125,7 +124,7 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
     _print(found)
     write_plan_file(found, model_section(model), output, adapter)
     if report is not None:
-        from slipstream.planner.report.html_page import write_report
+        from slipstream.planner.report import write_report
 
         write_report(found, report)
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
@@ -136,7 +135,7 @@ def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
     from slipstream.option_problems import describe_problems
-    from slipstream.training.config import LoraSection
+    from slipstream.train.config import LoraSection
 
     try:
         return LoraSection.model_validate(section).peft_config(str(model.get("path")))
@@ -145,7 +144,7 @@ def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
 
 
 def _print(plan: Plan) -> None:
-    from slipstream.planner.report.wording import cut_lines, reasons, search_text, shared_choices, shared_text
+    from slipstream.planner.report import cut_lines, reasons, search_text, shared_choices, shared_text
 
     console = make_console()
     if not console.is_interactive:
@@ -177,7 +176,7 @@ def _tables(plan: Plan, shared: Container[str]) -> tuple[Table, Table]:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from slipstream.planner.report.wording import COLUMNS, memory_text
+    from slipstream.planner.report import COLUMNS, memory_text
     from slipstream.units import bytes_text
 
     cells = {name: cell for name, cell in COLUMNS.items() if name not in shared}

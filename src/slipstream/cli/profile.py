@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from slipstream.cli.number_options import above_zero, count
+from slipstream.cli.options import above_zero, count
 from slipstream.cli.train import allow_open_files
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console
@@ -15,7 +15,7 @@ from slipstream.terminal import make_console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from slipstream.planner.costs import Profile
+    from slipstream.cost import Profile
 
 _LONG_MESSAGE = 2**20  # bytes
 
@@ -44,8 +44,8 @@ def profile(
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     allow_open_files()
     from slipstream.launch.profile_ranks import measure_profile
-    from slipstream.training.config import ModelSection, ParallelSection, load_config
-    from slipstream.training.preflight import load_model_config
+    from slipstream.train.config import ModelSection, ParallelSection, load_config
+    from slipstream.train.preflight import load_model_config
 
     if device not in ("auto", "cpu", "cuda"):
         raise SlipstreamError(f"--device={device!r} isn't known; choose auto, cpu or cuda")
@@ -82,7 +82,7 @@ def _table(profile: Profile) -> Table:
     """Returns the milliseconds of every part and op at a few slice lengths and contexts."""
     from rich.table import Table
 
-    from slipstream.planner.costs import OPS
+    from slipstream.cost import OPS
 
     longest = profile.stages[0].activation_bytes[-1][0]
     lengths = sorted({max(1, longest // 16), max(1, longest // 4)})
@@ -97,7 +97,7 @@ def _table(profile: Profile) -> Table:
 
 
 def _remarks(profile: Profile) -> list[str]:
-    from slipstream.profiler import FIT_TOLERANCE
+    from slipstream.profile import FIT_TOLERANCE
     from slipstream.units import bytes_text, seconds_text
 
     lines = [f"error at points not used in the fit: {profile.error:.2%} on average"]

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from slipstream.cli.new_file import Overwrite, check_new_file
-from slipstream.cli.number_options import amount, count, numbers
+from slipstream.cli.options import Overwrite, amount, check_new_file, count, numbers
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
-    from slipstream.planner.costs import CostSource
+    from slipstream.cost import CostSource
     from slipstream.schedule import Op, Schedule
     from slipstream.simulator import TableCost
     from slipstream.timeline import Timeline
@@ -144,7 +143,7 @@ def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule],
 
 def _of_run(folder: Path) -> Path:
     """Returns the timeline of the run whose output folder this is. Raises SlipstreamError where there is none."""
-    from slipstream.training.run_folder import RunFolder
+    from slipstream.train.run_folder import RunFolder
 
     run = RunFolder(folder)
     if run.perfetto.is_file():
@@ -205,7 +204,7 @@ def _costs_of(
     tokens = [int(each) for each in lengths or ()]
     source: CostSource
     if profile is not None:
-        from slipstream.planner.costs import ProfileSource, load_profile
+        from slipstream.cost import ProfileSource, load_profile
 
         if model is not None or any(value is not None for value in asked.values()):
             raise SlipstreamError(
@@ -214,7 +213,7 @@ def _costs_of(
         measured = load_profile(profile)
         source, total = ProfileSource(measured, measured.hardware.processes), seq_len or sum(tokens) or measured.seq_len
     else:
-        from slipstream.planning.cost_choice import choose_costs
+        from slipstream.planning.plan_model import choose_costs
 
         total = seq_len or sum(tokens)
         if not total:

@@ -1,4 +1,4 @@
-"""`slipstream train`: trains and exports a model as a configuration says."""
+"""`slipstream init`, `train` and `runs`: a configuration, its training, and the page of a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Context
+from typer import Argument, Context, Option
 
+from slipstream.cli.options import Overwrite, TrustRemoteCode, check_new_file
 from slipstream.errors import SlipstreamError
-from slipstream.terminal import outlast_readers, shows
+from slipstream.terminal import make_console, outlast_readers, shows
 
 _LEAST_FILES, _ENOUGH_FILES = 256, 4096  # and connections: some for each rank and group
 
@@ -48,7 +49,56 @@ def train(
     allow_open_files()
     if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
-    from slipstream.training.config import load_config
-    from slipstream.training.start_training import start_training
+    from slipstream.train.config import load_config
+    from slipstream.train.start_training import start_training
 
     start_training(load_config(config, context.args))
+
+
+def init(
+    context: Context,
+    model: Annotated[
+        str, Argument(help="A model's folder, hub name, config.json, or a training configuration (.yaml).")
+    ],
+    data: Annotated[
+        str,
+        Argument(
+            help="A text, a .jsonl, .json, .csv or .parquet table, a folder, a data set's hub name, or python-stdlib."
+        ),
+    ],
+    output: Annotated[Path, Option(help="The file to write.")] = Path("config.yaml"),
+    overwrite: Overwrite = False,
+    remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write a configuration that trains MODEL on DATA on this machine, with comments: for `slipstream train`.
+
+    What the rows of DATA are is found: text, conversations, prompts with completions, or pairs of answers. Any setting
+    can be given as for `slipstream train`: --training.seq_len=4096.
+    """
+    check_new_file(output, "--output", overwrite)
+    from slipstream.extras.init import read_settings, write_config
+    from slipstream.launch import Progress
+
+    given = read_settings([*context.args, *(["model.trust_remote_code=true"] if remote_code else [])])
+    progress = Progress(make_console())
+    written = write_config(model, data, output, given, progress)
+    output.write_text(written.text, encoding="utf-8")
+    for line in written.lines:
+        progress.say(line)
+    progress.say_result(f"wrote {output}; to train: slipstream train {output}")
+
+
+def runs(
+    folder: Annotated[Path, Argument(help="A run's output folder, also while it is going on, or a folder of runs.")],
+    output: Annotated[
+        Path | None, Option(help="The file to write. Default: FOLDER/run.html, and runs.html for a folder of runs.")
+    ] = None,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace a file that isn't such a page; one that is is replaced in any case.")
+    ] = False,
+) -> None:
+    """Write an HTML page of the runs in FOLDER: curves, the last step, what happened, settings. It needs no network."""
+    from slipstream.extras.run_page import write_run_page
+
+    path, number = write_run_page(folder, output, overwrite)
+    print(f"wrote {path} ({number} {'run' if number == 1 else 'runs'})")

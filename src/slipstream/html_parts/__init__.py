@@ -1,4 +1,16 @@
 """The parts of HTML reports: the page and its style, sections, tables and bar charts. No torch."""
 
-from slipstream.html_parts.bar_charts import NUM_COLORS, Bar, NumberText, axis_ticks, bar_chart
-from slipstream.html_parts.elements import GENERATOR, details, fact_tiles, html_list, html_page, section, table
+from slipstream.html_parts.elements import (
+    GENERATOR,
+    NUM_COLORS,
+    Bar,
+    NumberText,
+    axis_ticks,
+    bar_chart,
+    details,
+    fact_tiles,
+    html_list,
+    html_page,
+    section,
+    table,
+)

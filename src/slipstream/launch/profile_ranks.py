@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from slipstream.cost import Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
-from slipstream.planner.costs import Profile, load_profile
 
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
@@ -34,7 +34,7 @@ def measure_profile(
     """
     import torch
 
-    from slipstream.profiler import ProfileSettings
+    from slipstream.profile import ProfileSettings
 
     ProfileSettings(**settings).check(model_config, tensor_ranks)
     if has_launcher():
@@ -59,8 +59,8 @@ def _measure_as_rank(folder: Path) -> None:
     from slipstream.launch.progress import Progress
     from slipstream.model import load_config
     from slipstream.parallel import Ranks, choose_backend, gpu_of, make_mesh
-    from slipstream.profiler import ProfileSettings, profile_model
-    from slipstream.profiler.link_measurement import measure_link
+    from slipstream.profile import ProfileSettings, profile_model
+    from slipstream.profile.link_measurement import measure_link
     from slipstream.terminal import make_console
 
     request = json.loads((folder / _REQUEST).read_text())

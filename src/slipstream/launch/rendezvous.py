@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
 import json
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from itertools import chain, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
+import torch
 import torch.distributed as dist
+import transformers
 
 from slipstream.errors import SlipstreamError
-from slipstream.launch.agreement import differences, name_ranks, ranks_by_value
-from slipstream.launch.network import address_towards, find_address, find_interface, is_loopback
+from slipstream.version import __version__
 from slipstream.watchdog import listen_at, loopback_address
 
 if TYPE_CHECKING:
@@ -294,3 +300,121 @@ def _describe_differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[st
         + "\n  ".join(different)
         + "\ninstall the same versions on all nodes, and start the same command on each"
     )
+
+
+_Value = TypeVar("_Value")
+
+
+def describe_process(settings: Mapping[str, Any], device_type: str, texts: Mapping[str, str]) -> dict[str, str]:
+    """Returns what must be equal on all ranks of a run, by name: versions, sources, kind of device, settings.
+
+    Args:
+        settings: nested dictionaries of JSON values.
+        device_type: "cpu" or "cuda", and whether ranks share it.
+        texts: the contents of files that the settings name, by what to call them; compared by their hashes.
+    """
+    return {
+        "slipstream": __version__,
+        "slipstream's source files": hash_sources(Path(__file__).parents[1]),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers.__version__),
+        "device": device_type,
+        **dict(_flatten(dict(settings))),
+        **{name: _hash(text.encode()) for name, text in texts.items()},
+    }
+
+
+def hash_sources(package: Path) -> str:
+    """Returns a hash of the names and the contents of a package's Python files."""
+    files = sorted(package.rglob("*.py"))
+    return _hash(b"".join(f"{file.relative_to(package)} {_hash(file.read_bytes())}\n".encode() for file in files))
+
+
+def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[str]:
+    """Returns a line for each name whose value differs between ranks: the values, and the ranks that have them."""
+    lines = []
+    for name in dict.fromkeys(chain(*facts)):
+        ranks_with = ranks_by_value([each.get(name, "absent") for each in facts])
+        if len(ranks_with) > 1:
+            values = (f"{value} on {name_ranks(ranks, hosts)}" for value, ranks in ranks_with.items())
+            lines.append(f"{name}: {'; '.join(values)}")
+    return lines
+
+
+def ranks_by_value(values: Sequence[_Value]) -> dict[_Value, list[int]]:
+    """Returns the ranks that have each value, where `values` are of rank 0, 1, ..."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Returns the ranks and their hosts as text, such as `ranks 0-3 (node0), rank 5 (node1)`."""
+    grouped = groupby(ranks, key=lambda rank: hosts[rank])
+    return ", ".join(f"{_ranks_text(list(numbers))} ({host})" for host, numbers in grouped)
+
+
+def _ranks_text(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return f"rank {first}"
+    is_gapless = len(numbers) == last + 1 - first
+    return f"ranks {first}-{last}" if is_gapless else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yields dotted names and values as they are typed on the command line."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{name}.{key}" if name else key)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def address_towards(host: str, port: int) -> str:
+    """Returns this machine's address on the route to another one. Nothing is sent.
+
+    Raises:
+        OSError: if the name doesn't resolve or there is no route.
+    """
+    problem = OSError(f"{host} has no address")
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(place)
+            except OSError as error:
+                problem = error
+                continue
+            return str(probe.getsockname()[0])
+    raise problem
+
+
+def is_loopback(address: str) -> bool:
+    """Returns whether an address can only be reached from this machine."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def find_interface(address: str) -> str | None:
+    """Returns the name of the interface with this address, such as `eth0`; None if there is none."""
+    return next((name for name, known in _list_addresses() if known == address), None)
+
+
+def find_address(interface: str) -> str | None:
+    """Returns the first address of an interface, IPv4 before IPv6; None if there is none."""
+    return next((address for name, address in _list_addresses() if name == interface), None)
+
+
+def _list_addresses() -> list[tuple[str, str]]:
+    """Returns pairs of interface and address, all IPv4 addresses first."""
+    return [
+        (name.partition(":")[0], entry.address.partition("%")[0])  # eth0:1 is an alias on eth0, %eth0 a scope
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == family
+    ]

@@ -1,21 +1,9 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
+from slipstream.model.anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage
-from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
-from slipstream.model.fusion import check_compiler, fuse_kernels
-from slipstream.model.layer_halves import find_halves
-from slipstream.model.layer_range import (
-    ALLOWED_LAYER_COUNTS,
-    HalfLayer,
-    LayerHalf,
-    LayerRange,
-    ModelEnd,
-    StagePart,
-    are_allowed_layer_counts,
-)
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
-from slipstream.model.model_config import (
+from slipstream.model.config import (
     MANY_TOKENS,
     check_counted_positions,
     check_is_causal_lm,
@@ -27,8 +15,20 @@ from slipstream.model.model_config import (
     longest_sequence,
     trust_remote_code,
 )
-from slipstream.model.model_cutting import keep_half, parts_of
-from slipstream.model.model_loading import meta_model, model_for_timing, pretrained_model, random_model
+from slipstream.model.cross_entropy import IGNORED, causal_cross_entropy, cross_entropy, token_cross_entropy
+from slipstream.model.cutting import keep_half, parts_of
+from slipstream.model.fusion import check_compiler, fuse_kernels
+from slipstream.model.layer_halves import find_halves
+from slipstream.model.layer_range import (
+    ALLOWED_LAYER_COUNTS,
+    HalfLayer,
+    LayerHalf,
+    LayerRange,
+    ModelEnd,
+    StagePart,
+    are_allowed_layer_counts,
+)
+from slipstream.model.loading import meta_model, model_for_timing, pretrained_model, random_model
 from slipstream.model.self_check import (
     TOLERANCE,
     LabelLoss,
@@ -38,6 +38,14 @@ from slipstream.model.self_check import (
     check_sliceable,
     find_label_loss,
 )
-from slipstream.model.storages import SavedStorages, model_storages, storage_bytes, storage_id, storage_ids
-from slipstream.model.tensor_spec import Tensors, TensorSpec, copied_from_messages
-from slipstream.model.vocabulary.tied_weight import TiedWeight
+from slipstream.model.tensors import (
+    SavedStorages,
+    Tensors,
+    TensorSpec,
+    copied_from_messages,
+    model_storages,
+    storage_bytes,
+    storage_id,
+    storage_ids,
+)
+from slipstream.model.vocabulary import TiedWeight

@@ -15,35 +15,36 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks import attention_interface
-from slipstream.model.hooks.crossing_tensors import CrossingTensor, CrossingTensors
-from slipstream.model.hooks.document_resets import recorded_carriers, reset_at_documents
-from slipstream.model.hooks.layer_arguments import (
+from slipstream.model.anatomy import ModelAnatomy, uses_randomness
+from slipstream.model.cutting import PassThrough, has_end, keep_layers, second_half
+from slipstream.model.hooks import attention
+from slipstream.model.hooks.attention import masks_and_biases
+from slipstream.model.hooks.crossing_tensors import (
+    CrossingTensor,
+    CrossingTensors,
     first_output,
     hidden_states,
     with_first_output,
     with_hidden_states,
 )
-from slipstream.model.hooks.layer_seeds import LayerSeeds
+from slipstream.model.hooks.layer_seeds import LayerSeeds, TensorParallelLayers
 from slipstream.model.hooks.length_dependent_rope import fix_length_dependent_rope, kept_frequencies
-from slipstream.model.hooks.lone_tokens import as_several_tokens, has_lone_tokens
-from slipstream.model.hooks.mask_tables import MaskTables
-from slipstream.model.hooks.own_attention import masks_and_biases
+from slipstream.model.hooks.masks import MaskTables, masks_of_text
 from slipstream.model.hooks.router_loss import RouterLoss
-from slipstream.model.hooks.shared_layers import TensorParallelLayers
-from slipstream.model.hooks.slice_cache import SliceCache, cache_name
-from slipstream.model.hooks.text_masks import masks_of_text
+from slipstream.model.hooks.slice_cache import (
+    SliceCache,
+    as_several_tokens,
+    cache_name,
+    has_lone_tokens,
+    recorded_carriers,
+    reset_at_documents,
+)
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice, noting_outputs
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.model_anatomy import ModelAnatomy, uses_randomness
-from slipstream.model.model_cutting import PassThrough, has_end, keep_layers, second_half
-from slipstream.model.saving.expert_weights import add_expert_gradients_in_place
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
-from slipstream.model.tensor_spec import Tensors, TensorSpec
-from slipstream.model.vocabulary.head_rows import SpreadHead
-from slipstream.model.vocabulary.tied_rows import SpreadEmbedding
-from slipstream.model.vocabulary.tied_weight import separate_head, shared_weights
+from slipstream.model.tensors import Tensors, TensorSpec
+from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
+from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
 
 
 class CausalLMStage:
@@ -67,7 +68,7 @@ class CausalLMStage:
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
-            attention_interface.use_attention(model, attention_interface.NAME, anatomy.layers_of(model))
+            attention.use_attention(model, attention.NAME, anatomy.layers_of(model))
         self.owned, self.layers_here = owned, owned.layers  # of which at least a half is here
         self.num_layers = len(anatomy.layers_of(model))
         self.is_first, self.is_last = (has_end(end, anatomy, owned, self.num_layers) for end in ModelEnd)

@@ -20,8 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.attached_code import HOOKS
-from slipstream.model.model_config import check_is_causal_lm, with_settings
-from slipstream.model.model_loading import meta_model
+from slipstream.model.config import check_is_causal_lm, with_settings
+from slipstream.model.loading import meta_model
 
 _HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -19,14 +19,21 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import LayerPart, ModelAnatomy
 from slipstream.model.attached_code import copy_with_shared_weights
-from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
+from slipstream.model.cutting import keep_half, second_half
+from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
 from slipstream.model.layer_range import LayerHalf
-from slipstream.model.model_anatomy import LayerPart, ModelAnatomy
-from slipstream.model.model_cutting import keep_half, second_half
-from slipstream.model.storages import has_parameters
-from slipstream.model.toy.toy_comparison import full_precision, output_weights, recorded_attention, relative_errors
-from slipstream.model.toy.toy_model import perturb_parameters, toy_model, toy_tokens
+from slipstream.model.tensors import has_parameters
+from slipstream.model.toy import (
+    full_precision,
+    output_weights,
+    perturb_parameters,
+    recorded_attention,
+    relative_errors,
+    toy_model,
+    toy_tokens,
+)
 
 TOLERANCE = 1e-10  # the same products in the same order, so a larger difference is a mistake
 

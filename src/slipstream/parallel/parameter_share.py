@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,24 @@ def part_bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:
     each, rest = divmod(size, num_parts)
     start = part * each + min(part, rest)
     return start, start + each + (part < rest)
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """The rows of one parameter that this rank's optimizer updates: rows of its share, from `first_row` on."""
+
+    name: str
+    parameter: nn.Parameter
+    share: ParameterShare
+    first_row: int
+    leads: bool  # of all ranks that hold these very rows, one does
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are all of the parameter."""
+        return self.share.is_whole and tuple(self.parameter.shape) == self.share.shape
+
+    @property
+    def begins(self) -> bool:
+        """Whether they have the parameter's first element."""
+        return self.first_row == 0 and self.share.ranges[0][0] == 0

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, Tensors
+from slipstream.model import IGNORED, CausalLMStage, Tensors
 from slipstream.model.hooks import TokenSlice
 from slipstream.schedule import SlicedMicrobatch
+from slipstream.sequential import SequentialStage
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 
@@ -276,3 +277,6 @@ def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
     if starts is not None:
         shifted[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
     return shifted
+
+
+Stage = CausalLMStage | SequentialStage

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks, all_reduce
-from slipstream.parallel.replicas import GradientReduction, MasterParameters, ShardedParameters
+from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.call_agreement import CallAgreement
-from slipstream.pipeline.execution.fixed_gradients import FixedGradients
+from slipstream.parallel.zero import ShardedParameters
+from slipstream.pipeline.agreement import CallAgreement
+from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.execution.action_graphs import FixedGradients
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
-from slipstream.pipeline.stage import Stage
 
 
 class Parameters:

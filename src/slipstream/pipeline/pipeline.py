@@ -16,10 +16,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import random_model
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
-from slipstream.pipeline.answers import ANSWERS, summarise
-from slipstream.pipeline.arguments import Inputs
 from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.evaluation import PipelineEvaluation
+from slipstream.pipeline.given_batch import Inputs
+from slipstream.pipeline.introspection import ANSWERS, summarise
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.saving import PipelineSaving
 from slipstream.pipeline.sequences import Lengths, Rows

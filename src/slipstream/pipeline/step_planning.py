@@ -10,7 +10,7 @@ from zlib import crc32
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
-from slipstream.pipeline.call_agreement import CallAgreement
+from slipstream.pipeline.agreement import CallAgreement
 from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.errors import SlipstreamError
-from slipstream.messages import (
+from slipstream.comm import (
     LocalTransport,
     ScatterGather,
     Transport,
@@ -17,9 +16,10 @@ from slipstream.messages import (
     skip_channels,
     vocabulary_channels,
 )
-from slipstream.model.saving import take_differing_layers
+from slipstream.errors import SlipstreamError
+from slipstream.model.autograd_memory import take_differing_layers
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch
+from slipstream.pipeline.batch import MicrobatchSequences, SplitBatch, Stage
 from slipstream.pipeline.execution import (
     Executor,
     GivenLosses,
@@ -29,11 +29,10 @@ from slipstream.pipeline.execution import (
     TokenOutputs,
     run_together,
 )
-from slipstream.pipeline.execution.given_losses import miscounted, no_divisor
+from slipstream.pipeline.execution.losses import miscounted, no_divisor
 from slipstream.pipeline.families import StageLayout
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
 

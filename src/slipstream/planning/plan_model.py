@@ -1,15 +1,32 @@
-"""`slipstream.plan`: from any model and a cluster, or a profile, to the best configurations."""
+"""`slipstream.plan`: from a model and a cluster, or a profile, to the best configurations, and their costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
+import yaml
+from transformers import PretrainedConfig
+
+from slipstream.cost import (
+    AnalyticSource,
+    Cluster,
+    CostSource,
+    ModelCount,
+    Profile,
+    ProfileSource,
+    load_cluster,
+    load_profile,
+)
+from slipstream.errors import SlipstreamError
+from slipstream.model import check_length, config_from_settings, load_config, meta_model, trust_remote_code
+from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
 from slipstream.planner import Plan
-from slipstream.planner.costs import Cluster
 from slipstream.planner.search import check_count, make_options, search_plans
-from slipstream.planning.cost_choice import Model, choose_costs
+from slipstream.profile import count_model, identify_model, newest_costs
 
 
 def plan(
@@ -65,3 +82,199 @@ def plan(
         lora=lora,
     )
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
+
+
+_DTYPE = "bfloat16"
+
+Model: TypeAlias = str | Path | PretrainedConfig | ModelCount
+
+
+def choose_costs(
+    model: Model,
+    cluster: str | Path | Cluster | None,
+    *,
+    seq_len: int,
+    dtype: str | None = None,
+    num_nodes: int | None = None,
+    num_ranks: int | None = None,
+    tensor_parallel: Collection[int] | None = None,
+    freeze: Sequence[str] = (),
+    lora: Any = None,
+) -> CostSource:
+    """Returns what a model's parts cost; the arguments are those of `slipstream.plan`.
+
+    Raises:
+        SlipstreamError: for input that can't be used, and where nothing is kept of this model.
+    """
+    freeze = freeze or frozen_patterns(model)
+    if (freeze or lora is not None) and not _is_counted_on(cluster):
+        given = "lora" if lora is not None else f"freeze={[*freeze]}"
+        raise SlipstreamError(
+            f"{given} with measured costs, which are those of training all weights. Name a cluster such as h100-dgx, "
+            "or leave schedule, slices and partition out of a configuration: `slipstream train` then plans by itself."
+        )
+    if cluster is None:
+        if isinstance(model, ModelCount):
+            raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
+        kept = newest_costs(model_config(model, seq_len), seq_len, dtype, num_ranks, tensor_parallel)
+        return _profile_source(model, kept, seq_len, dtype, num_nodes, num_ranks)
+    path = _profile_path(cluster)
+    if path is not None:
+        return _profile_source(model, load_profile(path), seq_len, dtype, num_nodes, num_ranks)
+    if num_ranks is not None:
+        raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
+    assert cluster is not None
+    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora)
+
+
+def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
+    """Returns whether costs are computed for a described cluster."""
+    return cluster is not None and _profile_path(cluster) is None
+
+
+def _profile_path(cluster: str | Path | Cluster) -> Path | None:
+    """Returns the file of a profile; None where this is a cluster, or a cluster's name or description."""
+    if isinstance(cluster, Cluster) or Path(cluster).suffix != ".json":
+        return None
+    try:
+        values = json.loads(Path(cluster).read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return None  # the error is raised where it is read as a cluster
+    return None if isinstance(values, dict) and "device" in values else Path(cluster)
+
+
+def _profile_source(
+    model: Model, profile: Profile, seq_len: int, dtype: str | None, num_nodes: int | None, num_ranks: int | None
+) -> ProfileSource:
+    if num_nodes is not None:
+        raise SlipstreamError(f"num_nodes={num_nodes} is for a cluster; with a profile give num_ranks.")
+    if isinstance(model, ModelCount):
+        raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
+    profile.check(identify_model(model_config(model, seq_len)), dtype)
+    measured = profile.hardware.processes // profile.tensor_parallel
+    return ProfileSource(profile, measured if num_ranks is None else num_ranks)
+
+
+def _analytic_source(
+    model: Model,
+    cluster: str | Path | Cluster,
+    seq_len: int,
+    dtype: str | None,
+    num_nodes: int | None,
+    freeze: Sequence[str],
+    lora: Any,
+) -> AnalyticSource:
+    described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if num_nodes is not None:
+        described = described.with_nodes(check_count("num_nodes", num_nodes))
+    if isinstance(model, ModelCount):
+        if freeze or lora is not None:
+            raise SlipstreamError("a counted model says itself what is trained; leave freeze and lora out.")
+        if dtype not in (None, model.dtype):
+            raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
+        return AnalyticSource(model, described, "counted model")
+    dtype = dtype or _DTYPE
+    described.device.matmul_flops(dtype, 1)  # raises where the dtype has no peak, before the model is counted
+    config = model_config(model, seq_len)
+    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, freeze, lora))
+    return AnalyticSource(count, described, model_name(model, config))
+
+
+def _trained_weights(config: PretrainedConfig, freeze: Sequence[str], lora: Any) -> TrainedWeights:
+    """Returns what is trained. Raises SlipstreamError for patterns or an adapter that don't fit the model."""
+    if lora is None:
+        return TrainedWeights(find_frozen(meta_model(config), freeze)) if freeze else ALL_WEIGHTS
+    if freeze:
+        raise SlipstreamError(
+            f"freeze={[*freeze]} with lora, which freezes all weights: leave freeze out, and choose layers by "
+            "layers_to_transform."
+        )
+    check_method(lora)
+    find_targets(meta_model(config), lora)
+    return TrainedWeights(adapter=Adapter("default", lora))
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SlipstreamError(f"models can't be counted in dtype={name!r}; choose float32, bfloat16 or float16.")
+    return found
+
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+def model_section(model: str | Path | PretrainedConfig | ModelCount) -> dict[str, Any]:
+    """Returns a training configuration's `model` section for this model: a path or a config.
+
+    Raises:
+        SlipstreamError: for a file that can't be read or that describes no model, and for a ModelCount.
+    """
+    if isinstance(model, ModelCount):
+        raise SlipstreamError("a counted model can't be trained; give its transformers configuration, folder or name.")
+    if isinstance(model, PretrainedConfig):
+        return {"config": {"model_type": model.model_type, **model.to_diff_dict()}}
+    path = Path(model)
+    if path.suffix not in _FILES:
+        return {"path": str(model)}
+    values = _read(path)
+    if "model_type" in values:
+        return {"config": values}
+    section = values.get("model")
+    if not isinstance(section, dict) or not {"path", "config"} & section.keys():
+        raise SlipstreamError(
+            f"{path} describes no model: give a transformers configuration with a model_type (a config.json), or a "
+            "training configuration whose model section has a path or a config."
+        )
+    return section
+
+
+def frozen_patterns(model: str | Path | PretrainedConfig | ModelCount) -> list[str]:
+    """Returns the `model.freeze` of a training configuration; of anything else nothing."""
+    if isinstance(model, (str, Path)) and Path(model).suffix in _FILES:
+        found: list[str] = model_section(model).get("freeze") or []
+        return found
+    return []
+
+
+def lora_section(model: str | Path) -> dict[str, Any] | None:
+    """Returns the `lora` section of a training configuration; None where there is none."""
+    found = _read(Path(model)).get("lora") if Path(model).suffix in _FILES else None
+    return found if isinstance(found, dict) else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise SlipstreamError(f"can't read the model's configuration {path}: {error.strerror}.") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise SlipstreamError(f"{path} isn't valid {path.suffix[1:].upper()}: {error}.") from error
+    return values if isinstance(values, dict) else {}
+
+
+def model_config(
+    model: str | Path | PretrainedConfig, seq_len: int | None = None, trusts_code: bool = False
+) -> PretrainedConfig:
+    """Returns the model's transformers configuration; with `trusts_code` by code that comes with it, too.
+
+    Raises:
+        SlipstreamError: where it can't be read, or the model doesn't take sequences of `seq_len` tokens.
+    """
+    if not isinstance(model, PretrainedConfig):
+        section, name = model_section(model), str(model)
+        has_path = section.get("path") is not None
+        if has_path and (trusts_code or section.get("trust_remote_code")):
+            trust_remote_code(str(section["path"]))
+        model = load_config(str(section["path"])) if has_path else config_from_settings(section["config"], name)
+    if seq_len is not None:
+        check_length(model, seq_len, "seq_len")
+    return model
+
+
+def model_name(model: str | Path | PretrainedConfig, config: PretrainedConfig) -> str:
+    """Returns the model's file or folder, its architecture and size."""
+    text = config.get_text_config()
+    shape = f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}"
+    return shape if isinstance(model, PretrainedConfig) else f"{model} ({shape})"

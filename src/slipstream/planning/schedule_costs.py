@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
+from slipstream.cost import AnalyticCosts, CostSource, StageCosts
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import AnalyticCosts, CostSource, StageCosts
 from slipstream.planner.joint import AnalyticUnits, JointProblem, ProfileUnits, UnitCosts, spread_costs
 from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost

@@ -1,16 +1,453 @@
-"""The schedules that have a name, with compute actions only; passes in `lowering` add the rest."""
+"""The schedules that have a name: one stage a rank, interleaved, and V-shaped. Passes add communication.
+
+Schedules with V-shaped placement: two stages per rank, the first and the last on rank 0, backwards split.
+
+V-Half and V-Min repeat a building block: one slice's way over the V (Controllable Memory, section 3).
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise, permutations
+from math import inf
+from typing import NamedTuple
 
 from slipstream.errors import did_you_mean
-from slipstream.schedule.action import ScheduleError
-from slipstream.schedule.interleaved import breadth_first, interleaved_one_f_one_b
-from slipstream.schedule.one_stage_per_rank import gpipe, one_f_one_b, zb_h1, zb_h2
+from slipstream.schedule.action import Action, Op, ScheduleError
+from slipstream.schedule.rules import predecessors
 from slipstream.schedule.schedule import Schedule, SliceCounts
-from slipstream.schedule.v_shape import v_half, v_min, zb_v
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counts that the schedule `name` is made for.
+
+    Raises:
+        ScheduleError: a count is below 1, or there are not as many counts of slices as microbatches.
+    """
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_slices: SliceCounts
+    stages_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self)[1:]:
+            given = getattr(self, each.name)
+            if (count := given if isinstance(given, int) else min(given, default=0)) < 1:
+                what = each.name.removeprefix("num_").replace("_", " ")
+                raise ScheduleError(f"{self.name} needs at least 1 of {what}, not {count}.")
+        if len(self.slice_counts) != self.num_microbatches:
+            raise ScheduleError(
+                f"{self.name} has {self.num_microbatches} microbatches, but num_slices={list(self.slice_counts)} are "
+                f"{len(self.slice_counts)}: give one number for all of them, or one for each."
+            )
+
+    @cached_property
+    def slice_counts(self) -> tuple[int, ...]:
+        """The slices of each microbatch."""
+        if isinstance(self.num_slices, int):
+            return (self.num_slices,) * self.num_microbatches
+        return tuple(self.num_slices)
+
+    @property
+    def most_slices(self) -> int:
+        """The most slices that a microbatch has: so many go forward before the first backward of any can start."""
+        return max(self.slice_counts)
+
+    def stages(self, rank: int) -> range:
+        """Returns the rank's stages in the looped placement: stage g on rank g mod p."""
+        return range(rank, self.num_ranks * self.stages_per_rank, self.num_ranks)
+
+    def passes(self, op: Op, stage: int, microbatches: Iterable[int] | None = None) -> list[Action]:
+        """Returns a stage's F, B, I or W of one microbatch after another, by default of all.
+
+        Slices go forward in order, and backward last in, first out.
+        """
+        chosen = range(self.num_microbatches) if microbatches is None else microbatches
+        step = 1 if op is Op.F else -1
+        return [Action(op, stage, m, i) for m in chosen for i in range(self.slice_counts[m])[::step]]
+
+    def schedule(self, row: Callable[[int], Iterable[Action]], v_shaped: bool = False) -> Schedule:
+        """Returns the schedule whose ranks run `row(rank)`; a V-shaped placement has stages r and 2p-1-r on rank r."""
+        ranks = tuple(range(self.num_ranks))
+        placement = ranks + ranks[::-1] if v_shaped else ranks * self.stages_per_rank
+        rows = tuple(tuple(row(rank)) for rank in ranks)
+        counts = self.slice_counts
+        return Schedule(self.name, rows, placement, self.num_microbatches, self.most_slices, slice_counts=counts)
+
+
+def alternate(forward: Sequence[Action], backward: Sequence[Action], warmup: int) -> list[Action]:
+    """Returns `warmup` forwards, then one backward and one forward alternately until both are used up."""
+    actions = list(forward[:warmup])
+    for i, action in enumerate(backward, start=warmup):
+        actions += [action, *forward[i : i + 1]]
+    return actions
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns all forwards, then all backwards: GPipe, and with token slices TeraPipe.
+
+    Microbatches go backward in forward order, the slices of each last in, first out:
+
+        rank 0  F0.0 F0.1 F1.0 F1.1           B0.1 B0.0 B1.1 B1.0
+        rank 1       F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0
+
+    With equal times the bubble is (p-1)/(ms+p-1) of the step, and every rank keeps all m microbatches.
+    """
+    counts = Counts("gpipe", num_stages, num_microbatches, num_slices)
+    return counts.schedule(lambda rank: counts.passes(Op.F, rank) + counts.passes(Op.B, rank))
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns 1F1B (PipeDream-flush), one forward and one backward alternately; with token slices Seq1F1B.
+
+    A rank first runs one microbatch's slices and one more slice for every rank after it, so that the
+    backwards arrive when they are due:
+
+        rank 0  F0.0 F0.1 F1.0      B0.1 F1.1 B0.0      B1.1 B1.0
+        rank 1       F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0
+
+    With equal times the bubble is that of `gpipe`; rank r of p keeps min(1 + (p-1-r)/s, m) microbatches. Where
+    microbatches differ in slices, a rank first runs as many as the largest has.
+    """
+    counts = Counts("1f1b", num_stages, num_microbatches, num_slices)
+
+    def row(rank: int) -> list[Action]:
+        warmup = counts.most_slices + num_stages - 1 - rank
+        return alternate(counts.passes(Op.F, rank), counts.passes(Op.B, rank), warmup)
+
+    return counts.schedule(row)
+
+
+def zb_h1(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns ZB-H1, 1F1B with delayed weight gradients (Zero Bubble Pipeline Parallelism, section 2.1).
+
+    Rank r runs W of a slice after I of the r-th slice from it, so that all ranks keep what rank 0 of 1F1B keeps:
+
+        rank 0  F0.0 F0.1 F1.0      I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
+        rank 1       F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 I1.0 W1.1 W1.0
+
+    This is the handcrafted schedule of the top of the paper's Figure 3, whose bubble is (p-1)(F+I-W) for F, I and W the
+    times of the passes, where ms >= p+s-1 and W is no longer than F or I. Every rank keeps 1 + (p-1)/s
+    microbatches, at most m. PyTorch's ScheduleInterleavedZeroBubble with one stage a rank is the same order.
+    """
+    return _handcrafted(Counts("zb-h1", num_stages, num_microbatches, num_slices), lead=1)
+
+
+def zb_h2(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns ZB-H1 with twice the lead, which fills the bubble before the first backward (Zero Bubble, section 2.2).
+
+    Rank r first runs two more slices for every rank after it, and W waits for 2r slices:
+
+        rank 0  F0.0 F0.1 F1.0 F1.1 I0.1 W0.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
+        rank 1       F0.0 F0.1 I0.1 F1.0 I0.0 F1.1 I1.1 W0.1 I1.0 W0.0 W1.1 W1.0
+
+    This is the handcrafted schedule of the bottom of the paper's Figure 3: where F, I and W take the same time and
+    ms >= 2(p-1)+s, no rank waits from its first forward to its last weight gradient, which is a step of
+    (p-1)F + ms(F+I+W). Every rank keeps 1 + 2(p-1)/s microbatches, at most m.
+    """
+    return _handcrafted(Counts("zb-h2", num_stages, num_microbatches, num_slices), lead=2)
+
+
+def _handcrafted(counts: Counts, lead: int) -> Schedule:
+    """Returns Seq1F1B with I for B, `lead` more forwards for every rank after it, and W `lead * rank` slices late."""
+
+    def row(rank: int) -> list[Action]:
+        forward, inputs, weights = (counts.passes(op, rank) for op in (Op.F, Op.I, Op.W))
+        after = dict(zip(inputs[lead * rank :], weights, strict=False))  # the last ones find no I to follow
+        actions: list[Action] = []
+        for action in alternate(forward, inputs, counts.most_slices + lead * (counts.num_ranks - 1 - rank)):
+            actions += [action, after[action]] if action in after else [action]
+        return actions + weights[len(after) :]
+
+    return counts.schedule(row)
+
+
+def interleaved_one_f_one_b(
+    num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1, stages_per_rank: int = 2, lead: int = 2
+) -> Schedule:
+    """Returns Megatron's interleaved 1F1B over v stages per rank (PTD-P, section 2.2); with slices SVPP and SlimPipe.
+
+    Stage g is on rank g mod p. A group of microbatches, of at least p slices together, runs through one stage
+    of the rank after the other; its backwards take the stages in reverse. A rank runs ahead by `lead` slices
+    for every rank after it: 2 leaves every message the time of a pass to arrive (Megatron, SlimPipe), 1 keeps
+    the fewest activations (SVPP). Two ranks of two stages, four microbatches of one slice, lead 2:
+
+        rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
+        rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step. With s >= p a group is one microbatch
+    and rank r keeps 1 + d(p-1-r)/(sv) microbatches, d the lead; with k microbatches in the first group it keeps
+    1 + (k-1)(v-1)/v + d(p-1-r)/(sv); never more than m. Megatron wants m to be a multiple of p. Here the m
+    microbatches form as many groups of at least p slices as they can, of sizes as equal as they can be, the
+    larger ones first; fewer than p slices in all are one group. Where microbatches differ in slices, a rank runs ahead
+    by what the largest group and microbatch need.
+
+    Raises:
+        ScheduleError: a count is below 1, or `lead` is neither 1 nor 2.
+    """
+    counts = Counts("interleaved-1f1b", num_ranks, num_microbatches, num_slices, stages_per_rank)
+    if lead not in (1, 2):
+        raise ScheduleError(f"lead={lead}: give 2, which hides messages behind a pass, or 1, which saves memory.")
+    slices = counts.slice_counts
+    groups = _groups(slices, at_least=num_ranks)
+    # Before a group's first backward its slices have run through the earlier stages, and a microbatch through the last.
+    warmup = max((stages_per_rank - 1) * sum(slices[m] for m in g) + max(slices[m] for m in g) for g in groups)
+
+    def row(rank: int) -> list[Action]:
+        stages = counts.stages(rank)
+        forward = [a for group in groups for g in stages for a in counts.passes(Op.F, g, group)]
+        backward = [a for group in groups for g in reversed(stages) for a in counts.passes(Op.B, g, group)]
+        return alternate(forward, backward, warmup + lead * (num_ranks - 1 - rank))
+
+    return counts.schedule(row)
+
+
+def breadth_first(
+    num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1, stages_per_rank: int = 2
+) -> Schedule:
+    """Returns the looped breadth-first schedule: all microbatches through one stage of the rank, then through the next.
+
+    Stage g is on rank g mod p. Backwards run in exactly the opposite order, the last microbatch first:
+
+        rank 0  0F0 0F1 0F2 2F0 2F1 2F2         2B2 2B1 2B0 0B2 0B1 0B0
+        rank 1      1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0
+
+    With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step; every rank keeps all m microbatches.
+    A stage's parameters are used in one stretch forward and one backward, so that its gradients can be reduced
+    (or its shards gathered) while the other stages compute.
+
+    Raises:
+        ScheduleError: a count is below 1.
+    """
+    counts = Counts("breadth-first", num_ranks, num_microbatches, num_slices, stages_per_rank)
+
+    def row(rank: int) -> list[Action]:
+        stages, last_first = counts.stages(rank), range(num_microbatches)[::-1]
+        forward = [a for g in stages for a in counts.passes(Op.F, g)]
+        return forward + [a for g in reversed(stages) for a in counts.passes(Op.B, g, last_first)]
+
+    return counts.schedule(row)
+
+
+def _groups(slices: Sequence[int], at_least: int) -> list[range]:
+    """Returns as many groups of microbatches with at least `at_least` slices as possible, larger groups first.
+
+    They have nearly equal numbers of microbatches, or where that leaves one of them with fewer slices, each as few
+    microbatches as it can have, and the last one the rest.
+    """
+    ends, held = [0], 0
+    for end, count in enumerate(slices, start=1):
+        held += count
+        if held >= at_least:
+            ends.append(end)
+            held = 0
+    ends = [*ends[: max(len(ends) - 1, 1)], len(slices)]
+    number = len(ends) - 1
+    sizes = [(len(slices) + number - 1 - i) // number for i in range(number)]
+    even = [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
+    if all(sum(slices[m] for m in group) >= at_least for group in even):
+        return even
+    return [range(first, end) for first, end in pairwise(ends)]
+
+
+def zb_v(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns ZB-V, which has no bubble with the memory of 1F1B (Zero Bubble Pipeline Parallelism, section 6).
+
+    Rank r holds stages r and 2p-1-r, so a microbatch turns around on the last rank and its loss is on rank 0:
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+        rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    Where F, I and W take the same time and ms >= 2(p-1)+s, no rank waits from its first forward to its last weight
+    gradient: the step takes (p-1)F + 2ms(F+I+W), with F, I and W the times of one of the 2p stages. Every rank
+    keeps 1 + (p-1)/s microbatches, at most m. With one slice it is PyTorch's ScheduleZBVZeroBubble; with more, s-1
+    slices pass the V before the first backward and come back after the last forward.
+    """
+    counts = Counts("zb-v", num_ranks, num_microbatches, num_slices)
+    # With too few slices to fill the pipeline, the order is that of more microbatches without the additional ones.
+    most, padding = counts.most_slices, 2 * (num_ranks - 1) + counts.most_slices - sum(counts.slice_counts)
+    filled = (*counts.slice_counts, *[most] * max(-(-padding // most), 0))
+    padded = replace(counts, num_microbatches=len(filled), num_slices=filled)
+    num_units = sum(filled)
+
+    def row(rank: int) -> list[Action]:
+        down, up = (_Stage(padded, stage) for stage in (rank, 2 * num_ranks - 1 - rank))
+        below = num_ranks - rank  # this rank and those after it
+        turned = rank + most - 1  # slices on their way up before the first backward starts
+        actions = down.take("F" * (2 * below - 1))
+        for _ in range(turned):
+            actions += up.take("F") + down.take("F")
+        for _ in range(below):
+            actions += up.take("FIW")
+        for _ in range(num_units - turned - below):
+            actions += down.take("FIW") + up.take("FIW")
+        for _ in range(turned):
+            actions += down.take("I") + up.take("I")
+        for _ in range(below):
+            actions += down.take("IW")
+        actions += up.take("W" * num_units) + down.take("W" * num_units)
+        return [action for action in actions if action.microbatch < num_microbatches]
+
+    return counts.schedule(row, v_shaped=True)
+
+
+class _Stage:
+    """The passes of one stage that have not been taken, each kind in its order."""
+
+    def __init__(self, counts: Counts, stage: int) -> None:
+        self._passes: dict[str, deque[Action]] = {op: deque(counts.passes(op, stage)) for op in (Op.F, Op.I, Op.W)}
+
+    def take(self, ops: str) -> list[Action]:
+        """Returns the next pass of every kind in `ops`, without kinds that are used up."""
+        return [self._passes[op].popleft() for op in ops if self._passes[op]]
+
+
+def v_half(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns V-Half, with half of 1F1B's activations (Pipeline Parallelism with Controllable Memory, section 3).
+
+    The placement is that of `zb_v`. In the building block a slice goes down the V in steps of two passes and up
+    in steps of one:
+
+        rank 0  0F0 0F1 0F2         5F0 5I0 5W0         5F1 5I1 0I0 5W1 0W0 5F2 5I2 0I1 0W1 5W2     0I2 0W2
+        rank 1      1F0 1F1 1F2 4F0         4I0 4W0 4F1 1I0 1W0 4I1 4W1 4F2     1I1 4I2 1W1 4W2 1I2 1W2
+        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 2W0 2F2 3W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
+
+    A rank keeps at most 1 + floor(p/2)/s microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I and W of
+    each of the 2p stages take one unit and ms >= p+s-1, a rank waits 3p-4 units of the step at most, where it waits
+    6(p-1) under 1F1B.
+    """
+    counts = Counts("v-half", num_ranks, num_microbatches, num_slices)
+    at_loss = 3 if num_ranks % 2 == 0 else 0
+    return _repeat(_building_block(num_ranks, down=2, up=1, at_loss=at_loss, at_turn=1), counts)
+
+
+def v_min(num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
+    """Returns V-Min, with a third of 1F1B's activations (Pipeline Parallelism with Controllable Memory, section 3).
+
+    The placement is that of `zb_v`. In the building block a slice goes down and up the V without waiting:
+
+        rank 0  0F0 0F1 0F2         5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0         5F2 5I2 0I1 0W1 5W2     0I2 0W2
+        rank 1      1F0 1F1 1F2 4F0     4F1 4I0 4W0     1I0 4I1 1W0 4W1 4F2     1I1 4I2 1W1 4W2 1I2 1W2
+        rank 2          2F0 3F0 2F1 3F1         3I0 2I0 2W0 2F2 3W0 3F2 3I1 2I1 2W1 3W1 3I2 2I2 2W2 3W2
+
+    A rank keeps at most 1 + (1 + floor(2p/3))/(2s) microbatches, where rank 0 of 1F1B keeps 1 + (p-1)/s. Where F, I
+    and W of each of the 2p stages take one unit, a rank waits 4p-5 units of the step at most, where it waits 6(p-1)
+    under 1F1B. Times that differ cost it more than the other schedules, because no pass is left to
+    fill a gap.
+    """
+    counts = Counts("v-min", num_ranks, num_microbatches, num_slices)
+    at_loss = 2 if num_ranks % 3 == 0 else 0
+    return _repeat(_building_block(num_ranks, down=1, up=1, at_loss=at_loss, at_turn=0), counts)
+
+
+_PERIOD = 6  # units of time: F, I and W of two stages
+
+
+class _StageOfBlock(NamedTuple):
+    """The times at which the block's slice passes a stage, and how many slices the stage holds under repetition."""
+
+    forward: int
+    backward: int
+    limit: int
+
+
+def _building_block(num_ranks: int, down: int, up: int, at_loss: int, at_turn: int) -> list[_StageOfBlock]:
+    """Returns the way of one slice that can start every 6 units without any rank having two passes at the same time.
+
+    The slice takes `down` units from rank to rank towards the last one and `up` units back, first with its F and
+    then, from the last stage, with its I; it rests `at_loss` units between F and I of the last stage and `at_turn`
+    between the last rank's two I. They must be such that a rank's four passes differ modulo 6; W takes the two
+    units of six that are left. A rank holds its two stages' activations of a slice for about 2(down+up)(p-1) units,
+    so a third of that number over p slices: 2p/3 of them with 1 and 1, p with 2 and 1, of 2p under 1F1B.
+    """
+    ramp = (down + up) * (num_ranks - 1)
+    loss = ramp + 1  # F of the last stage
+    back = loss + 1 + at_loss  # I of the last stage
+    end = back + ramp + 1 + at_turn  # I of stage 0
+    passes = [((down * r, end - up * r), (loss - up * r, back + down * r)) for r in range(num_ranks)]
+    ranks = [_with_limits(lower, upper) for lower, upper in passes]
+    return [lower for lower, _ in ranks] + [upper for _, upper in reversed(ranks)]
+
+
+def _with_limits(lower: tuple[int, int], upper: tuple[int, int]) -> tuple[_StageOfBlock, _StageOfBlock]:
+    """Returns a rank's two stages, given their F and I, with W in the free units in which the rank holds least."""
+    free = sorted(set(range(_PERIOD)) - {time % _PERIOD for time in (*lower, *upper)})
+    choices = [
+        (_StageOfBlock(*lower, _held(*lower, first)), _StageOfBlock(*upper, _held(*upper, second)))
+        for first, second in permutations(free)
+    ]
+    return min(choices, key=lambda stages: stages[0].limit + stages[1].limit)
+
+
+def _held(forward: int, backward: int, free: int) -> int:
+    """Returns the slices between the start of F and the end of W, which runs in the first such unit after I."""
+    weight = backward + 1 + (free - backward - 1) % _PERIOD
+    return -(-(weight + 1 - forward) // _PERIOD)
+
+
+def _repeat(block: list[_StageOfBlock], counts: Counts) -> Schedule:
+    """Returns the block once per slice, each pass as early as its rank and its stage's limit allow.
+
+    With s slices, s-1 go over the V before one can go backward: there the block repeats every 2 units instead of
+    6, and a stage holds s-1 more slices. W is due when the next forward needs its memory. With one slice every pass
+    has a unit of its own, so running the pass that is due first, of those that can run, ends each when it
+    is due or earlier: the step is no longer than the blocks in a row.
+    """
+    num_units, ramp = sum(counts.slice_counts), counts.most_slices - 1
+    limits = [stage.limit + ramp for stage in block]
+    due: dict[Action, float] = {}
+    for g, stage in enumerate(block):
+        forward = counts.passes(Op.F, g)
+        for k, action in enumerate(forward):
+            due[action] = stage.forward + 2 * min(k, ramp) + _PERIOD * max(k - ramp, 0)
+        for k, action in enumerate(counts.passes(Op.I, g)):
+            due[action] = stage.backward + 2 * ramp + _PERIOD * k
+        for k, action in enumerate(counts.passes(Op.W, g), start=limits[g]):
+            due[action] = due[forward[k]] - 1 if k < num_units else inf
+    rows = _by_rank(due, (*range(counts.num_ranks), *reversed(range(counts.num_ranks))))
+    return _by_due_time(counts.schedule(rows.__getitem__, v_shaped=True), due, limits)
+
+
+def _by_due_time(passes: Schedule, due: dict[Action, float], limits: list[int]) -> Schedule:
+    """Reorders each rank's passes: in every unit of time it runs, of those that can run, the one due first.
+
+    A stage that holds its limit of slices takes no other until a W. The ranks can't get stuck: a limit is
+    at least a microbatch's slices, so all of them reach the last stage and the backwards begin.
+    """
+    before = {action: frozenset(predecessors(action, passes)) for action in due}
+    kinds = [groupby(row, key=lambda action: (action.stage, action.op)) for row in passes.actions]
+    waiting = [[deque(kind) for _, kind in row] for row in kinds]
+    held = [0] * len(limits)
+    takes = {Op.F: 1, Op.I: 0, Op.W: -1}
+    done: dict[Action, None] = {}  # in order
+
+    def can_run(action: Action) -> bool:
+        fits = action.op is not Op.F or held[action.stage] < limits[action.stage]
+        return fits and before[action] <= done.keys()
+
+    while len(done) < len(due):
+        by_due = (sorted(filter(None, queues), key=lambda queue: due[queue[0]]) for queues in waiting)
+        ready = (next((queue for queue in queues if can_run(queue[0])), None) for queues in by_due)
+        for action in [queue.popleft() for queue in list(ready) if queue]:
+            held[action.stage] += takes[action.op]
+            done[action] = None
+    return replace(passes, actions=_by_rank(done, passes.placement))
+
+
+def _by_rank(actions: Iterable[Action], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
+    """Returns each rank's actions, in the order given."""
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    for action in actions:
+        rows[placement[action.stage]].append(action)
+    return tuple(map(tuple, rows))
+
 
 GENERATORS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

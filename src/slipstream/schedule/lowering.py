@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, ScheduleError
-from slipstream.schedule.dependencies import consumer, predecessors, sending
+from slipstream.schedule.rules import consumer, predecessors, sending
 from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import grid, running_order, validate
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, NUMBER, Action, Op, ScheduleError
 
@@ -208,3 +209,10 @@ def _actions(key: str, fields: dict[str, str]) -> tuple[Action, ...]:
         return tuple(map(Action.parse, fields[key].split()))
     except ScheduleError as error:
         raise ScheduleError(f"{key}: {error}") from None
+
+
+class SlicedMicrobatch(NamedTuple):
+    """Sequences that go through the pipeline together, in slices of these lengths."""
+
+    num_sequences: int
+    slices: tuple[int, ...]

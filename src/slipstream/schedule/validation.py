@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise, product
 
 from slipstream.schedule.action import COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
-from slipstream.schedule.dependencies import predecessors, reason
+from slipstream.schedule.rules import predecessors, reason
 from slipstream.schedule.schedule import Schedule
 
 _AROUND = 5  # steps shown to either side of a mark of the grid

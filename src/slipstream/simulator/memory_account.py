@@ -18,7 +18,7 @@ from slipstream.schedule import (
     input_gradient,
     send_windows,
 )
-from slipstream.simulator.buffer_pool import Windows, pool_bytes
+from slipstream.simulator.buffers import Windows, pool_bytes
 from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTables, StageSlice, table_of
 
 

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.schedule import (
-    COMMUNICATION,
-    Action,
-    Channel,
-    Schedule,
-    channel,
-    predecessors,
-    running_order,
-    sending,
-)
+from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
 from slipstream.simulator.costs import CostModel, activation_step, result_seconds
 from slipstream.simulator.memory_account import RankMemory, memory_of
 from slipstream.simulator.memory_table import MemoryTables

@@ -1,6 +1,5 @@
 """What ran when, measured or simulated: spans, idle intervals with their causes, pictures and traces."""
 
 from slipstream.timeline.chrome_trace import chrome_trace, load_trace, save_trace
-from slipstream.timeline.idle_causes import Cause, Wait, find_waits, idle_by_cause
 from slipstream.timeline.picture import draw_timelines
-from slipstream.timeline.spans import Message, Span, Timeline, TimelineWindow
+from slipstream.timeline.spans import Cause, Message, Span, Timeline, TimelineWindow, Wait, find_waits, idle_by_cause

@@ -9,8 +9,7 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, predecessors
-from slipstream.timeline.idle_causes import Wait, find_waits
-from slipstream.timeline.spans import Span, Timeline
+from slipstream.timeline.spans import Span, Timeline, Wait, find_waits
 
 _FORMAT = "slipstream timeline 1"
 _Event = dict[str, Any]

@@ -14,8 +14,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from slipstream.watchdog.judgement import Fault, Report, describe_fault, find_fault, stall_limit
-from slipstream.watchdog.process_state import state_of
+from slipstream.watchdog.judgement import Fault, Report, describe_fault, find_fault, stall_limit, state_of
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, wait_for
 

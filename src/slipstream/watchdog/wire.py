@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from slipstream.watchdog.process_state import end_of
+from slipstream.watchdog.judgement import end_of
 
 _MOST_BYTES = 2**20  # of a line; whoever sends more isn't a watcher
 _MOST_AT_ONCE = 2**16  # bytes that one look at a connection reads, so that no connection holds up the others

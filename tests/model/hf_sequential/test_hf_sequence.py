@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from slipstream import Layers, Memory, Pipeline, SlipstreamError
-from slipstream.model.hf_sequential.planned_sequence import sequence_of
+from slipstream.extras.encoders import sequence_of
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.parameters import each_once
 

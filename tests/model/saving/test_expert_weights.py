@@ -13,8 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from slipstream import Pipeline
-from slipstream.model.saving.expert_weights import add_expert_gradients_in_place
-from slipstream.model.saving.weight_gradients import defer_weight_gradients
+from slipstream.model.weight_gradients import add_expert_gradients_in_place, defer_weight_gradients
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

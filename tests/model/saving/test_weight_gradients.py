@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.model.saving.weight_gradients import (
-    add_weight_gradients_in_place,
-    compiled_modules,
-    defer_weight_gradients,
-)
+from slipstream.model.weight_gradients import add_weight_gradients_in_place, compiled_modules, defer_weight_gradients
 from support.weights import undeferred_weights
 
 

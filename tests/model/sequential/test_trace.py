@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.model.sequential import BatchSlice, ShapeTracer, flatten_layers
+from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
 
 ROWS, TOKENS, HEADS, GROUPS, WIDTH = 2, 8, 4, 2, 16
 

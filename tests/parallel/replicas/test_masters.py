@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import RankGroup
-from slipstream.parallel.replicas import GradientReduction, MasterParameters
-from slipstream.parallel.replicas.buckets import (
+from slipstream.parallel.gradients import (
+    GradientReduction,
+    MasterParameters,
     flatten_tensors,
     in_buckets,
     pack_rows,

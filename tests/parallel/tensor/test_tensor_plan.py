@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 from slipstream import SlipstreamError
 from slipstream.model import LayerRange, find_anatomy
-from slipstream.model.model_cutting import keep_layers
+from slipstream.model.cutting import keep_layers
 from slipstream.parallel import RankGroup
 from slipstream.parallel.parameter_share import ParameterCut
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.parallel.tensor.tensor_plan import TensorPlan, find_tensor_plan
-from slipstream.parallel.tensor.weight_cutting import TensorStyle
+from slipstream.parallel.tensor.plan import TensorPlan, TensorStyle, find_tensor_plan
 from support.architectures import ARCHITECTURES, build, llama
 from support.examples import examples
 

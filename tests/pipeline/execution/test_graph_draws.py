@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.keyed_draws import PlaceSeed, current_draws
-from slipstream.pipeline.execution.graph_draws import GraphDraws
+from slipstream.pipeline.execution.action_graphs import GraphDraws
 
 LAYER, TILE = PlaceSeed(1, ("layer",)), PlaceSeed(1, ("tile",))
 

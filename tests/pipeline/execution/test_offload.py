@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slipstream import Action, Memory, Op, Pipeline, Runtime, Schedule, SlipstreamError, gpipe
 from slipstream.model import storage_id
-from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.model.autograd_memory import RecomputationError, SavedTensors
 from slipstream.pipeline.execution import StepState
-from slipstream.pipeline.execution.host_memory import BlocksInFile, host_memory_of
+from slipstream.pipeline.execution.step_state import BlocksInFile, host_memory_of
 from slipstream.schedule import add_communication
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from support.live_memory import LiveMemory, held_after_three_slices

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from slipstream import Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe
 from slipstream.attention import ContextStore
 from slipstream.model import storage_id
-from slipstream.model.saving import RecomputePolicy, SliceReplay
-from slipstream.model.saving.saved_tensors import RecomputationError, SavedTensors
+from slipstream.model.autograd_memory import RecomputationError, RecomputePolicy, SavedTensors, SliceReplay
 from slipstream.schedule import Schedule, add_communication, add_recompute
 from support.architectures import (
     ARCHITECTURES,

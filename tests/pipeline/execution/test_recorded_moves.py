@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Action, Op
-from slipstream.pipeline.execution.recorded_moves import RecordedMoves
+from slipstream.pipeline.execution.action_graphs import RecordedMoves
 from slipstream.schedule import Schedule, add_offload, gpipe, one_f_one_b
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, memory_of
 from support.recorded_ops import RecordedOps

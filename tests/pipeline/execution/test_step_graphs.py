@@ -20,7 +20,7 @@ from slipstream import Pipeline
 from slipstream.keyed_draws import PlaceSeed
 from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.execution import step_graphs
-from slipstream.pipeline.execution.graph_draws import CountedDraws
+from slipstream.pipeline.execution.action_graphs import CountedDraws
 from slipstream.schedule import Op
 from support.architectures import (
     ARCHITECTURES,

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from slipstream import Layers, Pipeline, Runtime
+from slipstream.cost import OPS
 from slipstream.model import causal_cross_entropy
-from slipstream.model.sequential import BatchSlice, ShapeTracer, flatten_layers
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
     SequenceUnits,
@@ -19,8 +19,8 @@ from slipstream.pipeline.families.sequence_costs import (
     measure_layers,
     units_between,
 )
-from slipstream.planner.costs import OPS
 from slipstream.schedule import Op
+from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.sliced_layers import CASES
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import Layers, Memory, Pipeline, Skip
-from slipstream.model.sequential.recomputed_segments import choose_segments
 from slipstream.pipeline.batch import WholeBatch
-from slipstream.profiler.live_memory import LiveMemory, tensors_alive
+from slipstream.profile.stage_bench import LiveMemory, tensors_alive
+from slipstream.sequential.stage import choose_segments
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.random_layers import Unsplit, batch, build
 

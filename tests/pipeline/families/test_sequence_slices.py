@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream import Layers, Memory, Pipeline, causal_attention
 from slipstream.attention import ContextError
 from slipstream.model import causal_cross_entropy
-from slipstream.profiler.live_memory import LiveMemory, tensors_alive
+from slipstream.profile.stage_bench import LiveMemory, tensors_alive
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
@@ -208,7 +208,7 @@ def test_frozen_layers(frozen: slice) -> None:
 
 
 def _named(model: nn.Sequential) -> list[object]:
-    from slipstream.model.sequential import flatten_layers
+    from slipstream.sequential import flatten_layers
 
     return [*flatten_layers(model)]
 

@@ -10,10 +10,10 @@ import torch
 from examples.gpipe.transformer import transformer
 
 from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
-from slipstream.model.sequential import BatchSlice, ShapeTracer, flatten_layers
-from slipstream.pipeline.families.sequence_partition import counted_costs
+from slipstream.pipeline.families.layer_sequence import counted_costs
 from slipstream.planner.slicing.schedule_slicing import layer_sequence_costs
 from slipstream.schedule import Op
+from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"

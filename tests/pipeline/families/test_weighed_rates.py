@@ -10,7 +10,7 @@ import pytest
 
 from slipstream import Memory, Op, Pipeline, Runtime, simulate
 from slipstream.planner.steps import StageRates, find_step_plan
-from slipstream.planner.steps.sliced_step import SlicedStep
+from slipstream.planner.steps.candidates import SlicedStep
 from support.adapters import adapted, lora
 from support.architectures import build, llama
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from slipstream import Pipeline, Runtime
 from slipstream.pipeline.execution import StepState
-from slipstream.profiler.live_memory import LiveMemory, MemoryMeter, memory_meter, tensors_alive
+from slipstream.profile.stage_bench import LiveMemory, MemoryMeter, memory_meter, tensors_alive
 from slipstream.schedule import Action, Op
 from slipstream.simulator import MemoryKind, memory_of
 from support.architectures import ARCHITECTURES, labels_of, tokens

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.pipeline.memory.row_account import RowAccount, Slices, rows_to_rehearse
-from slipstream.pipeline.memory.step_bytes import compiled_account, covers
+from slipstream.pipeline.memory.row_account import RowAccount, Slices, compiled_account, covers, rows_to_rehearse
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op, Schedule, add_reductions, predecessors
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of

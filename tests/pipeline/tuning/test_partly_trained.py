@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from slipstream.pipeline.tuning.partly_trained import trains_a_part
-from slipstream.planner.costs import (
+from slipstream.cost import (
     OPS,
     Amount,
     Hardware,
@@ -24,6 +23,7 @@ from slipstream.planner.costs import (
     memory_table,
     part_kinds,
 )
+from slipstream.pipeline.tuning.start_plan import trains_a_part
 from slipstream.planner.joint import JointPlan, JointProblem, ProfileUnits, find_joint_plan
 from slipstream.planner.steps import fit_rates
 from slipstream.schedule import BACKWARDS, Op

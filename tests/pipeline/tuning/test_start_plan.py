@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
+from slipstream.cost import Profile, StateBytes
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
-from slipstream.planner.costs import Profile, StateBytes
 from slipstream.planner.joint import JointPlan, ProfileUnits
-from slipstream.profiler import find_costs, measurement_run
+from slipstream.profile import find_costs, measurement_run
 from support.architectures import (
     ARCHITECTURES,
     build,

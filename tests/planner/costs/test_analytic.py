@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from benchmarks.papers.unfused_attention import UnfusedCosts
 
+from slipstream.cost import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
+from slipstream.cost.analytic import AnalyticCosts
+from slipstream.cost.cluster import Cluster, parse_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
-from slipstream.planner.costs.analytic_costs import AnalyticCosts
-from slipstream.planner.costs.cluster import Cluster, parse_cluster
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.schedule import Action, Op, make_schedule
 from slipstream.simulator import simulate

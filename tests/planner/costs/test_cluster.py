@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.cost.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
 
 DESCRIPTION: dict[str, Any] = {
     "name": "two",

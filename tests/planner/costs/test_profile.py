@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import (
+from slipstream.cost import (
     OPS,
     Hardware,
     MeasuredLink,
@@ -25,7 +24,8 @@ from slipstream.planner.costs import (
     fit_times,
     load_profile,
 )
-from slipstream.planner.costs.stage_basis import choose_stages, combine, part_kinds, parts_of, stage_row
+from slipstream.cost.stages import choose_stages, combine, part_kinds, parts_of, stage_row
+from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import ProfileUnits
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.search import PlanOptions, search_plans

@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.cost.fit import AttentionWindow, SlicePoint, TimeFit, find_window, fit_nonnegative, fit_times
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs.time_fit import (
-    AttentionWindow,
-    SlicePoint,
-    TimeFit,
-    find_window,
-    fit_nonnegative,
-    fit_times,
-)
 
 LENGTHS = (1, 16, 64, 128, 256)
 CONTEXTS = (0, 32, 128, 300, 512)

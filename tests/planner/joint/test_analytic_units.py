@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.costs import OPS, AnalyticCosts, ModelCount, StageParts, StateBytes, load_cluster, partition_of
+from slipstream.cost import OPS, AnalyticCosts, ModelCount, StageParts, StateBytes, load_cluster, partition_of
 from slipstream.planner.joint import AnalyticUnits
 from slipstream.planner.joint.unit_costs import SlicedUnits
-from slipstream.profiler import count_model
+from slipstream.profile import count_model
 from slipstream.schedule import Action, Op
 from support.architectures import ARCHITECTURES
 from support.examples import examples

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.array_types import Floats, Ints
+from slipstream.cost import OPS
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import OPS
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
-from slipstream.planner.joint.joint_problem import MemoryAccount
 from slipstream.planner.joint.joint_search import Finals, placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
+from slipstream.planner.joint.problem import MemoryAccount
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order

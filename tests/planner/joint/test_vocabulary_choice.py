@@ -10,7 +10,7 @@ import pytest
 from planner.joint.test_joint_search import ToyCosts, problem
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.joint import find_joint_plan, find_vocabulary_plan
-from slipstream.planner.joint.vocabulary_choice import spread_costs
+from slipstream.planner.joint.joint_search import spread_costs
 from slipstream.schedule import Action, Op, validate
 from slipstream.simulator import result_seconds, simulate
 

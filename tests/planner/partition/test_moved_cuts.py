@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from slipstream.planner.joint import SlicedUnits
-from slipstream.planner.joint.candidates import SlowedStep
+from slipstream.planner.joint.problem import SlowedStep
 from slipstream.schedule import make_schedule
 from support.plain_costs import PlainCosts
 

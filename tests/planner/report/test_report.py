@@ -12,15 +12,18 @@ from matplotlib.image import imread
 
 from slipstream.html_parts import Bar, axis_ticks, bar_chart
 from slipstream.planner.plans import Alternative, Plan
-from slipstream.planner.report.html_page import (
+from slipstream.planner.report import (
     MOST_RANKS,
     MOST_SPANS,
+    reasons,
     report_page,
+    search_text,
+    shared_choices,
     shown_parts,
+    slices_text,
     timeline_svg,
     write_report,
 )
-from slipstream.planner.report.wording import reasons, search_text, shared_choices, slices_text
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Cause, idle_by_cause
 from slipstream.units import bytes_text, seconds_text

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import Memory, Pipeline, Runtime
-from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import (
+from slipstream.cost import (
     Amount,
     AnalyticSource,
     AttentionCall,
@@ -24,14 +23,15 @@ from slipstream.planner.costs import (
     PartCount,
     partition_of,
 )
-from slipstream.planner.costs.cluster import Cluster, load_cluster, parse_cluster
+from slipstream.cost.cluster import Cluster, load_cluster, parse_cluster
+from slipstream.errors import SlipstreamError
 from slipstream.planner.plans import Configuration, Plan
-from slipstream.planner.report.wording import reasons
+from slipstream.planner.report import reasons
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
-from slipstream.profiler import count_model
+from slipstream.profile import count_model
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.simulator import MemoryKind, StageSlice, memory_of
 from slipstream.simulator.memory_arrays import quick_peaks

@@ -16,8 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import SlipstreamError
-from slipstream.planner.slicing.equal_stage_slicing import slice_tokens, slicing_frontier
-from slipstream.planner.slicing.time_table import search_compiled, search_numpy, shortest_path, time_table
+from slipstream.planner.slicing.equal_stage_slicing import (
+    search_compiled,
+    search_numpy,
+    shortest_path,
+    slice_tokens,
+    slicing_frontier,
+    time_table,
+)
 
 Table = list[list[float]]  # [i][j]: i tokens after j
 

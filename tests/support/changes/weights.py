@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from slipstream.model.toy.toy_comparison import REFERENCE_ATTENTION
+from slipstream.model.toy import REFERENCE_ATTENTION
 from support.architectures import ARCHITECTURES, VOCABULARY, build
 from support.changes.change import (
     EITHER,

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import causal_cross_entropy
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model.weight_gradients import add_weight_gradients_in_place
 from slipstream.parallel import RankGroup
-from slipstream.parallel.replicas import GradientReduction, MasterParameters
+from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from support.architectures import labels_of, tokens
 
 Named = tuple[str, nn.Parameter]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream import Layers, Memory, Pipeline, SlipstreamError
-from slipstream.model.sequential import flatten_layers
+from slipstream.sequential import flatten_layers
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.own_layers import BY_MICROBATCH, DIFFERS, EXACT, ROWS, TOKENS, WIDTH, LayerCase
 

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import one_f_one_b
-from slipstream.training.config.config_file import dump_config, load_config, parse_config
+from slipstream.train.config.run_config import dump_config, load_config, parse_config
 
 MINIMAL = """
 model: {config: {model_type: llama, num_hidden_layers: 2}}

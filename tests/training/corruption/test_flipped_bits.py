@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from slipstream.training.corruption.fingerprints import find_differences, fingerprint, lone_places
+from slipstream.train.corruption import find_differences, fingerprint, lone_places
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.paths import WORKERS

@@ -11,9 +11,9 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.config import DataSection
-from slipstream.training.data import read_documents
-from slipstream.training.data.tokenizer import END_OF_DOCUMENT, load_tokenizer, tokenise, train_tokenizer
+from slipstream.train.config import DataSection
+from slipstream.train.data import read_documents
+from slipstream.train.data.tokenised_text import END_OF_DOCUMENT, load_tokenizer, tokenise, train_tokenizer
 
 TEXTS = ["first text", "second text, longer", "third"]
 

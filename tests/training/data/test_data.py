@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data import (
+from slipstream.train.data import (
     BatchSize,
     PackedSequences,
     TokenisedText,

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.config import SourceSection
-from slipstream.training.data import TokenisedText, train_tokenizer
-from slipstream.training.data.samples import ChatTemplate, OpenSource, show_example
+from slipstream.train.config import SourceSection
+from slipstream.train.data import TokenisedText, train_tokenizer
+from slipstream.train.data.open_source import OpenSource
+from slipstream.train.data.samples import ChatTemplate, show_example
 
 CHAT = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}OPEN{{ message.content }}"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
-from slipstream.training.data import (
+from slipstream.train.data import (
     BatchSize,
     HeldOutBatches,
     MixedSequences,
@@ -23,7 +23,7 @@ from slipstream.training.data import (
     WholeDocuments,
     sequences_of,
 )
-from slipstream.training.data.packed_samples import best_fit
+from slipstream.train.data.packing import best_fit
 
 
 def samples(lengths: list[int], first: int = 0) -> TokenisedText:

@@ -13,11 +13,10 @@ import pyarrow.parquet
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import SourceSection
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.data import TokenisedText
-from slipstream.training.data.samples import MixedStreams, StreamedSequences
-from slipstream.training.data.samples.row_stream import RowStream
+from slipstream.train.config import SourceSection
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.data import TokenisedText
+from slipstream.train.data.streams import MixedStreams, RowStream, StreamedSequences
 from support.parameters import each_once
 
 NUM_ROWS, BLOCK = 50, 16

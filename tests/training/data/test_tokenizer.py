@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.data import load_tokenizer
+from slipstream.train.data import load_tokenizer
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

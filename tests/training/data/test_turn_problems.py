@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 
 from slipstream.cli import main
 from slipstream.launch import Progress
-from slipstream.training.config import Config
-from slipstream.training.config.config_file import dump_config, parse_config
-from slipstream.training.data import train_tokenizer
-from slipstream.training.preflight.text_preparation import check_turns, prepare_text
+from slipstream.train.config import Config
+from slipstream.train.config.run_config import dump_config, parse_config
+from slipstream.train.data import train_tokenizer
+from slipstream.train.preflight.text_preparation import check_turns, prepare_text
 from support.tiny_training import tiny_llama
 
 END = "no turn that counts ends with a special or added token in the first"

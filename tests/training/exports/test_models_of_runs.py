@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.exports import check_export_folder, choose_checkpoint, opened_model
-from slipstream.training.exports.evaluation_settings import settings_of_model
-from slipstream.training.run_folder import RunFolder
+from slipstream.train.evaluation import settings_of_model
+from slipstream.train.export import check_export_folder, choose_checkpoint, opened_model
+from slipstream.train.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 from support.parameters import first_of
 

@@ -21,9 +21,8 @@ from slipstream.pipeline.families.causal_lm_layout import plan_layout
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.schedule import SlicedMicrobatch, make_schedule
-from slipstream.training.data import TokenBatch
-from slipstream.training.metrics.device_peak import DevicePeak, find_peak, peak_by_name
-from slipstream.training.metrics.flops import FlopsMeter, recomputed_flops
+from slipstream.train.data import TokenBatch
+from slipstream.train.metrics.flops import DevicePeak, FlopsMeter, find_peak, peak_by_name, recomputed_flops
 from support.architectures import ARCHITECTURES, tokens
 from support.parameters import first_of
 

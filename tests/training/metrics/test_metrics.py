@@ -13,11 +13,11 @@ from slipstream.schedule import Action, Op, add_communication, add_recompute, ma
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
-from slipstream.training.metrics.disk_trouble import DiskTrouble
-from slipstream.training.metrics.flops import StepFigures, TrainingTime
-from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import (
+from slipstream.train.metrics.flops import StepFigures, TrainingTime
+from slipstream.train.metrics.records import (
+    DiskTrouble,
     MetricsFile,
+    Phases,
     StepRecord,
     ValidationRecord,
     as_dictionary,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.training.metrics.stragglers import Stragglers
+from slipstream.train.metrics.reporter import Stragglers
 
 HOSTS = ["node0", "node0", "node1", "node1"]
 REPLICAS = [[0, 2], [1, 3], [0, 2], [1, 3]]  # two pipelines of two stages

@@ -14,11 +14,19 @@ import torch
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import GpuMemory
-from slipstream.training.metrics import StepRecord, ValidationRecord
-from slipstream.training.metrics.flops import RunFigures, StepFigures
-from slipstream.training.metrics.phases import Phases
-from slipstream.training.metrics.records import MetricsRecord, StartRecord, as_dictionary
-from slipstream.training.metrics.trackers import NAMES, Tracker, check_trackers, flat, make_trackers
+from slipstream.train.metrics import StepRecord, ValidationRecord
+from slipstream.train.metrics.flops import RunFigures, StepFigures
+from slipstream.train.metrics.records import (
+    NAMES,
+    MetricsRecord,
+    Phases,
+    StartRecord,
+    Tracker,
+    as_dictionary,
+    check_trackers,
+    flat,
+    make_trackers,
+)
 
 RUN = RunFigures(1000, 1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from slipstream.parallel import RankGroup
-from slipstream.training.metrics.traffic import Traffic
+from slipstream.train.metrics.reporter import Traffic
 from support.forked import launch
 from support.paths import WORKERS
 

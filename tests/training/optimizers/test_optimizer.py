@@ -10,15 +10,15 @@ from torch import nn
 from transformers import get_scheduler
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.config import OptimizerSection
-from slipstream.training.optimizers import (
+from slipstream.train.config import OptimizerSection
+from slipstream.train.optimizers import (
     check_arguments,
     check_schedule,
+    lr_ratio,
     make_optimizer,
     make_scheduler,
     try_optimizer,
 )
-from slipstream.training.optimizers.learning_rates import lr_ratio
 
 
 def test_only_matrices_decay_and_frozen_parameters_are_left_out() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.ownership import FolderLock
+from slipstream.train.folder_lock import FolderLock
 from support.forked import run_alone
 from support.paths import TESTS
 from support.timeouts import LIMIT
@@ -22,7 +22,7 @@ from support.timeouts import LIMIT
 HOLDS = """
 import sys, time
 from pathlib import Path
-from slipstream.training.ownership.folder_lock import FolderLock
+from slipstream.train.folder_lock import FolderLock
 FolderLock(Path(sys.argv[1]), print).take()
 print("taken", flush=True)
 time.sleep(1000)
@@ -155,7 +155,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from slipstream.launch import StopRequest
-from slipstream.training.ownership import FolderLock
+from slipstream.train.folder_lock import FolderLock
 request = StopRequest()
 request.listen()
 request.begin()  # as the processes of a run do: they save before SIGTERM ends them

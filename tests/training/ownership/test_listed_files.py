@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import SlipstreamError
-from slipstream.training.ownership import ListedFiles
+from slipstream.train.run_folder import ListedFiles
 
 
 def test_what_is_listed_is_removed_and_nothing_else(tmp_path: Path) -> None:

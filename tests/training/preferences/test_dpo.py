@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slipstream import Pipeline, Runtime
-from slipstream.training.config import PreferenceSection, precision_named
-from slipstream.training.data import TokenBatch, sequences_of
-from slipstream.training.preferences import mean_rewards, preference_loss, reward_sums
+from slipstream.train.config import PreferenceSection, precision_named
+from slipstream.train.data import TokenBatch, sequences_of
+from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.forked import launch
 from support.paths import WORKERS

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.config import SourceSection
-from slipstream.training.data import MixedSequences, PreferencePairs, TokenisedText, sequences_of
-from slipstream.training.data.samples import SampleReader
-from slipstream.training.preferences import PairReader, PairSource, read_pairs
+from slipstream.train.config import SourceSection
+from slipstream.train.data import MixedSequences, PreferencePairs, TokenisedText, sequences_of
+from slipstream.train.data.samples import SampleReader
+from slipstream.train.preferences import PairReader, PairSource, read_pairs
 
 WORDS = ["<end>", "say", "it", "yes", "no", "a", "b", "c", "user", "assistant"]
 TEMPLATE = (

@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.training.config import load_config
-from slipstream.training.config.config_file import parse_config
-from slipstream.training.data import TokenisedText, load_texts
-from slipstream.training.exports import EvaluationRequest, PairLoss, evaluate_model, opened_model
-from slipstream.training.preferences import load_with_reference, preference_loss
-from slipstream.training.preflight import preflight
+from slipstream.train.config import load_config
+from slipstream.train.config.run_config import parse_config
+from slipstream.train.data import TokenisedText, load_texts
+from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
+from slipstream.train.export import opened_model
+from slipstream.train.preferences import load_with_reference, preference_loss
+from slipstream.train.preflight import preflight
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.preferences import log_probabilities

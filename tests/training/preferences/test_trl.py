@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from slipstream import Pipeline, Runtime
-from slipstream.training.config import PreferenceSection, SourceSection
-from slipstream.training.data import TokenisedText, sequences_of
-from slipstream.training.data.samples import SampleReader
-from slipstream.training.preferences import PairReader, mean_rewards, preference_loss, read_pairs, reward_sums
+from slipstream.train.config import PreferenceSection, SourceSection
+from slipstream.train.data import TokenisedText, sequences_of
+from slipstream.train.data.samples import SampleReader
+from slipstream.train.preferences import PairReader, mean_rewards, preference_loss, read_pairs, reward_sums
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 
 ROWS = [

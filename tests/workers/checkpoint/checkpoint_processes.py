@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slipstream.checkpoint import CheckpointReader, Checkpoints, TensorShard, background_save
-from slipstream.checkpoint.snapshot import Snapshot
+from slipstream.checkpoint.background_save import Snapshot
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from support.checkpoints.layouts import emptied, layout, same_bits, tensors

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 
-from slipstream.model.model_anatomy import find_anatomy
-from slipstream.model.model_loading import random_model
+from slipstream.model.anatomy import find_anatomy
+from slipstream.model.loading import random_model
 from support.architectures import llama
 
 config = llama(hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_hidden_layers=12, head_dim=128)

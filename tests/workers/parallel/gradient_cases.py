@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place
+from slipstream.model.weight_gradients import add_weight_gradients_in_place
 from slipstream.parallel import MeshAxes, RankGroup, make_mesh
-from slipstream.parallel.replicas import GradientReduction, MasterParameters
+from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slipstream.parallel import NO_LIMIT, RankGroup, Ranks, device_mesh, join_launched_group, make_mesh, watch_group
+from slipstream.parallel import NO_LIMIT, RankGroup, Ranks, join_launched_group, make_mesh, mesh, watch_group
 
 
 def dies(*_: Any, **__: Any) -> None:
@@ -33,7 +33,7 @@ def make_first(rank: int) -> None:
 def make_mesh_of_ranks(rank: int) -> None:
     dist.init_process_group("gloo", timeout=NO_LIMIT)
     if rank == 1:
-        device_mesh.init_device_mesh = dies
+        mesh.init_device_mesh = dies
     Ranks.of(make_mesh(pp=2)).connect([0, 1])
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from slipstream.errors import LostRankError
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
+from slipstream.pipeline.families.causal_lm_checks import check_tensor_parallel
 from support.architectures import ARCHITECTURES
 
 

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from slipstream import Parallelism, Pipeline, Precision, Runtime, make_mesh
 from slipstream.parallel import RankGroup
-from slipstream.parallel.replicas import GradientReduction, LossScale, MasterParameters
+from slipstream.parallel.gradients import GradientReduction, LossScale, MasterParameters
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
 from support.parallel.replica import ROWS, Replica, batch, local_loss, none_partial, world
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import slipstream
 from slipstream import Parallelism, Pipeline, Precision, Runtime, Schedule, SlipstreamError, make_mesh
+from slipstream.cost import Device, load_cluster
 from slipstream.model import causal_cross_entropy
 from slipstream.pipeline.tuning import start_plan
-from slipstream.planner.costs import Device, load_cluster
-from slipstream.profiler import link_measurement
+from slipstream.profile import link_measurement
 from support.architectures import (
     BOUND,
     build,

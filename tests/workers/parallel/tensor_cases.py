@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from slipstream import SlipstreamError
 from slipstream.model import IGNORED, LayerRange, causal_cross_entropy, find_anatomy, find_halves
 from slipstream.model.attached_code import copy_with_shared_weights
-from slipstream.model.hooks.layer_arguments import with_hidden_states
-from slipstream.model.model_cutting import keep_layers
+from slipstream.model.cutting import keep_layers
+from slipstream.model.hooks.crossing_tensors import with_hidden_states
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import vocabulary_cross_entropy
-from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
+from slipstream.pipeline.families.causal_lm_checks import check_tensor_parallel
 from support.architectures import BOUND, VOCABULARY, gradient_error
 from support.parallel.shared_models import BATCH, CONFIGS, LENGTH, Shared, batch, whole_model, whole_step
 

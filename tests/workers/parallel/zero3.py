@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from slipstream import Pipeline, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
-from slipstream.parallel.replicas import ShardedParameters
+from slipstream.parallel.zero import ShardedParameters
 from support.architectures import (
     ARCHITECTURES,
     BOUND,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream import Memory, Pipeline, Runtime
-from slipstream.profiler.live_memory import memory_meter, tensors_alive
+from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.simulator import MemoryKind, rank_memory
 from support.architectures import VOCABULARY, llama
 

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from slipstream import Pipeline, Precision, Runtime
-from slipstream.messages import StagedTransport
-from slipstream.parallel import staged_collectives
+from slipstream.comm import StagedTransport
+from slipstream.parallel import rank_group
 from slipstream.pipeline import step_runner
 
 DEVICE, TRANSPORT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
@@ -51,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not ON_GPU:
         step_runner.connect_transport = StagedTransport
-        staged_collectives._is_staged = lambda *_: True
+        rank_group._is_staged = lambda *_: True
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=4 * HIDDEN,

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import slipstream
 from slipstream import Memory, Parallelism, Pipeline, Precision, Runtime, SlipstreamError
 from slipstream.checkpoint import CheckpointFolder
-from slipstream.messages import StagedTransport
-from slipstream.messages.transport import TransportError
+from slipstream.comm import StagedTransport
+from slipstream.comm.transport import TransportError
 from slipstream.model import causal_cross_entropy
 from support import slow_copies
 from support.architectures import (

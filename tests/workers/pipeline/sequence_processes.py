@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from slipstream import Layers, Memory, Parallelism, Pipeline, Skip, make_mesh
+from slipstream.comm import HEADER_BYTES
 from slipstream.errors import SlipstreamError
-from slipstream.messages import HEADER_BYTES
 from slipstream.model import causal_cross_entropy
 from support.architectures import BOUND, gradient_error, gradients
 from support.sequences.random_layers import Mix, Unsplit, batch, build, costs

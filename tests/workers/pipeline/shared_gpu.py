@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from slipstream import Pipeline, Precision, Runtime, make_mesh
-from slipstream.messages import StagedTransport
+from slipstream.comm import StagedTransport
 from slipstream.model import causal_cross_entropy
-from slipstream.parallel import staged_collectives
+from slipstream.parallel import rank_group
 from slipstream.pipeline import step_runner
 from support.architectures import ARCHITECTURES, BOUND, LENGTH, build, no_rounding_inside, tokens
 from workers.parallel.exactness import Case, run
@@ -76,7 +76,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if DEVICE == "cpu":
         step_runner.connect_transport = StagedTransport
-        staged_collectives._is_staged = lambda *_: True
+        rank_group._is_staged = lambda *_: True
     for each in sys.argv[2:]:
         with no_rounding_inside():
             {"auto": auto, "state": state}.get(each, lambda name=each: exact(name))()

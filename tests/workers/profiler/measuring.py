@@ -8,10 +8,10 @@ import sys
 import torch
 import torch.distributed as dist
 
+from slipstream.cost import OPS
 from slipstream.parallel import Ranks, make_mesh
-from slipstream.planner.costs import OPS
-from slipstream.profiler import ProfileSettings, profile_model
-from slipstream.profiler.stage_bench import StageBench
+from slipstream.profile import ProfileSettings, profile_model
+from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 from support.architectures import llama
 

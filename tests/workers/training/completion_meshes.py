@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream import Pipeline, Runtime, make_mesh
-from slipstream.training.data import TokenisedText, sequences_of
+from slipstream.train.data import TokenisedText, sequences_of
 from support.architectures import no_rounding_inside
 from support.ragged_batches import MODELS, one_by_one
 from workers.pipeline.ragged_meshes import error

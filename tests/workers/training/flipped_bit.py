@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from slipstream.cli import main
-from slipstream.training.corruption import StateCheck
-from slipstream.training.trainer import Trainer
+from slipstream.train.corruption import StateCheck
+from slipstream.train.trainer import Trainer
 
 rank, step, what = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1)
 own_train_step, own_after_step = Trainer._train_step, StateCheck.after_step

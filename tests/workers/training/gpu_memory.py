@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.cli import main
-from slipstream.training.trainer import Trainer
+from slipstream.train.trainer import Trainer
 
 GIGABYTE = 10**9
 what, step, take = sys.argv.pop(1), 0, Trainer._train_step

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 
-from slipstream.pipeline.tuning import StartRequest
-from slipstream.planner.costs import (
+from slipstream.cost import (
     OPS,
     ActionBytes,
     AttentionWindow,
@@ -23,9 +22,10 @@ from slipstream.planner.costs import (
     choose_stages,
     part_kinds,
 )
-from slipstream.profiler.cost_cache import CostCache
-from slipstream.profiler.profile_identity import identify_hardware, identify_model, versions
-from slipstream.training.config import Config, load_config
+from slipstream.pipeline.tuning import StartRequest
+from slipstream.profile.cost_cache import CostCache
+from slipstream.profile.profile_run import identify_hardware, identify_model, versions
+from slipstream.train.config import Config, load_config
 
 UNITS = 2  # of a layer, its halves
 EMBEDDING, HEAD = 2, 3  # the kinds of parts after the halves

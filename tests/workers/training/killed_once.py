@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.cli import main
-from slipstream.training.trainer import Trainer
+from slipstream.train.trainer import Trainer
 
 at, own = int(sys.argv.pop(1)), Trainer._train_step
 is_done = Path(sys.argv[2]).with_name("killed")

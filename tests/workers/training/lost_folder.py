@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.checkpoint import CheckpointFolder
-from slipstream.training import run_results
-from slipstream.training.metrics.records import MetricsFile, SaveRecord
-from slipstream.training.ownership import FolderLock
-from slipstream.training.run_folder import RunFolder
+from slipstream.train import run_results
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.metrics.records import MetricsFile, SaveRecord
+from slipstream.train.run_folder import RunFolder
 
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.symlink", "os.truncate"}
 FILES = ("manifest.json", "rank-00000.safetensors")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import connect_ranks
-from slipstream.launch.slurm import is_task, torchrun_variables
+from slipstream.launch.local_ranks import is_task, torchrun_variables
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import sys
 import torch.distributed as dist
 
 from slipstream import Pipeline, Runtime, make_mesh
-from slipstream.training.data import sequences_of
-from slipstream.training.preferences import mean_rewards, preference_loss, reward_sums
+from slipstream.train.data import sequences_of
+from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import no_rounding_inside
 from support.preference_pairs import NAME, SECTION, expected_of_dpo, pairs
 from support.ragged_batches import MODELS

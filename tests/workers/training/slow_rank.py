@@ -10,10 +10,10 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from slipstream.cli import main
-from slipstream.training.metrics import stragglers
-from slipstream.training.trainer import Trainer
+from slipstream.train.metrics import reporter
+from slipstream.train.trainer import Trainer
 
-stragglers._STEPS = 5
+reporter._STEPS = 5
 step = 0
 compute, take = LlamaMLP.forward, Trainer._train_step
 

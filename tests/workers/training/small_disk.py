@@ -8,7 +8,7 @@ import signal
 import sys
 
 from slipstream.cli import main
-from slipstream.training import run_results
+from slipstream.train import run_results
 
 if sys.argv.pop(1) == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (32_768, resource.RLIM_INFINITY))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.parallel import MeshAxes, make_mesh
-from slipstream.training.metrics.traffic import Traffic
+from slipstream.train.metrics.reporter import Traffic
 
 HIDDEN = (2, 24, 8)  # b, T, h
 

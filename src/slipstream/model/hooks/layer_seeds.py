@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from slipstream.keyed_draws import current_draws
-from slipstream.model.hooks.shared_layers import TensorParallelLayers
 from slipstream.model.hooks.token_slice import current_slice, note_output
 
 _SECOND_HALF = 100  # the first number of the second half's parts, wherever the first half ran
@@ -79,3 +79,27 @@ class LayerSeeds:
 
 def _note_output(index: int, _layer: nn.Module, _args: object, output: object) -> None:
     note_output(f"layer {index}", output)
+
+
+class TensorParallelLayers(Protocol):
+    """The ranks that share every layer of a stage; `parallel.TensorParallel` implements it."""
+
+    sequence: bool  # whether they also split the tokens between the parts of a layer
+
+    @property
+    def rank(self) -> int: ...
+
+    def install(
+        self, model: nn.Module, enter: Callable[[], None], leave: Callable[[], None], is_first: bool = True
+    ) -> None:
+        """Installs the exchange between the ranks in the model.
+
+        `enter` is called where computing becomes different on each rank, `leave` where it is the same on all again.
+        """
+
+    def begin(self, length: int) -> None:
+        """Announces a slice of `length` tokens."""
+
+    def local_length(self, length: int) -> int:
+        """Returns how many of the slice's tokens are on this rank between the parts of a layer."""
+        ...

@@ -1,4 +1,4 @@
-"""The cache that layers are given with a token slice: it says where the slice begins, and carries their states.
+"""The cache that carries layers' states from slice to slice, their resets at documents, and slices of one token.
 
 transformers generates text in pieces, and a piece learns from the cache how many tokens came before it. Some layers
 take positions from there and not from `position_ids`: Llama 4 scales its queries by them where it has no rotary
@@ -9,22 +9,42 @@ indexer's keys are there, too.
 Others continue from what the tokens before left there: the last inputs of a convolution, or a recurrent state (Mamba 2,
 the gated delta rule). These go from slice to slice, with their gradients in the other direction. Whatever else a layer
 asks for is state that slices don't carry.
+
+Runs layers that carry a state document by document, as their state is reset where a document begins.
+
+transformers' own code keeps packed documents apart only with kernels for GPUs, so a slice is cut where a document of
+some row begins, and what carries the state runs on each part. Everything else in a layer runs on the whole slice.
+
+Lets a token that a layer computes alone take the code of several tokens, which has a gradient.
+
+One token with a past is what generating text computes, and transformers has other code for it: it changes the state in
+place, its kernels for GPUs have no backward, and where time steps have limits (Nemotron-H) it ignores them.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import Cache
 
 from slipstream.attention import KeyRanges, read_prefix
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import SliceContext, current_slice
+from slipstream.model.hooks.crossing_tensors import hidden_states
+from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, current_slice
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")  # how models and their parts call the argument
 _INDEXER = "an indexer's keys, which select blocks that a query sees (sparse attention)"
@@ -193,3 +213,160 @@ class _NoLayer:
 def refuse_state(state: str) -> NoReturn:
     """Raises SlipstreamError that says which layer carries `state` from token to token."""
     raise SlipstreamError(f"layer {current_slice().layer} carries {state} from token to token, which slices don't")
+
+
+@contextmanager
+def recorded_carriers(layers: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Collects the modules that carry states in a forward: the innermost ones that are given the cache."""
+    found: list[nn.Module] = []
+    noted: set[Hashable] = set()
+
+    def note(module: nn.Module, *_: Any) -> None:
+        if new := current_slice().changed_states - noted:
+            found.append(module)
+            noted.update(new)
+
+    with ExitStack() as hooks:
+        for module in (module for layer in layers for module in layer.modules()):
+            if not inspect.signature(module.forward).parameters.keys().isdisjoint(CACHE_NAMES):
+                hooks.enter_context(module.register_forward_hook(note))
+        yield found
+
+
+def reset_at_documents(module: nn.Module) -> None:
+    """Makes a module that carries states run document by document from now on."""
+    module.forward = partial(_by_document, module.forward)
+
+
+def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    context = current_slice()
+    begins = document_begins(context.token_slice)
+    if begins is None:
+        return forward(*args, **kwargs)
+    length = hidden_states(args, kwargs).shape[1]
+    outputs = []
+    cuts = [0, *_inner_cuts(begins), length]
+    for a, b in pairwise(cuts):
+        context.fresh_rows = begins[:, a]
+        own_args, own_kwargs = tree_map(partial(_tokens, a, b, length), (args, kwargs))
+        outputs.append(forward(*own_args, **own_kwargs))
+    context.fresh_rows = None
+    return _joined(outputs, [b - a for a, b in pairwise(cuts)])
+
+
+def _joined(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """Returns what a module returned for parts of so many tokens, each tensor of tokens for all of them.
+
+    It returns hidden states, or queries, keys and values in a tuple; what isn't of tokens stays as after the last part.
+    """
+    last = outputs[-1]
+    if isinstance(last, (tuple, list)):
+        return type(last)(_joined(items, lengths) for items in zip(*outputs, strict=True))
+    is_per_token = all(isinstance(each, Tensor) and each.dim() > 1 for each in outputs)
+    if is_per_token and [each.shape[1] for each in outputs] == [*lengths]:
+        return torch.cat([*outputs], dim=1)
+    return last
+
+
+def document_begins(tokens: TokenSlice) -> Tensor | None:
+    """Returns which tokens (b, T) begin a document; None where none does."""
+    if tokens.document_start is None:
+        return None
+    positions = torch.arange(tokens.start, tokens.end, device=tokens.document_start.device)
+    begins = tokens.document_start == positions
+    return begins if begins.any() else None
+
+
+def _inner_cuts(begins: Tensor) -> list[int]:
+    cuts: list[int] = begins.any(0).nonzero().flatten().tolist()
+    return [cut for cut in cuts if cut > 0]
+
+
+def _tokens(begin: int, end: int, length: int, value: Any) -> Any:
+    """Returns these tokens of a tensor (b, T, ...), and anything else as it is."""
+    is_per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+    return value[:, begin:end] if is_per_token else value
+
+
+_FOR_SEVERAL = {  # what transformers calls for one token -> for several, with the same arguments
+    "torch_recurrent_gated_delta_rule": "torch_chunk_gated_delta_rule",
+    "recurrent_kimi_delta_attention": "chunk_kimi_delta_attention",
+}
+_STATE_SPACE_STEP, _STATE_SPACE_SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan"
+
+
+def has_lone_tokens(tokens: TokenSlice) -> bool:
+    """Returns whether a layer that carries a state computes some token alone: in its slice, or between documents."""
+    begins = document_begins(tokens)
+    cuts = [] if begins is None else begins.any(0).nonzero().flatten().tolist()
+    places = sorted({0, *cuts, tokens.input_ids.shape[1]})
+    return any(b - a == 1 for a, b in pairwise(places))
+
+
+@contextmanager
+def as_several_tokens(context: SliceContext, layers: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Makes the layers, by their numbers, compute lone tokens as they compute several, for one forward."""
+    files = {sys.modules[type(module).__module__] for layer in layers.values() for module in layer.modules()}
+    with ExitStack() as stack:
+        for file in files:
+            for name, general in _FOR_SEVERAL.items():
+                if hasattr(file, name):
+                    stack.enter_context(patch.object(file, name, getattr(file, general)))
+            if hasattr(file, _STATE_SPACE_STEP):
+                stack.enter_context(patch.object(file, _STATE_SPACE_STEP, partial(_scan_one_token, file, layers)))
+        stack.enter_context(_AssignedStates(context))
+        yield
+
+
+def _scan_one_token(
+    file: ModuleType,
+    layers: Mapping[int, nn.Module],
+    state: Tensor,  # (b, heads, d, n)
+    hidden_states: Tensor,  # (b, heads, d)
+    dt: Tensor,  # (b, heads, d), equal along d, as are A, D and dt_bias along all but heads
+    A: Tensor,  # (heads, d, n)
+    B: Tensor,  # (b, groups, n)
+    C: Tensor,  # (b, groups, n)
+    D: Tensor,  # (heads, d)
+    *,
+    dt_bias: Tensor,  # (heads, d)
+    z: Tensor | None = None,  # (b, heads, d), of the gate
+    **_: Any,
+) -> Tensor:
+    """Computes Mamba 2's step for one token as a scan over one token (Dao & Gu 2024, section 6): (b, heads, d)."""
+    layer = layers[current_slice().layer]
+    mixer: Any = next(module for module in layer.modules() if hasattr(module, "time_step_limit"))
+    scan: Callable[..., tuple[Tensor, Tensor]] = getattr(file, _STATE_SPACE_SCAN)
+    output, after = scan(
+        hidden_states[:, None],
+        dt[:, None, :, 0],
+        A[:, 0, 0],
+        B[:, None],
+        C[:, None],
+        chunk_size=mixer.chunk_size,
+        D=D[:, 0],
+        z=None,
+        return_final_states=True,
+        dt_bias=dt_bias[:, 0],
+        dt_softplus=True,
+        initial_states=state,
+        dt_limit=mixer.time_step_limit,
+    )
+    state.copy_(after)
+    return output[:, 0] if z is None else output[:, 0] * silu(z)
+
+
+class _AssignedStates(TorchFunctionMode):
+    """Takes `state.copy_(next)` as an assignment: the graph still needs the state before."""
+
+    def __init__(self, context: SliceContext) -> None:
+        super().__init__()
+        self._context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            for call, state in self._context.states.items():
+                if args[0] is state:
+                    self._context.change_state(call, args[1])
+                    return state
+        return func(*args, **(kwargs or {}))

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.attention import ContextStore, KeyRanges
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
-from slipstream.model.hooks.mask_tables import MaskTables, NotCausalError
+from slipstream.model.hooks.masks import MaskTables, NotCausalError
 
 _Caller = TypeVar("_Caller", bound=Hashable)
 

@@ -8,22 +8,42 @@ there than under other names.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PretrainedConfig
 
 from slipstream.errors import SlipstreamError
-from slipstream.model.model_anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
-from slipstream.model.self_check.carried_state import TOLERANCE, check_carried_state, refusal
-from slipstream.model.self_check.causality import check_causal
-from slipstream.model.self_check.toy_runs import INPUT, TokenCuts, cut_in_two, run_sliced, run_whole
-from slipstream.model.toy.toy_comparison import full_precision, relative_errors
-from slipstream.model.toy.toy_model import TOY_LENGTH, perturb_parameters, reference_model, toy_config, toy_tokens
-from slipstream.model.toy.toy_sizes import TokenNumber, shrink_number, token_numbers
+from slipstream.model.anatomy import ModelAnatomy, anatomy_of_size, find_anatomy
+from slipstream.model.config import check_is_causal_lm
+from slipstream.model.self_check.toy_runs import (
+    INPUT,
+    TOLERANCE,
+    TokenCuts,
+    check_carried_state,
+    cut_in_two,
+    refusal,
+    run_sliced,
+    run_whole,
+)
+from slipstream.model.toy import (
+    TOY_LENGTH,
+    full_precision,
+    perturb_parameters,
+    reference_model,
+    relative_errors,
+    toy_config,
+    toy_model,
+    toy_tokens,
+)
+from slipstream.model.toy_sizes import TokenNumber, shrink_number, token_numbers
 
 _WHOLE = (0, TOY_LENGTH)
 _SLICINGS = (  # unequal slices; the first ends below every threshold of the toy
@@ -193,3 +213,72 @@ def _largest_error(difference: str, errors: Mapping[str, float]) -> float:
             hint = ": its positions do not follow position_ids" if name == INPUT else ""
             raise SlipstreamError(f"{difference.format(name)} by {error:.1e}{hint}")
     return max(errors.values())
+
+
+_TOLERANCE = 1e-5  # sums that a model forms in float32 differ by up to 1e-6
+_LAST = 8  # tokens that are exchanged
+
+
+def check_causal(config: PretrainedConfig) -> None:
+    """Raises SlipstreamError where the architecture is no causal LM, or a toy of it isn't. Not collective.
+
+    What keeps a toy from running is others' to say.
+    """
+    check_is_causal_lm(config)
+    try:
+        with torch.no_grad(), full_precision():
+            difference = _difference(config)
+    except Exception:  # the model's own code
+        return
+    if difference > _TOLERANCE:
+        decoder = getattr(config, "is_decoder", None) is False
+        hint = "Set is_decoder=True in its configuration to train it as a causal LM" if decoder else "Give a causal LM"
+        raise SlipstreamError(
+            f"model_type {config.model_type!r} isn't causal: its logits of a token depend on later tokens, as an "
+            f"encoder's do, so that no token slice is ever complete. {hint}."
+        )
+
+
+def _difference(config: PretrainedConfig) -> float:
+    """Returns by how much the logits of a toy's first tokens change with its last ones, relative to the largest."""
+    model, tokens = toy_model(config), toy_tokens(config)
+    others = torch.cat([tokens[:, :-_LAST], tokens[:, -_LAST:].roll(1, dims=0)], dim=1)
+    first, second = (model(input_ids=each, use_cache=False).logits[:, :-_LAST] for each in (tokens, others))
+    return float((first - second).abs().max() / first.abs().max())
+
+
+class LabelLoss(Enum):
+    """What transformers' mean loss is, as far as a toy shows."""
+
+    NEXT = "the label of the next token"  # what slipstream computes
+    SAME = "the label at the same place"  # labels that the caller has shifted: BART, Marian, Whisper
+    OTHER = "something else"
+    NONE = "nothing"  # it takes no labels, or fails with them
+
+
+def find_label_loss(config: PretrainedConfig) -> LabelLoss:
+    """Returns what the architecture's own loss is, by running a toy of it. Raises no error of the model's code."""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), full_precision():
+            return _find(config)
+    except Exception:  # the model's own code
+        return LabelLoss.NONE
+
+
+def _find(config: PretrainedConfig) -> LabelLoss:
+    model = toy_model(config)
+    if "labels" not in inspect.signature(type(model).forward).parameters:
+        return LabelLoss.NONE
+    perturb_parameters(model)
+    tokens = toy_tokens(config)  # (b, T)
+    output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    candidates = {
+        LabelLoss.NEXT: _mean(output.logits[:, :-1], tokens[:, 1:]),
+        LabelLoss.SAME: _mean(output.logits, tokens),
+    }
+    found = (kind for kind, each in candidates.items() if abs(each - output.loss) < _TOLERANCE * each)
+    return next(found, LabelLoss.OTHER)
+
+
+def _mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1).double(), labels.flatten())

@@ -29,18 +29,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
+from slipstream.model.anatomy import ModelAnatomy
 from slipstream.model.attached_code import HOOKS, copy_modules, copy_with_shared_weights, global_values
 from slipstream.model.causal_lm_stage import CausalLMStage
+from slipstream.model.cutting import PassThrough
 from slipstream.model.given_model import Change, GivenModel
-from slipstream.model.hooks.attention_interface import use_attention
-from slipstream.model.hooks.layer_arguments import first_output, hidden_states, with_hidden_states
+from slipstream.model.hooks.attention import use_attention
+from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.token_slice import TokenSlice
 from slipstream.model.layer_range import LayerRange
-from slipstream.model.model_anatomy import ModelAnatomy
-from slipstream.model.model_cutting import PassThrough
-from slipstream.model.self_check.carried_state import TOLERANCE
-from slipstream.model.self_check.toy_runs import TokenCuts, run_sliced, run_whole
-from slipstream.model.toy.toy_comparison import full_precision, relative_errors
+from slipstream.model.self_check.toy_runs import TOLERANCE, TokenCuts, run_sliced, run_whole
+from slipstream.model.toy import full_precision, relative_errors
 
 _SECONDS = 10.0  # for everything that is tried, of this thread: others may keep the machine busy
 _TOKENS = 12

@@ -5,26 +5,45 @@ of the Python code of every layer. What a graph reads of a new step is copied to
 of the loss, and an action's inputs; what draws random numbers is seeded. All graphs of a rank have one pool of memory
 and are replayed in the order in which they were recorded, so the memory that an action frees serves the ones after it,
 as it does without graphs.
+
+Lets CUDA graphs draw random numbers: those that an eager step of the same seed draws.
+
+A kernel that is recorded reads the seed of its generator from memory that a replay fills with the generator's seed of
+that moment. So each place of an action that seeds, such as a layer or a tile of an attention with dropout, gets a
+generator of its own while the action is recorded, and a replay first seeds these for its step. Layers draw from the
+device's default generator, which no code of theirs names: at each place it is given the state of the place's generator.
+
+Moves what a recorded step has saved to the host and back, between the same addresses in every replay.
+
+Each copy is recorded like an action, in its place among them: an OFFLOAD's reads what its F left in the memory of the
+graphs, a RELOAD's fills memory of theirs that nothing else has until the backward. Replayed copies run alongside the
+actions, in their order, each after the actions before it. An action waits for those whose memory it may touch:
+
+    F0  OFFLOAD0  F1        F2           ...  RELOAD0  B2  B1  B0
+        copy out .........  waits: its                 copy in  waits: it reads
+        of F0's memory      memory is free             ......   what came in
+
+So an OFFLOAD's memory is freed an action later than the schedule says, or the copy would have none to run alongside;
+`slipstream.simulator.memory_of` counts it with `frees_late`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slipstream.keyed_draws import PlaceSeed
+from slipstream.keyed_draws import EagerDraws, PlaceSeed, drawing
 from slipstream.model import Tensors
 from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution.graph_draws import GraphDraws
-from slipstream.pipeline.execution.recorded_moves import CopyLane, RecordedMoves, StreamLane
-from slipstream.pipeline.execution.step_state import StepState
+from slipstream.pipeline.execution.step_state import SliceKey, StepState
 from slipstream.schedule import Action
 
 Computation = Callable[[Tensors], Tensors]
@@ -180,3 +199,248 @@ def _copied(batch: SplitBatch) -> SplitBatch:
 def _tensors_of(batch: SplitBatch) -> Sequence[Tensor]:
     of_slices = (each.tensors for each in chain.from_iterable(batch.slices))
     return *chain.from_iterable(of_slices), *chain.from_iterable(batch.targets)
+
+
+class CountedDraws(EagerDraws):
+    """Seeds at once, counts how often, and finds whether code draws on the host, which no graph repeats."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_seeds = 0
+        self.are_on_host = False
+        self._watches_host = device.type != "cpu"
+        self._seeded: Tensor | None = None  # the host's state after the last seed
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """See `Draws`."""
+        with super().forked():
+            try:
+                yield
+            finally:
+                self._look()
+                self._seeded = None
+
+    def seed(self, seed: PlaceSeed) -> None:
+        """See `Draws`."""
+        self.num_seeds += 1
+        self._look()
+        super().seed(seed)
+        self._seeded = torch.get_rng_state() if self._watches_host else None
+
+    def generator(self, device: torch.device, seed: PlaceSeed) -> torch.Generator:
+        """See `Draws`."""
+        self.num_seeds += 1
+        return super().generator(device, seed)
+
+    def _look(self) -> None:
+        if self._seeded is not None and not torch.equal(self._seeded, torch.get_rng_state()):
+            self.are_on_host = True
+
+
+class GraphDraws:
+    """Draws from a generator for each place of a graph. The generators serve all graphs, which run one after another.
+
+    The generators of a graph are named before it is recorded, so how many it takes must be known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generators: list[torch.Generator] = []
+        self._seeds: list[PlaceSeed] = []  # of the graph that is being recorded, by generator
+        self._num_seeds = 0  # of the same when it is complete
+
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph, num_seeds: int) -> Iterator[Sequence[PlaceSeed]]:
+        """Surrounds the recording of a graph; yields what will be its seeds, for `prepare`."""
+        self._generators += [torch.Generator(self._device) for _ in range(num_seeds - len(self._generators))]
+        for generator in self._generators[:num_seeds]:
+            graph.register_generator_state(generator)
+        self._seeds, self._num_seeds = [], num_seeds
+        # which the recording takes part in: where it fails, no eager step can draw from that state any more
+        default, outside = self._default, self._default.clone_state()
+        try:
+            with drawing(self):
+                yield self._seeds
+        except BaseException:
+            default.graphsafe_set_state(outside)
+            raise
+
+    def prepare(self, seeds: Sequence[PlaceSeed], step_seed: int) -> None:
+        """Seeds the places of a graph for its next replay."""
+        for generator, seed in zip(self._generators, seeds, strict=False):
+            generator.manual_seed(seed.in_step(step_seed).number)
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """See `Draws`."""
+        default, outside = self._default, self._default.graphsafe_get_state()
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(outside)
+
+    def seed(self, seed: PlaceSeed) -> None:
+        """See `Draws`."""
+        self._default.graphsafe_set_state(self._next(seed))
+
+    def generator(self, _: torch.device, seed: PlaceSeed) -> torch.Generator:
+        """See `Draws`."""
+        return self._next(seed)
+
+    @property
+    def _default(self) -> torch.Generator:
+        found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        return found
+
+    def _next(self, seed: PlaceSeed) -> torch.Generator:
+        if len(self._seeds) == self._num_seeds:
+            raise RuntimeError("an action seeds random numbers more often than in the step before")
+        self._seeds.append(seed)
+        return self._generators[len(self._seeds) - 1]
+
+
+_Recorded = Callable[[], None]  # a copy
+
+
+class CopyLane(Protocol):
+    """Runs copies alongside the actions, in order, each after the actions that were started before it."""
+
+    def start(self, copy: Callable[[], None]) -> Any:
+        """Starts a copy; returns what `wait` takes."""
+
+    def wait(self, copy: Any) -> None:
+        """Lets the actions from now on begin when a copy is done."""
+
+
+class StreamLane:
+    """A stream for copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, copy: Callable[[], None]) -> torch.cuda.Event:
+        """See `CopyLane`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+        done: torch.cuda.Event = self._stream.record_event()
+        return done
+
+    def wait(self, copy: torch.cuda.Event) -> None:
+        """See `CopyLane`."""
+        torch.cuda.current_stream(self._device).wait_event(copy)
+
+
+class RecordedMoves:
+    """The copies of one rank's step: recorded when they are first asked for, and replayed from then on."""
+
+    def __init__(self, record: Callable[[Callable[[], None]], _Recorded], lane: CopyLane, device: torch.device) -> None:
+        self._record, self._lane, self._device = record, lane, device
+        self._outward: dict[SliceKey, _Recorded] = {}
+        self._inward: dict[SliceKey, _Recorded] = {}
+        self._on_host: dict[SliceKey, list[Tensor]] = {}  # where the copies of offloaded blocks lie
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # memory of the host, by its size
+        self._held: list[tuple[SliceKey, list[Tensor]]] = []  # blocks whose copy begins before the next action
+        self._ending: list[tuple[SliceKey, list[Tensor]]] = []  # that began before the last one
+        self._ends: dict[Action, list[SliceKey]] = {}  # the copies for which an action waits
+        self._leaving: dict[SliceKey, Any] = {}  # by the lane
+        self._arriving: dict[SliceKey, Any] = {}  # likewise
+
+    def begin(self) -> None:
+        """Begins a step: after copies of one that failed, whose memory its actions may take."""
+        for copy in (*self._leaving.values(), *self._arriving.values()):
+            self._lane.wait(copy)
+        self._leaving, self._arriving = {}, {}
+
+    def before(self, action: Action) -> None:
+        """Frees the memory of blocks whose copies had an action's time, so that this action may take it."""
+        if action not in self._ends:
+            self._ends[action] = [key for key, _ in self._ending]
+            self._ending, self._held = self._held, []
+        for key in self._ends[action]:
+            if key in self._leaving:
+                self._lane.wait(self._leaving.pop(key))
+
+    def offload(self, key: SliceKey, take_out: Callable[[], list[Tensor]]) -> None:
+        """See `BlockMoves`."""
+        if key in self._outward:
+            self._leaving[key] = self._lane.start(self._outward[key])
+            return
+        blocks = take_out()
+        self._on_host[key] = hosts = [self._host_memory(block.numel()) for block in blocks]
+        self._outward[key] = self._record(partial(_copy, hosts, blocks)) if blocks else _nothing
+        self._held.append((key, blocks))
+
+    def reload(self, key: SliceKey, put_back: Callable[[list[Tensor]], None]) -> None:
+        """See `BlockMoves`."""
+        if key in self._inward:
+            self._arriving[key] = self._lane.start(self._inward[key])
+            return
+        hosts, blocks = self._on_host.pop(key), list[Tensor]()
+        self._inward[key] = self._record(partial(self._bring, hosts, blocks)) if hosts else _nothing
+        for host in hosts:
+            self._free[host.numel()].append(host)  # for later copies, which run after this one
+        put_back(blocks)
+
+    def await_reload(self, key: SliceKey) -> None:
+        """See `BlockMoves`."""
+        if key in self._arriving:
+            self._lane.wait(self._arriving.pop(key))
+
+    def _bring(self, hosts: Sequence[Tensor], blocks: list[Tensor]) -> None:
+        """Copies to memory of the graphs, to which `blocks` will refer."""
+        blocks += [torch.empty(host.numel(), dtype=torch.uint8, device=self._device) for host in hosts]
+        _copy(blocks, hosts)
+
+    def _host_memory(self, size: int) -> Tensor:
+        if self._free[size]:
+            return self._free[size].pop()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _nothing() -> None:
+    """Copies nothing."""
+
+
+class FixedGradients:
+    """Keeps gradients at fixed addresses, where graphs add to them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._trained: set[int] = set()  # the identities of parameters that get gradients
+        self._buffers: dict[int, Tensor] = {}  # by identity
+        self._addresses: set[int] = set()  # of their storages
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor lies where the next step writes."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+    def note(self) -> None:
+        """Notes which parameters have gradients now; call it before they are reduced."""
+        self._trained |= {id(parameter) for parameter in self._parameters if parameter.grad is not None}
+
+    def begin(self) -> None:
+        """Puts the gradients of earlier steps, or zeros, where they are added to."""
+        for parameter in self._parameters:
+            if id(parameter) in self._trained:
+                parameter.grad = self._filled(parameter)
+
+    def _filled(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the parameter's buffer, with its gradient."""
+        gradient, buffer = parameter.grad, self._buffers.get(id(parameter))
+        if buffer is None:
+            wide = parameter.grad_dtype or parameter.dtype
+            buffer = torch.zeros_like(parameter, dtype=wide, requires_grad=False) if gradient is None else gradient
+            self._buffers[id(parameter)] = buffer
+            self._addresses.add(buffer.untyped_storage().data_ptr())
+        elif gradient is None:
+            buffer.zero_()
+        elif gradient is not buffer:
+            buffer.copy_(gradient)
+        return buffer

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.messages import Message, Transport, TransportError
+from slipstream.comm import Message, Transport, TransportError
 from slipstream.model import Tensors, copied_from_messages
+from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import note_output
-from slipstream.model.saving import RecomputePolicy, defer_weight_gradients
-from slipstream.pipeline.batch import SplitBatch
+from slipstream.model.weight_gradients import defer_weight_gradients
+from slipstream.pipeline.batch import SplitBatch, Stage
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation, run_eagerly
 from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.saved_activations import BlockMoves, SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
-from slipstream.pipeline.execution.stage_messages import StageMessages
+from slipstream.pipeline.execution.stage_messages import StageMessages, Stopwatch
 from slipstream.pipeline.execution.step_state import (
     Observer,
     StepState,
@@ -30,8 +32,6 @@ from slipstream.pipeline.execution.step_state import (
     roots_of,
     with_zeros,
 )
-from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, awaited_send, report_wait
 from slipstream.timeline import Span
 from slipstream.watchdog import board, note_order
@@ -283,3 +283,28 @@ class Executor:
 
     def _reduce(self, action: Action) -> None:
         self._reduce_gradients(action.stage)
+
+
+class RankStep(NamedTuple):
+    """How a rank runs a step: by default eagerly, from an empty state."""
+
+    run: ActionRunner = run_eagerly
+    state: StepState | None = None
+    moves: BlockMoves | None = None
+
+
+def run_together(
+    executors: Sequence[Executor], schedule: Schedule, batch: SplitBatch, steps: Sequence[RankStep] | None = None
+) -> None:
+    """Runs the ranks of this process alternately, each as far as it gets: one, or all of a pipeline."""
+    pairs = zip(executors, steps or [RankStep()] * len(executors), strict=True)
+    with ExitStack() as stack:
+        rows = [stack.enter_context(closing(executor.start(schedule, batch, *step))) for executor, step in pairs]
+        awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
+        while awaiting:
+            before = dict(awaiting)
+            awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
+            if awaiting == before:
+                waiting = [action for action in awaiting.values() if action is not None]
+                reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]
+                raise RuntimeError("\n".join(["no rank can continue:", *reports]))

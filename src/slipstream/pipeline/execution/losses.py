@@ -5,16 +5,20 @@ Or, in an evaluation, what is kept of every slice instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import Tensors
+from slipstream.keyed_draws import kept_random_states
+from slipstream.model import IGNORED, Tensors
+from slipstream.pipeline.batch import SplitBatch, counted
 from slipstream.pipeline.execution.step_state import SliceKey, StepState
-from slipstream.pipeline.pipeline_options import LossFunction, SequenceLoss
+from slipstream.pipeline.pipeline_options import PAIR, LossFunction, SequenceLoss
 
 TokenOutputs = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T, ...)
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), zero where none counts
@@ -122,3 +126,240 @@ class KeptOutputs:
 
 
 Losses = SliceLosses | SequenceLosses | KeptOutputs
+
+
+_MOST_NUMBERS = 2**20  # in the outputs that a loss function is tried on; of larger ones it is tried on these:
+_MOST_TOKENS, _MOST_ROWS = 16, 4
+_DIMENSIONS = {0: "rows", 1: "tokens"}
+_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-3}  # of relative differences; of other dtypes 0.05
+
+
+@dataclass(frozen=True)
+class OutputForms:
+    """The shapes and dtypes of the last layer's outputs, and which dim of each has the tokens that slices cut."""
+
+    shapes: Sequence[Sequence[int]]
+    dtypes: Sequence[torch.dtype]
+    token_dims: Sequence[int | None]
+    is_tuple: bool = False
+
+
+class GivenLosses(SliceLosses):
+    """The losses of a function of the user's, which is tried before anything runs.
+
+    A count of integers is the number of targets. One of floating-point numbers is a divisor of the function's own, such
+    as the sum of the weights of classes; it is known only once all parts have run.
+    """
+
+    def __init__(self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False) -> None:
+        super().__init__(function)
+        self.says_divisor = False  # in some call so far
+        self._has_replicas, self._adds_router_loss = num_replicas > 1, adds_router_loss
+        self._tried: set[object] = set()
+
+    def compute(self, outputs: Any, state: StepState, key: SliceKey) -> Tensors:
+        """Returns (sum, count). Raises SlipstreamError where the function returns something else."""
+        _, m, i = key
+        total, count = _pair_of(self.function(outputs, state.batch.targets[m][i]))
+        self.says_divisor |= count.is_floating_point()
+        return total, count
+
+    def try_on(self, batch: SplitBatch, forms_of: Callable[[Any, Tensor], OutputForms], has_backward: bool) -> None:
+        """Tries the function on targets of a batch and made-up outputs, unless it was on a batch that is cut alike.
+
+        Raises SlipstreamError where it returns no sum and number or a sum without a gradient, counts something else, or
+        can't be added up over the rows or tokens that are cut: where the sum, the number or the gradients of two pieces
+        that are joined aren't those of each. Not of functions that fail on made-up outputs, nor of those that return
+        something else in a second call.
+        """
+        cut = [1] if any(len(slices) > 1 for slices in batch.slices) else []
+        cut += [0] if len(batch.slices) > 1 or self._has_replicas else []
+        key = *cut, has_backward
+        if key in self._tried:
+            return
+        pairs = (pair for pieces in zip(batch.slices, batch.targets, strict=True) for pair in zip(*pieces, strict=True))
+        piece, targets = next((pair for pair in pairs if counted(pair[1])), (None, None))
+        if targets is None:
+            return
+        self._tried.add(key)
+        trial = _Trial(self.function, forms_of(piece, targets), targets, cut)
+        with kept_random_states():
+            torch.manual_seed(0)
+            for draw in _DRAWS:
+                if trial.runs_on(draw):
+                    trial.check(has_backward, self._adds_router_loss)
+                    break
+
+
+class _Values(NamedTuple):
+    total: float
+    number: float  # the count
+    is_divisor: bool
+    gradients: list[Tensor]  # of outputs; none: the sum has no graph
+
+
+class _Trial:
+    """What a loss function returns of made-up outputs, and of these joined with others."""
+
+    def __init__(self, function: LossFunction, forms: OutputForms, targets: Tensor, cut: Sequence[int]) -> None:
+        self._function, self._forms, self._targets, self._cut = function, forms, targets, cut
+        self._shapes = [[*shape] for shape in forms.shapes]
+        has_rows = all(shape[:1] == [*targets.shape[:1]] for shape in self._shapes)
+        self._dims = {0: [0] * len(self._shapes)} if has_rows and targets.dim() else {}
+        if targets.dim() > 1 and None not in forms.token_dims:
+            self._dims[1] = [dim for dim in forms.token_dims if dim is not None]
+        self._bound = _BOUNDS.get(forms.dtypes[0], 0.05)
+        self._is_narrow = sum(map(math.prod, self._shapes)) > _MOST_NUMBERS
+        if self._is_narrow:
+            self._narrow()
+
+    def _narrow(self) -> None:
+        """Takes a few rows and tokens alone, from the first target that counts."""
+        for dim, most in ((0, _MOST_ROWS), (1, _MOST_TOKENS)):
+            if dim in self._dims:
+                is_number = self._targets.is_floating_point()
+                number = 0 if is_number else int((self._targets != IGNORED).nonzero()[0, dim])
+                self._targets = self._targets.narrow(dim, number, min(most, self._targets.shape[dim] - number))
+                for shape, place in zip(self._shapes, self._dims[dim], strict=True):
+                    shape[place] = self._targets.shape[dim]
+
+    def runs_on(self, draw: Callable[[Sequence[int]], Tensor]) -> bool:
+        """Returns whether the function gives numbers of outputs that are drawn so. Raises SlipstreamError where it
+        returns no loss."""
+        self._outputs, self._others = self._drawn(draw), self._drawn(draw)
+        try:
+            self._first = self._values(self._outputs, self._targets)
+        except SlipstreamError:
+            raise
+        except Exception:  # a user's function may do anything with made-up outputs
+            return False
+        return math.isfinite(self._first.total)
+
+    def check(self, has_backward: bool, adds_router_loss: bool) -> None:
+        """Raises SlipstreamError for what the values show that can't be right."""
+        first, expected = self._first, counted(self._targets)
+        if first.is_divisor and not math.isfinite(first.number):
+            raise SlipstreamError(no_divisor(first.number))
+        if first.number != expected and first.is_divisor and adds_router_loss:
+            raise SlipstreamError(
+                "router_loss with a loss_fn that says its own divisor: routers' losses are weighed by numbers of "
+                "tokens. Leave router_loss out, or count targets."
+            )
+        if first.number != expected and not first.is_divisor and (self._cut or not self._is_narrow):
+            raise SlipstreamError(miscounted(int(first.number), expected))
+        if has_backward and not first.gradients:
+            raise SlipstreamError(
+                "the sum that loss_fn returns has no gradient: compute it from the outputs by torch, without detach(), "
+                f"item() or no_grad(). {PAIR}"
+            )
+        try:
+            if self._values(self._outputs, self._targets)[:2] == first[:2]:
+                self._compare()
+        except SlipstreamError:
+            raise
+        except Exception:  # of a function that takes no other shapes
+            return
+
+    def _compare(self) -> None:
+        """Compares the values of two pieces with those of both joined, and of one twice."""
+        first, second = self._first, self._values(self._others, self._targets)
+        for dim in [dim for dim in self._cut if dim in self._dims]:
+            joined, parts = self._joined(self._others, dim), _DIMENSIONS[dim]
+            rule = f"it must be a sum over {parts}, as every part of a batch has its own. {PAIR}"
+            sums = "sum", first.total, second.total, joined.total
+            for name, one, two, both in (sums, ("count", first.number, second.number, joined.number)):
+                if not abs(both - one - two) <= self._bound * (abs(one) + abs(two)):
+                    raise SlipstreamError(
+                        f"the {name} that loss_fn returns is {one:.6g} of some {parts}, {two:.6g} of others, and "
+                        f"{both:.6g} of both together: {rule}"
+                    )
+            for *pair, whole, place in zip(
+                first.gradients, second.gradients, joined.gradients, self._dims[dim], strict=False
+            ):
+                apart = torch.cat(pair, place)
+                if apart.numel() and not (whole - apart).abs().max() <= self._bound * apart.abs().max():
+                    raise SlipstreamError(
+                        f"the gradients of the sum that loss_fn returns are others for some {parts} alone than beside "
+                        f"others: {rule}"
+                    )
+        if 0 in self._dims and first.total:
+            twice = self._joined(self._outputs, 0)
+            is_mean = abs(twice.total - first.total) <= self._bound * abs(first.total)
+            if is_mean and twice.number > 1.5 * first.number > 0:
+                raise SlipstreamError(
+                    f"the sum that loss_fn returns is {first.total:.6g} of some rows, and the same of all of them "
+                    f"twice: it is a mean, which would be divided by the count once more. {PAIR}"
+                )
+
+    def _drawn(self, draw: Callable[[Sequence[int]], Tensor]) -> Tensors:
+        drawn = zip(map(draw, self._shapes), self._forms.dtypes, strict=True)
+        device = self._targets.device
+        return tuple(
+            (t if dtype.is_floating_point or dtype.is_complex else t > 0).to(device, dtype) for t, dtype in drawn
+        )
+
+    def _values(self, outputs: Tensors, targets: Tensor) -> _Values:
+        leaves = [each.clone().requires_grad_(each.is_floating_point() or each.is_complex()) for each in outputs]
+        with torch.enable_grad():
+            given = tuple(leaf.clone() for leaf in leaves)  # which it may change in place
+            total, count = _pair_of(self._function(given if self._forms.is_tuple else given[0], targets))
+            gradients: list[Tensor] = []
+            if total.requires_grad:
+                wanted = [
+                    leaf if leaf.requires_grad else torch.zeros_like(total, requires_grad=True) for leaf in leaves
+                ]
+                gradients += torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        return _Values(float(total.detach()), float(count), count.is_floating_point(), gradients)
+
+    def _joined(self, others: Tensors, dim: int) -> _Values:
+        """Returns the values of the first outputs beside others of the same targets."""
+        places = self._dims[dim]
+        outputs = tuple(torch.cat(pair, place) for *pair, place in zip(self._outputs, others, places, strict=True))
+        return self._values(outputs, torch.cat([self._targets] * 2, dim))
+
+
+_DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # logits, or what else a loss function may want
+    torch.randn,
+    lambda shape: torch.rand(shape) * 0.9 + 0.05,
+    lambda shape: torch.randn(shape).softmax(-1),
+    lambda shape: torch.randn(shape).softmax(1 if len(shape) > 1 else 0),
+)
+
+
+def miscounted(count: int, expected: int) -> str:
+    """Returns what is said of a count that isn't the number of targets."""
+    return (
+        f"loss_fn counted {count} tokens, but {expected} targets are not -100. Its second value must be that number "
+        "(of float targets, that of the rows): gradients are divided by it before the loss is known. A divisor of the "
+        "function's own, such as a sum of weights, is a floating-point number."
+    )
+
+
+def no_divisor(count: float) -> str:
+    """Returns what is said of a divisor that none can be."""
+    return (
+        f"loss_fn's second values add up to {count}, by which the loss of the whole batch is divided: they must add up "
+        "to a positive number, as where the weight of some target isn't zero."
+    )
+
+
+def _pair_of(returned: Any) -> tuple[Tensor, Tensor]:
+    """Returns the sum and the count of a loss function. Raises SlipstreamError where that isn't what it returned."""
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        raise SlipstreamError(f"loss_fn returned {_described(returned)}. {PAIR}")
+    total, count = returned
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        raise SlipstreamError(f"the first value of loss_fn is {_described(total)}, not a sum, (). {PAIR}")
+    if not isinstance(count, (Tensor, int, float)) or (isinstance(count, Tensor) and count.numel() != 1):
+        raise SlipstreamError(f"the second value of loss_fn is {_described(count)}, not one number. {PAIR}")
+    count = torch.as_tensor(count, device=total.device)
+    if count.dtype in (torch.float16, torch.bfloat16):
+        raise SlipstreamError(
+            f"the second value of loss_fn is of {count.dtype}, too coarse to divide by: count in integers, or weights "
+            "in float32."
+        )
+    return total.squeeze() if total.dim() else total, count.detach().squeeze()
+
+
+def _described(value: object) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.model import Tensors, model_storages, storage_ids
-from slipstream.model.saving import RecomputePolicy, SavedTensors, SliceReplay
-from slipstream.pipeline.execution.host_memory import OffloadedBlocks, host_memory_of
-from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
-from slipstream.pipeline.stage import Stage
+from slipstream.model.autograd_memory import RecomputePolicy, SavedTensors, SliceReplay
+from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.execution.step_state import OffloadedBlocks, SliceKey, StepState, host_memory_of, key_of
 from slipstream.schedule import Action, Op, Schedule
 
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.messages import SkipSend, Transport, VocabularyMessages
+from slipstream.comm import SkipSend, Transport, VocabularyMessages
 from slipstream.model import CausalLMStage, TensorSpec
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, TiedRows, combine
+from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.execution.stage_messages import Stopwatch
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
-from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.stage import Stage
 from slipstream.schedule import BACKWARDS, Action, Op, Schedule
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from slipstream.messages import Message, SkipMessages, Transport
+import torch
+
+from slipstream.comm import Message, SkipMessages, Transport
 from slipstream.model import Tensors, TensorSpec
+from slipstream.pipeline.batch import Stage
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
-from slipstream.pipeline.execution.stopwatch import Stopwatch
-from slipstream.pipeline.stage import Stage
 from slipstream.schedule import Action, Op, Schedule, awaited_send, channel
+from slipstream.timeline import Span
 
 
 class StageMessages:
@@ -110,3 +113,39 @@ def _specs(
     if inwards and 0 < g == schedule.num_frozen_stages:  # nobody below needs their gradients
         specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
     return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
+
+
+_Mark = float | torch.cuda.Event
+
+
+class Stopwatch:
+    """Collects marks in order; CUDA events are read only when the step is over."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[Action, _Mark, _Mark]] = []
+        self._origin: tuple[float, _Mark] = time.perf_counter(), self.mark()
+
+    def mark(self) -> _Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def record(self, action: Action, began: _Mark) -> None:
+        """Records that the action which began at a mark ends now."""
+        self._marks.append((action, began, self.mark()))
+
+    def spans(self) -> list[Span]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return [Span(self._rank, action, self._seconds(a), self._seconds(b)) for action, a, b in self._marks]
+
+    def _seconds(self, mark: _Mark) -> float:
+        began, origin = self._origin
+        if isinstance(mark, float):
+            return mark
+        assert not isinstance(origin, float)
+        return began + float(origin.elapsed_time(mark)) / 1e3

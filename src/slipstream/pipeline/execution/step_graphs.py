@@ -9,24 +9,22 @@ from contextlib import contextmanager
 
 import torch
 
+from slipstream.comm import MadeUpTransport, Transport
 from slipstream.keyed_draws import drawing
-from slipstream.messages import MadeUpTransport, Transport
 from slipstream.model import CausalLMStage, Tensors
-from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.batch import SplitBatch, Stage
 from slipstream.pipeline.execution.action_graphs import (
     ActionRunner,
     Computation,
+    CountedDraws,
     CUDAGraphs,
+    FixedGradients,
     RecordedStep,
     Recorder,
     run_eagerly,
     signature,
 )
-from slipstream.pipeline.execution.executor import Executor
-from slipstream.pipeline.execution.fixed_gradients import FixedGradients
-from slipstream.pipeline.execution.graph_draws import CountedDraws
-from slipstream.pipeline.execution.run_ranks import RankStep
-from slipstream.pipeline.stage import Stage
+from slipstream.pipeline.execution.executor import Executor, RankStep
 from slipstream.schedule import Action, Schedule
 from slipstream.watchdog import counted_off
 

@@ -27,42 +27,38 @@ from slipstream.model import (
     meta_model,
     token_cross_entropy,
 )
-from slipstream.model.adapters import (
-    check_parallel,
-)
+from slipstream.model.adapters import check_parallel
 from slipstream.model.attached_code import separate_modules
 from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks
-from slipstream.parallel.tensor import (
-    TensorParallel,
-    vocabulary_cross_entropy,
-    vocabulary_token_losses,
-)
+from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
-from slipstream.pipeline.execution.given_losses import GivenLosses, OutputForms
-from slipstream.pipeline.execution.losses import Losses, SequenceLosses, SliceLosses
-from slipstream.pipeline.families.causal_lm_layout import plan_layout
-from slipstream.pipeline.families.causal_lm_weights import load_layers, plan_shares, spread_heads
-from slipstream.pipeline.families.changed_model import ChangedModel
-from slipstream.pipeline.families.planned_vocabulary import planned_vocabulary
-from slipstream.pipeline.families.router_loss import find_router_loss
+from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SequenceLosses, SliceLosses
+from slipstream.pipeline.families.causal_lm_checks import ChangedModel, check_tensor_parallel
+from slipstream.pipeline.families.causal_lm_layout import (
+    find_router_loss,
+    load_layers,
+    plan_layout,
+    plan_shares,
+    planned_vocabulary,
+    spread_heads,
+)
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.families.tensor_parallel_check import check_tensor_parallel
-from slipstream.pipeline.families.weighed_model import WeighedModel
-from slipstream.pipeline.families.weighed_rates import weighed_rates
+from slipstream.pipeline.families.weighed_model import WeighedModel, weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
-from slipstream.pipeline.sequences import Sequences, consecutive_groups
-from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
-from slipstream.pipeline.weights import WeightSource
-from slipstream.pipeline.whole_sequences import (
+from slipstream.pipeline.sequences import (
+    Sequences,
     check_groups,
     check_sequences,
+    consecutive_groups,
     grouped_lengths,
     ungrouped,
     with_sequences,
 )
+from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
+from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch

@@ -5,10 +5,11 @@ The user says which layers each stage owns, or they are balanced by the weights 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
@@ -19,13 +20,24 @@ from slipstream.model import (
     LayerRange,
     ModelAnatomy,
     ModelEnd,
+    StagePart,
     are_allowed_layer_counts,
+    check_router_loss,
     find_halves,
+    fuse_kernels,
+    meta_model,
 )
-from slipstream.model.saving import RecomputePolicy
+from slipstream.model.adapters import Adapter, adapted_model, is_wrapper
+from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model.hooks import RouterLoss
+from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, TiedRows, find_spreadable_head
+from slipstream.parallel import part_bounds
+from slipstream.parallel.tensor import TensorPlan, adapted_plan, find_tensor_plan
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.families.weighed_model import WeighedModel
-from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
+from slipstream.pipeline.weights import WeightSource
+from slipstream.planner.joint import Vocabulary
 from slipstream.planner.partition import partition_layers
 from slipstream.schedule import AUTOMATIC, Schedule
 
@@ -177,3 +189,92 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
     return max(
         sum(cost for cost, owner in zip(stages, placement, strict=True) if owner == rank) for rank in set(placement)
     )
+
+
+def plan_shares(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    tensor_ranks: int,
+    tensor_plan: Mapping[str, str] | None,
+    adapter: Adapter | None = None,
+) -> TensorPlan:
+    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
+    plan = find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan)
+    if adapter is None:
+        return plan
+    return adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())
+
+
+def load_layers(
+    source: WeightSource, anatomy: ModelAnatomy, layers: list[StagePart], options: PipelineOptions, with_head: bool
+) -> PreTrainedModel:
+    """Returns the layers; `with_head`, with the whole head too and an embedding that is tied to it, of which this
+    process then keeps some rows."""
+    if with_head:
+        layers = [*layers, ModelEnd.HEAD]
+        anatomy = replace(anatomy, separate_ends=anatomy.separate_ends | {ModelEnd.HEAD})
+    dtype = torch_dtype(options.precision.dtype)
+    model = source.load(anatomy, layers, dtype)
+    if dtype is not None:
+        for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
+            parameter.data = parameter.data.to(dtype)
+    if options.runtime.fused:  # before it is cut into stages, which then share kernels
+        fuse_kernels(model)
+    return model
+
+
+def spread_heads(
+    model: PreTrainedModel, names: HeadNames, schedule: Schedule, here: Sequence[int]
+) -> dict[int, SpreadHead]:
+    """Returns what each of these stages has of the head: an equal number of rows on every rank, or nothing."""
+    name, tied = names
+    head = model.get_submodule(name)
+    if is_wrapper(head):
+        raise SlipstreamError(
+            f"{name} has an adapter or a trained copy, so its rows can't be spread over the ranks. "
+            "Give vocabulary='whole'."
+        )
+    assert isinstance(head, nn.Linear)
+    parts = enumerate(schedule.vocabulary_stages)
+    ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}
+    rows = TiedRows.of_both(head, model.get_submodule(tied), ids) if tied else HeadRows.of_stages(head, ids)
+    return {g: SpreadHead(name, rows.get(g), tied) for g in here}
+
+
+def planned_vocabulary(
+    config: PretrainedConfig, anatomy: ModelAnatomy, num_ranks: int, tensor_ranks: int, options: PipelineOptions
+) -> Vocabulary:
+    """Returns how a plan may have the head: "whole", "spread", or "auto" for either, by what the options say.
+
+    Raises SlipstreamError where they ask for "spread" and it can't be.
+    """
+    if options.vocabulary == "whole":
+        return "whole"
+    try:
+        planned = replace(options, schedule="1f1b", slices=1)  # the plan's to give
+        check_spread(config, tensor_ranks, num_ranks, planned)
+        find_spreadable_head(config, anatomy)
+    except SlipstreamError:
+        if options.vocabulary == "spread":
+            raise
+        return "whole"
+    return "spread" if options.vocabulary == "spread" else "auto"
+
+
+def find_router_loss(
+    config: PretrainedConfig, asked: str, tensor_ranks: int, setting: str = "router_loss"
+) -> RouterLoss | None:
+    """Returns what routers add to the loss, None where nothing is asked for; users ask for it by `setting`.
+
+    Raises SlipstreamError where the configuration asks for the loss of all layers together, where the architecture has
+    none, and with ranks that share layers.
+    """
+    if asked == "none":
+        check_router_loss(config, setting)
+        return None
+    if tensor_ranks > 1:
+        raise SlipstreamError(
+            f"{setting}='per_layer' isn't computed where {tensor_ranks} ranks share each layer (tensor parallelism). "
+            "Use tp=1, or leave it out."
+        )
+    return RouterLoss.of(meta_model(config), setting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
 
@@ -11,11 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange, cross_entropy
-from slipstream.model.saving import RecomputePolicy, compiled_modules
-from slipstream.model.sequential import (
+from slipstream.model import LayerRange, Tensors, cross_entropy
+from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.model.weight_gradients import compiled_modules
+from slipstream.parallel import Ranks
+from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows, counted, rows_of
+from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses
+from slipstream.pipeline.families.sequence_costs import (
+    MeasuredLayers,
+    SequenceUnits,
+    bytes_between,
+    measure_layers,
+    units_between,
+)
+from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
+from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
+from slipstream.pipeline.sequences import Sequences, refuse_values
+from slipstream.pipeline.tuning import is_free
+from slipstream.pipeline.tuning.row_plan import granularity_for
+from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
+from slipstream.planner.partition import partition_layers
+from slipstream.planner.steps import StepPlan
+from slipstream.profile.link_measurement import measure_link
+from slipstream.schedule import Schedule, SlicedMicrobatch
+from slipstream.sequential import (
     BatchSlice,
+    LayerBoundary,
+    SequentialLayer,
     SequentialStage,
+    ShapeTrace,
     ShapeTracer,
     as_value,
     check_cut,
@@ -29,34 +53,6 @@ from slipstream.model.sequential import (
     flatten_layers,
     nested_sequences,
 )
-from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, counted, rows_of
-from slipstream.pipeline.execution.given_losses import GivenLosses, OutputForms
-from slipstream.pipeline.execution.losses import Losses, SliceLosses
-from slipstream.pipeline.families.sequence_checks import (
-    check_batch,
-    check_default_loss,
-    check_options,
-    check_sliced_targets,
-)
-from slipstream.pipeline.families.sequence_costs import (
-    MeasuredLayers,
-    SequenceUnits,
-    bytes_between,
-    measure_layers,
-    units_between,
-)
-from slipstream.pipeline.families.sequence_partition import Balance, balance_of, check_costs, counted_costs, divide
-from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths
-from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
-from slipstream.pipeline.sequences import Sequences
-from slipstream.pipeline.tuning import is_free
-from slipstream.pipeline.tuning.row_plan import granularity_for
-from slipstream.pipeline.whole_sequences import refuse_values
-from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
-from slipstream.planner.steps import StepPlan
-from slipstream.profiler.link_measurement import measure_link
-from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
 class SequenceFamily:
@@ -358,3 +354,156 @@ def _or_error(measure: Callable[[], MeasuredLayers]) -> MeasuredLayers | Slipstr
 
 def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
+
+
+FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly the ranks are loaded: an imbalance of 1.0 means that all cost the same."""
+
+    imbalance: float  # the slowest rank's cost over the mean
+    rank: int  # the slowest
+    layer: str  # the one of it that costs most: no cut goes through it
+    share: float  # its part of the mean rank's cost
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is the slowest, {self.imbalance:.2f} times the mean; of its layers {self.layer} costs "
+            f"most, {self.share:.2f} of what a rank does on average"
+        )
+
+
+def counted_costs(trace: ShapeTrace) -> list[float]:
+    """Returns every layer's cost: operations of matrix products, convolutions and attention, and memory traffic."""
+    return [1.0 + work.flops + FLOPS_PER_BYTE * work.num_bytes for work in trace.work]
+
+
+def check_costs(costs: Sequence[float], layers: Sequence[SequentialLayer]) -> None:
+    if len(costs) != len(layers):
+        names = ", ".join(map(str, layers[:3]))
+        raise SlipstreamError(
+            f"costs has {len(costs)} numbers, but the sequence has {len(layers)} layers, nested ones counted one by "
+            f"one: {names}{', ...' if len(layers) > 3 else ''}. Give {len(layers)} costs."
+        )
+    for layer, cost in zip(layers, costs, strict=True):
+        if not 0 < cost < float("inf"):
+            raise SlipstreamError(f"costs: {layer} costs {cost}, but a cost is above 0 and finite.")
+
+
+def divide(
+    layers: Sequence[SequentialLayer],
+    partition: str | Sequence[float],
+    costs: Sequence[float] | None,
+    placement: Sequence[int],
+) -> tuple[range, ...]:
+    """Returns the layers of every stage. Raises SlipstreamError for an invalid partition, or too many stages."""
+    num_stages = len(placement)
+    if num_stages > len(layers):
+        raise SlipstreamError(
+            f"{num_stages} stages, but the sequence has {len(layers)} layers, nested ones counted one by one. Use "
+            f"{len(layers)} stages or fewer."
+        )
+    allowed = "at least one layer, nested ones counted one by one"
+    counts = given_counts(partition, num_stages, len(layers), _are_whole, allowed)
+    if counts is None and num_stages == 1:
+        counts = [len(layers)]
+    elif counts is None:
+        if costs is None:
+            raise SlipstreamError(
+                "partition='auto' must know what the layers cost. Give example=inputs like those of a microbatch, from "
+                f"which operations are counted, costs=[...] of {len(layers)} layers, or partition=[...] of "
+                f"{num_stages} stages."
+            )
+        counts = partition_layers(costs, num_stages, placement=placement)
+    return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
+
+
+def _are_whole(counts: Sequence[float]) -> bool:
+    return all(count == int(count) >= 1 for count in counts)
+
+
+def balance_of(
+    costs: Sequence[float], stages: Sequence[range], placement: Sequence[int], layers: Sequence[SequentialLayer]
+) -> Balance:
+    ranks = sorted(set(placement))
+    owned = {
+        rank: [i for stage, owner in zip(stages, placement, strict=True) if owner == rank for i in stage]
+        for rank in ranks
+    }
+    totals = {rank: sum(costs[index] for index in indices) for rank, indices in owned.items()}
+    mean = sum(totals.values()) / len(ranks)
+    slowest = max(ranks, key=totals.__getitem__)
+    dearest = max(owned[slowest], key=costs.__getitem__)
+    return Balance(totals[slowest] / mean, slowest, str(layers[dearest]), costs[dearest] / mean)
+
+
+def check_options(model: nn.Sequential, options: PipelineOptions, tensor_ranks: int) -> None:
+    """Raises SlipstreamError for options that an nn.Sequential doesn't have, and for a model without weights."""
+    _check_options_of_causal_lms(options)
+    if tensor_ranks > 1:
+        raise SlipstreamError(
+            f"an nn.Sequential on a mesh with tp={tensor_ranks}: nothing says how its layers could be shared. Use tp=1."
+        )
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
+    if options.memory.recompute == "segments" and options.memory.offload:
+        raise SlipstreamError(
+            f"memory.recompute='segments' with memory.offload={options.memory.offload}: leave one of the two out."
+        )
+
+
+def _check_options_of_causal_lms(options: PipelineOptions) -> None:
+    theirs = "an option of causal LMs, but the model is an nn.Sequential."
+    if options.seq_len is not None:
+        raise SlipstreamError(f"seq_len={options.seq_len}: {theirs} Leave it out.")
+    options.parallel.refuse(("sequence_parallel", "tensor_plan"), theirs)
+    options.runtime.refuse(("fused",), theirs)
+    options.memory.refuse(("limit",), "not for an nn.Sequential.")
+    options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")
+    if options.router_loss != "none":
+        raise SlipstreamError(f"router_loss={options.router_loss!r}: an option of causal LMs. Leave it out.")
+    if options.vocabulary == "spread":
+        raise SlipstreamError("vocabulary='spread': an nn.Sequential has no head that is known. Leave it out.")
+    if isinstance(options.loss_fn, SequenceLoss):
+        raise SlipstreamError("loss_fn=SequenceLoss(...): a loss of token sequences, for causal LMs. Leave it out.")
+    if options.rates is not None:
+        raise SlipstreamError("rates=...: of an nn.Sequential each sequence is a microbatch. Leave it out.")
+
+
+def check_batch(inputs: Tensors, targets: Tensor, num_microbatches: int) -> None:
+    """Raises SlipstreamError where not all tensors have the same rows, or these don't divide into microbatches."""
+    named = [("targets", targets), *(("inputs", tensor) for tensor in inputs)]
+    rows = inputs[0].shape[0] if inputs[0].dim() else 0
+    for name, tensor in named:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise SlipstreamError(
+                f"{name} of shape {tuple(tensor.shape)} for a batch of {rows} rows: dim 0 of every tensor is the batch."
+            )
+    check_rows(rows, num_microbatches, "rows")
+
+
+def check_sliced_targets(targets: Tensor, length: int) -> None:
+    """Raises SlipstreamError where targets (rows, `length`, ...) can't be cut into slices as the inputs are."""
+    if targets.is_floating_point():
+        raise SlipstreamError(
+            f"targets of {targets.dtype} in token slices: such a loss is a mean over rows, and every slice has a part "
+            "of each. Leave slices out."
+        )
+    if targets.dim() < 2 or targets.shape[1] != length:
+        raise SlipstreamError(
+            f"targets of shape {tuple(targets.shape)} for {length} tokens in slices: give (rows, {length}, ...)."
+        )
+
+
+def check_default_loss(outputs: LayerBoundary, targets: Tensor) -> None:
+    """Raises SlipstreamError where the default loss isn't for these outputs and targets."""
+    shapes = [tuple(spec.shape) for spec in outputs.specs]
+    fits = not outputs.is_tuple and len(shapes[0]) > 1 and (shapes[0][0], *shapes[0][2:]) == tuple(targets.shape)
+    if not fits or targets.is_floating_point():
+        raise SlipstreamError(
+            f"the sequence returns {' and '.join(map(str, shapes))} for targets of {tuple(targets.shape)} "
+            f"{targets.dtype}, but the default loss is the cross-entropy of (rows, classes, ...) with class numbers "
+            "(rows, ...). Give a loss_fn."
+        )

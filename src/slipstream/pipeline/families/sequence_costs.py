@@ -18,20 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.array_types import Floats, Ints
+from slipstream.cost import OPS, MeasuredLink
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model.attached_code import copy_modules
 from slipstream.model.hooks.token_slice import active_forward
-from slipstream.model.saving.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
-from slipstream.model.sequential import BatchSlice, SequentialLayer, ShapeTrace, as_value
-from slipstream.model.sequential.layer_context import LayerContext, as_tuple
-from slipstream.model.sequential.skip_connections import SkipPop, SkipStash
-from slipstream.model.tensor_spec import Tensors
+from slipstream.model.tensors import Tensors
+from slipstream.model.weight_gradients import add_weight_gradients_in_place, defer_weight_gradients
 from slipstream.pipeline.tuning.row_plan import fit_slice_times, granularity_for
-from slipstream.planner.costs import OPS, MeasuredLink
-from slipstream.profiler.measurement_grid import make_short_grid
-from slipstream.profiler.stage_bench import PrefilledStore, seconds_of
+from slipstream.profile.measurement_run import make_short_grid
+from slipstream.profile.stage_bench import PrefilledStore, seconds_of
 from slipstream.schedule import Op
+from slipstream.sequential import BatchSlice, SequentialLayer, ShapeTrace, as_value
+from slipstream.sequential.layer_list import LayerContext, SkipPop, SkipStash, as_tuple
 
 _REPEATS = 3  # of every op, of which the shortest counts
 _Points = list[tuple[int, int]]  # tokens of a slice, and before it

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.batch import slice_lengths
-from slipstream.pipeline.microbatches import check_microbatches, even_microbatches
-from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.pipeline_options import PipelineOptions, check_microbatches, even_microbatches
 from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.cost import OPS, partition_of
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import OPS, partition_of
-from slipstream.planner.joint.candidates import Candidate, steepest_descent
-from slipstream.planner.joint.joint_problem import JointPlan, JointProblem
+from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, steepest_descent
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, alone_starts
 from slipstream.planner.order.makespan_bounds import rank_bounds

@@ -11,16 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.planner.costs import (
-    OPS,
-    WITH_MESSAGES,
-    AnalyticCosts,
-    Profile,
-    StageParts,
-    StateBytes,
-    messages_of_stages,
-)
-from slipstream.planner.slicing.time_table import between_cuts
+from slipstream.cost import OPS, WITH_MESSAGES, AnalyticCosts, Profile, StageParts, StateBytes, messages_of_stages
+from slipstream.planner.slicing.equal_stage_slicing import between_cuts
 from slipstream.schedule import Action, Op, Schedule, freeze_stages
 from slipstream.simulator import TableCost
 

@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.planner.costs import memory_table, partition_of
+from slipstream.cost import memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
+from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes, least_messages
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.planner.search.step_bounds import MemoryBound, PlacedPartition, StageTimes, least_messages
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.simulator.action_graph import OPS, ActionArrays

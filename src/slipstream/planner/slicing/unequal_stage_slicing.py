@@ -10,8 +10,15 @@ from math import inf, nextafter
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.planner.slicing.equal_stage_slicing import Slicing, check_allowed
-from slipstream.planner.slicing.time_table import SliceTime, TimeTable, minimize, shortest_path, time_table
+from slipstream.planner.slicing.equal_stage_slicing import (
+    SliceTime,
+    Slicing,
+    TimeTable,
+    check_allowed,
+    minimize,
+    shortest_path,
+    time_table,
+)
 
 _Labels = tuple[Floats, Floats, Ints]  # when each stage is done, the bound, and (the cut before, the label there)
 _WORK = 15_000_000  # stage times added up in one search: a second or two

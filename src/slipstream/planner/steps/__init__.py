@@ -1,6 +1,5 @@
 """Plans one step of sequences that differ in length: microbatches, slices and order, with the stages as they are."""
 
-from slipstream.planner.steps.limited_plan import StepMemory, find_plan_within
 from slipstream.planner.steps.stage_rates import StageRates, fit_rates
 from slipstream.planner.steps.step_problem import StepPlan, StepProblem
-from slipstream.planner.steps.step_search import find_step_plan
+from slipstream.planner.steps.step_search import StepMemory, find_plan_within, find_step_plan

@@ -11,9 +11,9 @@ from typing import Any, Self
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
+from slipstream.cost import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
+from slipstream.cost.fit import fit_nonnegative
 from slipstream.errors import SlipstreamError
-from slipstream.planner.costs import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
-from slipstream.planner.costs.time_fit import fit_nonnegative
 from slipstream.planner.joint import UnitCosts
 from slipstream.schedule import Op
 

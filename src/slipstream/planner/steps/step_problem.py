@@ -1,4 +1,4 @@
-"""What the plan of a step is for, and the plan: the sequences of each microbatch, the slices of each, and the order."""
+"""What the plan of a step is for, and the plan: which sequences form which microbatch, their slices, and the order."""
 
 from __future__ import annotations
 

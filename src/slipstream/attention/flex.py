@@ -1,0 +1,183 @@
+"""FlexAttention for masks and scores that the fused kernels don't know: packed documents, chunks, soft caps.
+
+PyTorch compiles a kernel for the mask and the change of scores when they are first used, in some ten seconds, and skips
+the blocks of 128 x 128 scores that nobody sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from slipstream.attention.backend import AttentionSite, QueryState, TileGradients
+from slipstream.attention.masks import KeyRanges
+from slipstream.attention.store import ContextStore
+
+_log = logging.getLogger(__name__)
+_BLOCK = 128
+_MOST_ERROR = 0.03  # of a small slice in bfloat16, relative to the largest number
+
+
+@cache
+def flex_works(device: torch.device, softcap: float | None) -> bool:
+    """Returns whether compiled kernels give what plain attention does on a small slice; says it where they don't."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        error = _error(device, softcap)
+    except Exception as problem:  # whatever a compiler raises
+        _log.info("FlexAttention can't be compiled, so masks are computed without it: %s", problem)
+        return False
+    if error > _MOST_ERROR:
+        _log.info("FlexAttention is off by %.1g on %s, so masks are computed without it", error, device)
+    return error <= _MOST_ERROR
+
+
+@dataclass(frozen=True)
+class FlexCUDA:
+    """Computes a whole slice, in the dtype of the query."""
+
+    site: AttentionSite
+    width_multiple: ClassVar[int] = 16
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns output and log-sum-exp; keys and values are those from the first that any query sees."""
+        with torch.no_grad():
+            return self._run(query.detach(), key.detach(), value.detach())
+
+    @torch.enable_grad()
+    def differentiate(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients) -> tuple[Tensor]:
+        """Adds to the gradients of keys and values; returns the query's.
+
+        The forward runs again. Its own softmax P' has another log-sum-exp than the slice's, which may have a sink; with
+        w = exp(lse' - lse), so that P = w P', the gradients of output and log-sum-exp that make
+        dS = P (dP - rowsum(dO O)) are w dO and w (rowsum(dO O') - rowsum(dO O)).
+        """
+        # `data` has a version of its own: later slices write to the buffers that these are of
+        leaves = [each.data.requires_grad_() for each in (queries.query, key, value)]
+        output, logsumexp = self._run(*leaves)
+        with torch.no_grad():
+            weight = (logsumexp - queries.logsumexp).exp()
+            grad = queries.grad_output.float()
+            change = (grad * (output.float() - queries.output.float())).sum(-1)
+            given = (weight[..., None] * grad).to(output.dtype), (weight * change).to(logsumexp.dtype)
+        grad_query, grad_key, grad_value = torch.autograd.grad((output, logsumexp), leaves, given)
+        grads.key.add_(grad_key)
+        grads.value.add_(grad_value)
+        return (grad_query,)
+
+    def _run(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        cap = self.site.softcap
+        output, aux = _compiled()(
+            query,
+            key,
+            value,
+            score_mod=None if cap is None else _capped(cap),
+            block_mask=_block_mask(self.site.ranges, query.device),
+            scale=self.site.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
+        return output, aux.lse
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
+
+
+@cache
+def _capped(cap: float) -> Any:
+    """Returns the scores' change: softcap * tanh(scores / softcap)."""
+
+    def capped(score: Tensor, _row: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+@lru_cache(maxsize=64)
+def _block_mask(ranges: KeyRanges, device: torch.device) -> BlockMask:
+    """Returns which blocks of a slice's scores are seen, in part or whole; keys count from the first that is seen."""
+    length, num_keys = ranges.end - ranges.start, ranges.end - ranges.first
+    first_key = ranges.first_key - ranges.first  # (rows, T)
+    past = num_keys - length
+    # a kernel is compiled for every number that this function knows, so it knows tensors alone
+    first_keys, last_key = first_key.to(device), torch.tensor(past, device=device)
+
+    def seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first_keys[row, query]) & (key <= query + last_key)
+
+    def seen_alike(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first_keys[0, query]) & (key <= query + last_key)
+
+    counts, blocks = zip(*_blocks(first_key, past, num_keys), strict=True)
+    (some, full), (some_at, full_at) = ([each.to(device) for each in pair] for pair in (counts, blocks))
+    return BlockMask.from_kv_blocks(
+        *(some, some_at, full, full_at),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=seen if ranges.num_rows > 1 else seen_alike,
+        seq_lengths=(length, num_keys),
+    )
+
+
+def _blocks(first_key: Tensor, past: int, num_keys: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns number (rows, 1, Q) and indices (rows, 1, Q, K) of the blocks of keys that each block of queries sees in
+    part, and of those that all of its queries see whole."""
+    rows, length = first_key.shape
+    num_blocks, num_key_blocks = -(-length // _BLOCK), -(-num_keys // _BLOCK)
+    padded = torch.nn.functional.pad(first_key[:, None].float(), (0, num_blocks * _BLOCK - length), mode="replicate")
+    by_block = padded.view(rows, num_blocks, _BLOCK).long()
+    begins = torch.arange(num_key_blocks) * _BLOCK  # of keys
+    last = (torch.arange(1, num_blocks + 1) * _BLOCK).clamp(max=length) - 1 + past  # the last key that is seen
+    own = torch.arange(num_blocks) * _BLOCK + past  # of the block's first query
+    ends = begins + _BLOCK - 1
+    touched = (ends >= by_block.amin(-1)[..., None]) & (begins <= last[:, None])  # (rows, Q, K)
+    whole = (begins >= by_block.amax(-1)[..., None]) & (ends <= own[:, None])
+    return [_ordered(touched & ~whole), _ordered(whole)]
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns how many blocks are chosen, and all blocks, the chosen ones first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
+
+
+@torch.enable_grad()
+def _error(device: torch.device, softcap: float | None) -> float:
+    """Returns the largest difference of a slice's output and gradients from plain attention in float32, relative to the
+    largest number of each."""
+    start, length, generator = 60, 260, torch.Generator(device).manual_seed(0)
+    first_key = torch.stack([torch.arange(length) // each * each for each in (100, 70)])[:, start:]
+    ranges = KeyRanges(first_key, start)
+    sizes = (4, length - start), (2, length), (2, length), (4, length - start)
+    query, key, value, grad = (
+        torch.randn(2, heads, tokens, 64, device=device, generator=generator).bfloat16() for heads, tokens in sizes
+    )
+    kernel = FlexCUDA(AttentionSite(ContextStore(length), 0, ranges, 0.2, softcap))
+    output, logsumexp = kernel.attend(query, key, value)
+    grads = TileGradients(query, *(torch.zeros_like(each, dtype=torch.float32) for each in (key, value)))
+    found = [output, *kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
+    leaves = [each.float().requires_grad_() for each in (query, key, value)]
+    plain = _plain_attention(leaves, ranges, 0.2, softcap)
+    wanted = [plain, *torch.autograd.grad(plain, leaves, grad.float())]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def _plain_attention(inputs: list[Tensor], ranges: KeyRanges, scale: float, softcap: float | None) -> Tensor:
+    query, key, value = inputs
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    own = torch.arange(ranges.start, ranges.end, device=query.device)[:, None]
+    keys = torch.arange(ranges.first, ranges.end, device=query.device)
+    seen = (keys <= own) & (keys >= ranges.first_key.to(query.device)[..., None])  # (rows, T, S)
+    return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ value.repeat_interleave(group, 1)

@@ -1,0 +1,314 @@
+"""The context store of one microbatch on one stage: keys, values and other carried states, with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.attention.masks import KeyRanges
+
+AttentionResult = tuple[Tensor, Tensor]  # output (B, H, T, Dv) and log-sum-exp (B, H, T) of one slice
+AttentionWrapper = Callable[[Callable[[], AttentionResult]], AttentionResult]
+
+
+class SharedState(Protocol):
+    """State besides keys and values that the slices of a microbatch share on a stage."""
+
+    def close(self) -> None:
+        """Ends the microbatch. Raises ContextError where something is left in it."""
+        ...
+
+
+@dataclass
+class StoredSlice:
+    """A slice that was written to the store."""
+
+    end: int
+    first: int  # the smallest key it attends to
+    done: bool = False  # its backward ran
+
+
+@dataclass
+class _CallBuffers:
+    """The buffers of one attention call, and the state of each slice of it."""
+
+    buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv), in a backward also their gradients
+    slices: dict[int, StoredSlice] = field(default_factory=dict)  # by start
+
+
+class ContextStore:
+    """K, V and their gradients for every attention call of one microbatch on one stage.
+
+        K, V     |  0  |  1  |  2  |     |     buffers of the whole sequence, slices written in place
+        dK, dV   |     | +=2 | own |     |     a slice's backward adds to all it read, then takes its own part
+
+    Slices may be written in any order that puts what is read before its reader (rule 1); a slice runs
+    backward after every later slice that attends to it (rule 2). Anything else is a ContextError. A call's
+    buffers are freed after the backward of its last slice (rule 5). Without gradients (evaluation, frozen
+    layers) there is none: then call `free`.
+
+    Args:
+        length: tokens of the whole sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._contexts: dict[Hashable, _CallBuffers] = {}
+        # by call, in the order of their first use and including freed ones: the keys [first, end) that each slice read
+        self.reads: dict[Hashable, list[tuple[int, int]]] = {}
+        self.shared: SharedState | None = None  # set by the code that runs the slices
+        self.carried = CarriedStates()
+        self.is_replaying = False
+        self._wrapper: AttentionWrapper | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers. Carried states don't count: each is left by a slice and freed by its backward."""
+        return sum(buffer.nbytes for context in self._contexts.values() for buffer in context.buffers)
+
+    def free(self) -> None:
+        """Drops all buffers; needed where no backward does it."""
+        self._contexts.clear()
+        self.carried.free()
+        shared, self.shared = self.shared, None
+        if shared is not None:
+            shared.close()
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Makes slices run a second time (recomputation, rule 4): K and V are read, never changed."""
+        self.is_replaying = True
+        try:
+            yield
+        finally:
+            self.is_replaying = False
+
+    @contextmanager
+    def wrapped_attention(self, wrapper: AttentionWrapper) -> Iterator[None]:
+        """Passes each slice's computation to `wrapper`, which may keep the result, or return one it kept."""
+        self._wrapper = wrapper
+        try:
+            yield
+        finally:
+            self._wrapper = None
+
+    def attend(self, compute: Callable[[], AttentionResult]) -> AttentionResult:
+        """Returns a slice's attention, computed by the wrapper if there is one."""
+        return compute() if self._wrapper is None else self._wrapper(compute)
+
+    def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns the buffers of the whole sequence."""
+        context = self._contexts.get(call)
+        if self.is_replaying:
+            if context is None or ranges.start not in context.slices:
+                raise ContextError(f"{_name(call, ranges)} is replayed, but its forward never ran")
+        else:
+            if context is None:
+                buffers = [_buffer(part, self.length) for part in (key, value)]
+                context = self._contexts[call] = _CallBuffers(buffers)
+            self._check_free(call, context, ranges)
+            context.slices[ranges.start] = StoredSlice(ranges.end, ranges.first)
+            for buffer, part in zip(context.buffers[:2], (key, value), strict=True):
+                ranges.own(buffer).copy_(part)
+            self.reads.setdefault(call, []).append((ranges.first, ranges.end))
+        self._check_present(call, context, ranges)
+        return context.buffers[0], context.buffers[1]
+
+    def context(self, call: Hashable, ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns K, V, dK, dV for a slice whose backward begins; every later slice that attends to it must be done."""
+        context = self._contexts.get(call)
+        if context is None or ranges.start not in context.slices:
+            raise ContextError(f"{_name(call, ranges)} runs backward, but its keys aren't in the store (any more)")
+        if context.slices[ranges.start].done:
+            raise ContextError(f"{_name(call, ranges)} runs backward a second time")
+        for start, later in context.slices.items():
+            if start >= ranges.end and later.first < ranges.end and not later.done:
+                raise ContextError(
+                    f"{_name(call, ranges)} runs backward before the slice [{start}, {later.end}), which "
+                    "attends to it: run the slices of a microbatch in reverse order"
+                )
+        if len(context.buffers) == 2:
+            wide = torch.promote_types(context.buffers[0].dtype, torch.float32)
+            context.buffers += [torch.zeros_like(buffer, dtype=wide) for buffer in context.buffers]
+        key, value, grad_key, grad_value = context.buffers
+        return key, value, grad_key, grad_value
+
+    def finish(self, call: Hashable, ranges: KeyRanges) -> None:
+        """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5)."""
+        context = self._contexts[call]
+        context.slices[ranges.start].done = True
+        covered = sum(each.end - start for start, each in context.slices.items())
+        if covered == self.length and all(each.done for each in context.slices.values()):
+            del self._contexts[call]
+
+    def _check_free(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
+        if ranges.end > self.length:
+            raise ContextError(f"{_name(call, ranges)} ends after the sequence of {self.length} tokens")
+        for start, other in context.slices.items():
+            if start < ranges.end and ranges.start < other.end:
+                raise ContextError(f"{_name(call, ranges)} is written over the slice [{start}, {other.end})")
+
+    def _check_present(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
+        position = ranges.first
+        for start, each in sorted(context.slices.items()):
+            if start <= position < each.end:
+                position = each.end
+        if position < ranges.end:
+            raise ContextError(
+                f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
+                "written yet: first run the slices that it attends to"
+            )
+
+
+def _buffer(part: Tensor, length: int) -> Tensor:
+    """Returns an empty (B,Hkv,L,D); on a GPU stored as (B,L,Hkv,D), so that a slice of it is one piece, as models have
+    it. The CPU's kernels are faster where a head is one piece."""
+    batch, heads, _, width = part.shape
+    if part.device.type == "cpu":
+        return part.new_empty(batch, heads, length, width)
+    return part.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+def _name(call: Hashable, ranges: KeyRanges) -> str:
+    return f"slice [{ranges.start}, {ranges.end}) of attention call {call!r}"
+
+
+@dataclass
+class _State:
+    """A state between two slices."""
+
+    value: Tensor | None  # None: the backward of its reader began, whose graph holds what it needs
+    has_gradient: bool
+    gradient: Tensor | None = None  # None: none yet, or the reader's outputs don't depend on it
+    is_read: bool = False  # by a forward
+
+
+class CarriedStates:
+    """The states of one microbatch on one stage: windows of convolutions, recurrent and state-space states.
+
+        forward   slice 0 --S--> slice 1 --S--> slice 2     read by the next slice alone, not by all later ones
+        backward  slice 0 <-dS-- slice 1 <-dS-- slice 2     final when the next slice's backward has run (rule 2)
+
+    Each is kept by what carries it (`call`) and by the first token that is computed from it. A replay reads what the
+    forward read, so a value stays until the backward of its reader.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[Hashable, int], _State] = {}
+
+    @property
+    def calls(self) -> set[Hashable]:
+        """What carries a state: the calls that left one for a slice whose backward hasn't begun."""
+        return {call for call, _ in self._states}
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The states that are kept."""
+        return [state.value for state in self._states.values() if state.value is not None]
+
+    def read(self, call: Hashable, token: int) -> Tensor | None:
+        """Returns the state with which a slice begins, connected to its gradient; None at the sequence's start."""
+        if token == 0:
+            return None
+        state = self._states.get((call, token))
+        if state is None or state.value is None:
+            raise ContextError(
+                f"the slice from token {token} on needs the state of {call!r}, which isn't there (any more): "
+                "first run the slice before it, and no forward after a backward"
+            )
+        state.is_read = True
+        if not state.has_gradient or not torch.is_grad_enabled():
+            return state.value
+        beginning: Any = _Beginning.apply
+        found: Tensor = beginning(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
+        return found
+
+    def keep(self, call: Hashable, token: int, value: Tensor, has_gradient: bool) -> None:
+        """Keeps the state with which the slice from `token` on begins."""
+        self._states[call, token] = _State(value, has_gradient)
+
+    def leave(self, states: Mapping[Hashable, Tensor], first: int, end: int, output: Tensor) -> Tensor:
+        """Keeps the states with which the slice [first, end) ends, for the next one.
+
+        Returns `output`, anything that the rest of the slice's forward depends on: where its gradient arrives, those of
+        the states do, too.
+        """
+        for call, value in states.items():
+            # a copy, since it may be a view of something as long as the slice
+            self.keep(call, end, value.detach().clone(), value.requires_grad)
+        if not torch.is_grad_enabled():
+            for call in states:
+                self._states.pop((call, first), None)
+            return output
+        reachable = {call: value for call, value in states.items() if value.requires_grad}
+        if not reachable:
+            return output
+        join: Any = _Join.apply
+        joined: Tensor = join(output, partial(self._gradients, tuple(reachable), first, end), *reachable.values())
+        return joined
+
+    def free(self) -> None:
+        """Drops all states."""
+        self._states.clear()
+
+    def _gradients(self, calls: tuple[Hashable, ...], first: int, end: int) -> list[Tensor | None]:
+        """Returns the gradients of what the slice [first, end) left, whose backward begins here."""
+        found = []
+        for call in calls:
+            left = self._states.pop((call, end))
+            if left.is_read and left.value is not None:
+                raise ContextError(
+                    f"the slice [{first}, {end}) runs backward before the slice from {end} on, which begins with its "
+                    f"state of {call!r}: run the slices of a microbatch in reverse order"
+                )
+            if (read := self._states.get((call, first))) is not None:
+                read.value = None
+            found.append(left.gradient)
+            left.gradient = None  # the reader's graph, which W holds, would keep it
+        return found
+
+
+def _add_gradient(state: _State, gradient: Tensor) -> None:
+    # a copy, since it may be a view of something as long as the slice, which W holds too
+    state.gradient = gradient.clone() if state.gradient is None else state.gradient + gradient
+
+
+class _Beginning(torch.autograd.Function):
+    """The identity, whose gradient goes to the slice before."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, state: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
+        ctx.leave = leave
+        return state.view_as(state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.leave(gradient)
+        return None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The identity of its first argument, whose backward also begins that of the states."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradients: Callable[[], list[Tensor | None]], *states: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, *ctx.gradients()
+
+
+class ContextError(RuntimeError):
+    """Raised where the slices of a microbatch run in an order that their attention doesn't allow: a schedule's
+    mistake."""

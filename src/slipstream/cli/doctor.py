@@ -1,0 +1,91 @@
+"""`slipstream doctor`: what this machine can do, what isn't here, and what would keep a training from running."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Exit, Option
+
+from slipstream.cli.options import above_zero
+from slipstream.terminal import make_console, spinner
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slipstream.extras.doctor import Examination, Finding
+
+
+def doctor(
+    folder: Annotated[Path, Option(help="The folder that runs go to; it needn't exist.")] = Path("runs"),
+    timeout: Annotated[
+        float, above_zero("Largest number of seconds that ranks wait for each other.", "seconds", "60")
+    ] = 30.0,
+    as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Show what this machine can do, at which rates, and what isn't here.
+
+    Among the ranks of torchrun or srun, neighbours also exchange in both directions at once, as they will in training.
+    Exits with 0 if a training can run here, and with 1 if something would make it fail, which is said with what to do.
+    """
+    from slipstream.extras.doctor import examine
+
+    is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # of ranks that share a terminal
+    with spinner("looking at this machine") if is_first else nullcontext(lambda _text: None) as change:
+        found = examine(folder, timeout, lambda topic: change(f"looking at the {topic}"))
+    print_findings(found, as_json) if found.rank == 0 else complain(found)
+    if found.exchange is not None:
+        sys.stdout.flush()
+        found.exchange.leave(0 if found.can_train else 1)
+    if not found.can_train:
+        raise Exit(1)
+
+
+def print_findings(found: Examination, as_json: bool) -> None:
+    """Prints all findings, as JSON or as rows."""
+    if as_json:
+        findings = [asdict(finding) for finding in found.findings]
+        print(json.dumps({"can_train": found.can_train, "findings": findings}, indent=2))
+        return
+    console = make_console()
+    if console.is_interactive:
+        console.print(_table(found.findings))
+        return
+    width = max(len(finding.topic) for finding in found.findings)
+    for finding in found.findings:  # a table would break long lines
+        for topic, text, _ in _lines(finding):
+            print(f"{topic:{width}}  {text}")
+
+
+def complain(found: Examination) -> None:
+    """Says what another rank than 0 has found wrong, as rank 0 may not be able to."""
+    for finding in found.findings:
+        if finding.problem is not None:
+            sys.stderr.write(f"rank {found.rank}: {finding.topic}: {finding.problem}\n")
+    sys.stderr.flush()
+
+
+def _table(findings: list[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        for topic, text, style in _lines(finding):
+            table.add_row(Text(topic), Text(text, style=style))
+    return table
+
+
+def _lines(finding: Finding) -> Iterator[tuple[str, str, str]]:
+    """Yields what is printed of a finding: topic, text and style."""
+    yield finding.topic, finding.text, ""
+    if finding.advice is not None:
+        yield "", f"better: {finding.advice}", "yellow"
+    if finding.problem is not None:
+        yield "", f"fails: {finding.problem}", "red"

@@ -1,0 +1,119 @@
+"""`slipstream export`, `eval` and `generate`: what is done with the model of a checkpoint or folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Context, Option
+
+from slipstream.cli.options import Best, TrustRemoteCode, amount, count
+from slipstream.errors import SlipstreamError
+from slipstream.terminal import make_console
+
+
+def export(
+    checkpoint: Annotated[Path, Argument(help="A run's output folder, or one of its checkpoints.")],
+    output: Annotated[Path, Option(help="The folder to write: a new one, or an empty one.")],
+    step: Annotated[
+        str | None,
+        Option(
+            help="Of a run: the step of a checkpoint, latest, or last-good, which passes over damaged ones. "
+            "Default: latest."
+        ),
+    ] = None,
+    best: Best = False,
+    remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write the whole model of CHECKPOINT and its tokenizer, as transformers loads them.
+
+    Runs in this process alone, whichever mesh trained the model.
+    """
+    from slipstream.launch import Progress
+    from slipstream.train.export import check_export_folder, choose_checkpoint, export_checkpoint
+
+    progress, chosen = Progress(make_console()), choose_checkpoint(checkpoint, step, best)
+    check_export_folder(output, chosen.run)
+    with progress.waiting("reading the checkpoint"):
+        saved = chosen.read(progress.warn)
+        export_checkpoint(chosen.run, saved, output, remote_code)
+    progress.say_result(f"exported step {saved.step} of {chosen.run.path} to {output}")
+
+
+def evaluate(
+    context: Context,
+    model: Annotated[
+        str, Argument(help="A model's folder or hub name, a run's output folder, or one of its checkpoints.")
+    ],
+    file: Annotated[
+        str | None,
+        Argument(
+            help="A text, which is one document; a .jsonl, .json, .csv or .parquet table of documents, conversations, "
+            "completions or pairs of answers; or a split of the run's data set. Default: what the run held out."
+        ),
+    ] = None,
+    column: Annotated[str | None, Option(help="The table's column that holds the documents.")] = None,
+    seq_len: Annotated[
+        int | None,
+        count("Tokens at which a document is cut. Default: the run's training.seq_len, or the model's longest."),
+    ] = None,
+    slice_len: Annotated[int, count("The most tokens to compute at a time; more need more memory.")] = 1024,
+    reference: Annotated[
+        str | None,
+        Option(help="With preferences: the model that rewards are relative to. Default: the one the run began with."),
+    ] = None,
+    best: Best = False,
+    remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show MODEL's loss on FILE: of text and samples with its perplexity, of pairs of answers with their rewards.
+
+    Of a run, its exported model is taken, else its newest checkpoint, and the loss is what its validation reports: with
+    the run's sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2.
+    Runs in this process alone.
+    """
+    from slipstream.launch import Progress
+    from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
+    from slipstream.train.export import opened_model
+    from slipstream.train.preferences import describe_rewards
+
+    progress, settings = Progress(make_console()), [*context.args]
+    if stray := next((each for each in settings if not each.startswith("--")), None):
+        raise SlipstreamError(f"{stray!r} is one argument too many; settings are given as --data.loss=all")
+    if column is not None:
+        settings.append(f"--data.text_column={column}")
+    with opened_model(model, remote_code, progress, best) as opened:
+        found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
+    if isinstance(found, PairLoss):
+        progress.say_result(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
+        progress.say_result(f"loss: {found.loss:.4f} per pair")
+        return
+    progress.say_result(f"evaluated: {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
+    progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
+
+
+def generate(
+    model: Annotated[
+        str, Argument(help="A model's folder or hub name, a run's output folder, or one of its checkpoints.")
+    ],
+    prompt: Annotated[str, Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, count("The most tokens to write.")] = 64,
+    temperature: Annotated[
+        float, amount("0: the likeliest token each time. Above: drawn, more freely the higher.")
+    ] = 0,
+    seed: Annotated[int, Option(help="Of what is drawn.")] = 0,
+    best: Best = False,
+    remote_code: TrustRemoteCode = False,
+) -> None:
+    """Print PROMPT as MODEL continues it.
+
+    Of a run, its exported model is taken, else its newest checkpoint. Runs in this process alone.
+    """
+    import torch
+
+    from slipstream.launch import Progress
+    from slipstream.train.export import TextWriter, opened_model
+
+    with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
+        writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
+        writer.check(prompt, max_new_tokens)
+        print(writer.write(prompt, max_new_tokens, temperature, seed))

@@ -1,0 +1,156 @@
+"""Options that several subcommands have: how much is said, bounded numbers, the model, and new files."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from typer import BadParameter, Option
+
+from slipstream.errors import SlipstreamError
+from slipstream.terminal import LEVELS, Level, at_level, level_named, shows
+
+
+def _level(name: str) -> str:
+    try:
+        return level_named(name, "--log-level")
+    except SlipstreamError:
+        raise BadParameter(f"{name!r}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}") from None
+
+
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Say the result, warnings and errors alone.")]
+LogLevel = Annotated[
+    str | None,
+    Option(
+        parser=_level,
+        autocompletion=lambda: [*LEVELS],
+        metavar="LEVEL",
+        help="The least that is said: debug, info, warning (as --quiet) or error. Default: info.",
+        show_default=False,
+    ),
+]
+_OPTIONS = {"quiet": (Quiet, False), "log_level": (LogLevel, None)}
+
+
+def chosen_level(quiet: bool, log_level: str | None) -> Level | None:
+    """Returns the level that the options say; None where neither is given. Raises SlipstreamError where both are."""
+    if quiet and log_level is not None:
+        raise SlipstreamError(f"--quiet and --log-level={log_level} both say how much is said; give one of the two")
+    if quiet:
+        return "warning"
+    return None if log_level is None else level_named(log_level, "--log-level")
+
+
+def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns the command with these options, which hold while it runs; at the level debug an error has its place."""
+
+    def run(*, quiet: bool, log_level: str | None, **arguments: Any) -> None:
+        with at_level(chosen_level(quiet, log_level)):
+            try:
+                command(**arguments)
+            except SlipstreamError:
+                if shows("debug"):
+                    traceback.print_exc(file=sys.stderr)
+                raise
+
+    types = get_type_hints(command, include_extras=True)
+    parameters = [each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()]
+    for name, (kind, default) in _OPTIONS.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def count(text: str, least: int = 1) -> Any:
+    """Returns an option of a whole number, at least 1 or what `least` says, with its help."""
+    return Option(help=text, parser=_whole_number(least), metavar="NUMBER")
+
+
+def amount(text: str) -> Any:
+    """Returns an option of a number of at least 0, with its help."""
+
+    def parse(given: str | float) -> float:
+        number = _number(given)
+        if number is None or not 0 <= number < math.inf:
+            raise BadParameter(f"{given!r}: give a number from 0")
+        return number
+
+    return Option(help=text, parser=parse, metavar="NUMBER")
+
+
+def above_zero(text: str, unit: str, example: str) -> Any:
+    """Returns an option of a number above 0 in a unit, such as bytes, with its help and an example."""
+
+    def parse(given: str | float) -> float:
+        number = _number(given)
+        if number is None or not 0 < number < math.inf:
+            raise BadParameter(f"{given!r}: give a number of {unit} above 0, such as {example}")
+        return number
+
+    return Option(help=text, parser=parse, metavar=unit.upper())
+
+
+def numbers(text: str | None, name: str) -> list[float] | None:
+    """Returns the numbers of an option that takes several, separated by commas; None where it isn't given."""
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SlipstreamError(f"--{name}={text} can't be read; give numbers separated by commas") from None
+
+
+def _whole_number(least: int) -> Callable[[str | int], int]:
+    def parse(given: str | int) -> int:
+        number = _number(given)
+        if number is None or not number.is_integer() or number < least:  # infinity is no integer
+            raise BadParameter(f"{given!r}: give a whole number from {least}")
+        return int(number)
+
+    return parse
+
+
+def _number(given: str | float) -> float | None:
+    try:
+        return float(given)
+    except ValueError:
+        return None
+
+
+Best = Annotated[
+    bool,
+    Option(
+        "--best",
+        help="Of a run with --checkpoint.keep_best=true: the checkpoint of its lowest validation loss.",
+    ),
+]
+
+TrustRemoteCode = Annotated[
+    bool,
+    Option(
+        "--trust-remote-code",
+        help="Run Python code that comes with the model. It can do whatever you can: read it first.",
+    ),
+]
+
+
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace files that exist.")]
+
+
+def check_new_file(path: Path, option: str, overwrite: bool) -> None:
+    """Checks that a file can be written.
+
+    Raises:
+        SlipstreamError: where its folder doesn't exist, or the file does and `overwrite` is False.
+    """
+    if not path.parent.is_dir():
+        raise SlipstreamError(f"{option}={path}: there is no folder {path.parent}; create it first")
+    if path.is_dir():
+        raise SlipstreamError(f"{option}={path} is a folder; name a file in it")
+    if path.exists() and not overwrite:
+        raise SlipstreamError(f"{option}={path} exists; choose another file, or give --overwrite to replace it")

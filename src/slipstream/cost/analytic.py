@@ -1,0 +1,264 @@
+"""The costs of stages on described hardware, computed from counted operations: no device is needed.
+
+A slice of n tokens (all sequences of the microbatch together) after a context takes, on one of t tensor-parallel ranks:
+
+    matrix products   max(FLOPs / t / rate(n), bytes / t / bandwidth)      weights are read however short the slice
+    other kernels     bytes / bandwidth                                    as wide as the hidden state: on every rank
+    attention         FLOPs of the scores under the mask / t / rate        a fused kernel: scores aren't written
+    all-reduces       two a layer forward, two backward                    Megatron's g and f (PTD-P section 2.3)
+
+but at least the number of its kernels times the shortest time of one. Each action of a stage adds the device's
+`action_seconds`, so that many short slices cost more than few long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from slipstream.cost.cluster import Cluster, LinkKind
+from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
+from slipstream.cost.stages import ActionBytes, Stage, pipeline_costs
+from slipstream.schedule import BACKWARDS, Action, Op
+from slipstream.simulator import TableCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterCost(TableCost):
+    """A TableCost whose messages take the links between the ranks' devices.
+
+    Rank r of the pipeline is on the devices r · stride and following: tensor-parallel ranks next to each other, then
+    data-parallel ones. Each tensor-parallel rank sends its part of a message, and the receiving node's ranks gather it
+    (PTD-P section 4.1).
+    """
+
+    cluster: Cluster
+    stride: int
+    tensor_parallel: int
+
+    def link_seconds(self, send: Action, source: int, destination: int) -> float:
+        return self._link(source, destination).latency + self.link_occupied(send, source, destination)
+
+    def link_occupied(self, send: Action, source: int, destination: int) -> float:
+        return self.message_bytes[send.slice] * self.byte_seconds[self._same_node(source, destination)]
+
+    @cached_property
+    def byte_seconds(self) -> Mapping[bool, float]:
+        """The seconds of a byte of a message, by whether both ranks are on one node."""
+        senders = min(self.stride, self.cluster.devices_per_node)
+        gathered = (self.tensor_parallel - 1) / self.cluster.inside.rate()
+        links = {True: self.cluster.inside, False: self.cluster.between}
+        return {same: (1 / link.rate(senders) + gathered) / self.tensor_parallel for same, link in links.items()}
+
+    def _link(self, source: int, destination: int) -> LinkKind:
+        return self.cluster.inside if self._same_node(source, destination) else self.cluster.between
+
+    def _same_node(self, source: int, destination: int) -> bool:
+        size = self.cluster.devices_per_node
+        return source * self.stride // size == destination * self.stride // size
+
+
+@dataclass(frozen=True)
+class AnalyticCosts:
+    """The costs of a counted model's stages on a cluster, on one rank of a stage, for microbatches of one size.
+
+    A stage is given by its `layers`, or by its parts; a slice by its `length` and its `context`, the tokens before it,
+    of each sequence.
+    Times are in seconds, sizes in bytes. Attention is FlashAttention: only the scores under the mask, recomputed in the
+    backward, never written to memory.
+
+    Args:
+        tensor_parallel: ranks that share every layer, next to each other; it divides the attention heads.
+        microbatch_size: sequences of a microbatch.
+    """
+
+    model: ModelCount
+    cluster: Cluster
+    tensor_parallel: int = 1
+    microbatch_size: int = 1
+
+    @property
+    def units_per_layer(self) -> int:
+        """2 where the halves of layers are known, else 1."""
+        return self.model.units_per_layer
+
+    def parts_of(self, stage: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
+        return self.model.parts_of(stage)
+
+    def has_backward(self, stage: Stage) -> bool:
+        """Returns whether a stage has a trained parameter, or one below it has."""
+        return self.model.has_backward(stage)
+
+    # --- seconds -----------------------------------------------------------------------------------------------------
+
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of F, B, I or W; ints give a number, integer arrays an array. It is 0 for a backward that
+        doesn't run, as nothing up to there is trained."""
+        if op in BACKWARDS and not self.has_backward(layers):
+            return 0.0
+        parts = self.model.counted(layers)
+        return self.cluster.device.action_seconds + sum(n * self.part_seconds(p, op, length, context) for n, p in parts)
+
+    def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
+        """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
+        if op is Op.B:
+            return sum(self.part_seconds(part, each, length, context) for each in (Op.I, Op.W))
+        op = Op.F if op is Op.R else op
+        device, tokens, count = self.cluster.device, self.microbatch_size * length, part.ops[op]
+        products = np.maximum(
+            count.flops.at(tokens) / self.tensor_parallel / device.matmul_flops(self.model.dtype, tokens),
+            count.matmul_bytes.at(tokens) / self.tensor_parallel / device.bytes_per_second,
+        )
+        scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
+        busy = products + self._elementwise_seconds(count, tokens) + scores
+        busy = np.maximum(busy, count.num_kernels * device.kernel_seconds)
+        return busy + self._part_reduce_seconds(part, op, length)
+
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention."""
+        if recompute != "selective":
+            return self.seconds(layers, Op.F, length, context)
+        total: Any = self.cluster.device.action_seconds
+        for number, part in self.model.counted(layers):
+            count = part.ops[Op.F]
+            moved = self._elementwise_seconds(count, self.microbatch_size * length)
+            shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
+            total = total + number * np.maximum(moved, shortest)
+        return total
+
+    def _elementwise_seconds(self, count: OpCount, tokens: Any) -> Any:
+        """Returns the time of the kernels other than matrix products and attention, which only move bytes."""
+        wide = count.wide_bytes.per_token * tokens + count.wide_bytes.constant / self.tensor_parallel
+        return (wide + count.other_bytes.at(tokens) / self.tensor_parallel) / self.cluster.device.bytes_per_second
+
+    def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
+        """Returns the part of it that is all-reduces between tensor-parallel ranks."""
+        return sum(n * self._part_reduce_seconds(part, op, length) for n, part in self.model.counted(layers))
+
+    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients."""
+        in_layer = 1 if part.is_half else 2 if part.attentions else 0
+        times = {Op.F: in_layer or int(part is self.model.embedding)}
+        times |= {Op.I: in_layer or int(part is self.model.head)} if part.has_backward else {}
+        return times.get(op, 0) * self.cluster.all_reduce_seconds(self.message_bytes(length), self.tensor_parallel)
+
+    def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of an attention call's scores in F, I or W, without the projections around it."""
+        if op is Op.W or (op is Op.I and not call.has_gradient):
+            return 0.0
+        device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
+        num_scores = call.window.scores(context + length) - call.window.scores(context)
+        scores = heads * (self.microbatch_size * num_scores)
+        keys, values = call.key_width, call.value_width
+        width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
+        return 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
+
+    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
+        """Returns the time of AdamW whose state is spread over `shards` replicas: it reads and writes the trained
+        parameters and its state, and reads gradients."""
+        state, number = StateBytes.of(self.model.dtype), self.num_trained(layers)
+        written = state.weights * number + state.optimizer * number / shards
+        return (2 * written + state.gradients * number) / self.cluster.device.bytes_per_second
+
+    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
+        """Returns the time of the all-reduce of a stage's gradients between the replicas, whose ranks are
+        tensor_parallel apart."""
+        num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_trained(layers)
+        return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.tensor_parallel))
+
+    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> ClusterCost:
+        """Returns the simulator's costs of a pipeline, as `Profile.cost` does.
+
+        Args:
+            partition: layers of each stage; with halves where these are counted, 0 for an end of the model alone.
+            slices: tokens of each slice.
+
+        Raises:
+            SlipstreamError: where the layers don't add up to the model's, or a slice is empty.
+        """
+        return pipeline_costs(self, len(self.model.kinds), self.units_per_layer, partition, slices)
+
+    # --- bytes of one rank -------------------------------------------------------------------------------------------
+
+    def num_parameters(self, layers: Stage) -> float:
+        """Returns the number of a stage's parameters."""
+        return sum(n * part.num_parameters for n, part in self.model.counted(layers)) / self.tensor_parallel
+
+    def num_trained(self, layers: Stage) -> float:
+        """Returns the number of a stage's parameters that are trained."""
+        return sum(n * part.num_trained for n, part in self.model.counted(layers)) / self.tensor_parallel
+
+    def activation_bytes(self, layers: Stage, length: int) -> float:
+        """Returns what a slice's F keeps for its backward without recomputation, except keys and values.
+
+        Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others.
+        """
+        total, norm_inputs = 0.0, 2.0 * self.model.hidden_size * self.model.dtype_bytes
+        for number, part in self.model.counted(layers):
+            wide = min(norm_inputs / (2 if part.is_half else 1), part.activation_bytes)
+            per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
+            states = part.state_bytes if part.has_backward else 0.0
+            total += number * self.microbatch_size * (length * per_token + states)
+        return total
+
+    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
+        """Returns what F keeps of it until R: states that it leaves to the next slice, the stage's input, which for the
+        first stage are tokens; with "selective" also the outputs of matrix products and attention."""
+        if not self.has_backward(layers):
+            return 0.0
+        kept = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
+        if recompute == "selective":
+            counted = self.model.counted(layers)
+            products = sum(number * part.product_bytes for number, part in counted if part.has_backward)
+            kept += self.microbatch_size * length * products / self.tensor_parallel
+        states = sum(number * part.state_bytes for number, part in self.model.counted(layers))
+        return kept + self.microbatch_size * states
+
+    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
+        """Returns what the actions of a slice keep, and hold while they run."""
+        made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(layers, length)
+        made = made if self.has_backward(layers) else 0.0
+        num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
+        return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
+
+    def context_bytes(self, layers: Stage, length: int) -> float:
+        """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""
+        per_token = sum(number * part.context_bytes for number, part in self.model.counted(layers))
+        return self.microbatch_size * length * per_token / self.tensor_parallel
+
+    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
+        """Returns their gradients in float32, kept from a microbatch's first backward to its last."""
+        per_token = sum(number * part.context_gradient_bytes for number, part in self.model.counted(layers))
+        return self.microbatch_size * length * per_token / self.tensor_parallel * 4 / self.model.dtype_bytes
+
+    def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
+        """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the
+        head."""
+        if not self.model.has_head(layers):
+            return 0.0
+        vocabulary = self.model.head_weight / self.model.hidden_size
+        return 4 * self.microbatch_size * length * vocabulary / self.tensor_parallel
+
+    def handling_seconds(self, length: Any) -> Any:
+        return 0.0 * np.asarray(length)  # devices compute while others copy
+
+    def message_bytes(self, length: Any) -> Any:
+        """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back."""
+        return self.microbatch_size * length * self.model.hidden_size * self.model.dtype_bytes
+
+    def action_costs(
+        self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
+    ) -> ClusterCost:
+        """Returns the simulator's costs with the given times by (stage, slice, op) and the links' times of messages."""
+        return ClusterCost(
+            times=times,
+            message_bytes=[float(self.message_bytes(length)) for length in slices],
+            cluster=self.cluster,
+            stride=self.tensor_parallel * data_parallel,
+            tensor_parallel=self.tensor_parallel,
+        )

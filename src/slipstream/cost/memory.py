@@ -1,0 +1,222 @@
+"""The bytes that the actions of a plan keep and free, those of a spread head's parts among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+
+from slipstream.cost.operation_counts import StateBytes
+from slipstream.cost.profile import Profile
+from slipstream.cost.sources import StageCosts
+from slipstream.cost.stages import Stage, StageParts
+from slipstream.schedule import Op, Schedule
+from slipstream.simulator import Footprint, MemoryTable, StageSlice
+
+
+def memory_table(
+    costs: StageCosts,
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    slices: tuple[int, ...],
+    recompute: str,
+    state: StateBytes,
+    optimizer_shards: int = 1,
+    alike: Callable[[Stage], Stage] = lambda stage: stage,
+) -> MemoryTable:
+    """Returns the bytes of all actions of a schedule, per device.
+
+    Args:
+        costs: what stages cost.
+        stages: the parts of each stage.
+        schedule: with R, OFFLOAD and RELOAD where there are any.
+        slices: tokens of each slice.
+        recompute: what is computed again: none, selective or full.
+        state: bytes per parameter.
+        optimizer_shards: ranks over which the optimizer's state is spread.
+        alike: returns one of the stages that cost the same, so that their bytes are computed once.
+    """
+    length = sum(slices)
+    of_stage = cache(partial(_footprints, costs, recompute, slices, schedule.ops))
+    numbers, trained, context, context_gradients = (
+        [float(value(stage)) for stage in map(alike, stages)]
+        for value in (
+            cache(costs.num_parameters),
+            cache(costs.num_trained),
+            cache(partial(costs.context_bytes, length=length)),
+            cache(partial(costs.context_gradient_bytes, length=length)),
+        )
+    )
+    footprints = {
+        (StageSlice(g, *like), op): footprint
+        for g, stage in enumerate(stages)
+        for like, op, footprint in of_stage(alike(stage))
+    }
+    making: set[tuple[int, Op]] = {(each.stage, each.op) for each in schedule.positions if each.op in (Op.B, Op.W)}
+    gradients = {(g, op): state.gradients * trained[g] for g, op in making}
+    # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
+    first = {
+        (unit, op): footprint.peak + gradient - min(gradient, -footprint.leaves)
+        for (unit, op), footprint in footprints.items()
+        if (gradient := gradients.get((unit.stage, op))) is not None
+    }
+    return MemoryTable(
+        footprints=footprints,
+        first=first,
+        context=dict(enumerate(context)),
+        context_gradients=dict(enumerate(context_gradients)),
+        message_bytes=[float(costs.message_bytes(length)) for length in slices],
+        parameters={g: state.weights * n for g, n in enumerate(numbers)},
+        gradients=gradients,
+        optimizer={g: state.optimizer / optimizer_shards * n for g, n in enumerate(trained)},
+    )
+
+
+def _footprints(
+    costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
+) -> list[tuple[tuple[int, bool, bool], Op, Footprint]]:
+    """Returns (slice, recomputed, offloaded), op, footprint of one stage for every way to save a slice's memory."""
+    found = []
+    for s, length in enumerate(slices):
+        own = costs.action_bytes(layers, length)
+        whole = own.kept
+        kept = whole if recompute == "none" else costs.kept_bytes(layers, recompute, length)
+        # the first slice's forward and the last slice's backward allocate for the whole microbatch
+        keys = costs.context_bytes(layers, sum(slices)) if s == 0 else 0
+        made = costs.context_gradient_bytes(layers, sum(slices)) if s == len(slices) - 1 else 0
+        for recomputed, offloaded in product({False, Op.R in ops}, {False, Op.OFFLOAD in ops}):
+            left = kept if recomputed else whole
+            during = own.alone if recomputed else own.peaks[Op.F]
+            bytes_by_op = {
+                Op.F: Footprint(left, left + during + keys),
+                Op.R: Footprint(whole - left, max(0.0, whole - left) + own.peaks[Op.F]),
+                Op.B: Footprint(-whole, own.peaks[Op.B] + made),
+                Op.I: Footprint(own.deferred, own.peaks[Op.I] + made),
+                Op.W: Footprint(-whole - own.deferred, own.peaks[Op.W]),
+                Op.OFFLOAD: Footprint(-left, 0.0),
+                Op.RELOAD: Footprint(left, left),
+            }
+            found += [((s, recomputed, offloaded), op, each) for op, each in bytes_by_op.items() if op in ops]
+    return found
+
+
+_WIDE = 4  # bytes of a logit, at least: softmax is computed in float32
+_SMALL = 64  # bytes of a token, for the indices of its target and the like
+_HEADER = 256  # bytes before the tensors of a message of V, and at most of one of L
+_NORM = 3  # hidden states in float32 that the last stage keeps, with the head's input, of what precedes the head
+
+
+def head_part_memory(
+    profile: Profile,
+    stages: Sequence[StageParts],
+    schedule: Schedule,
+    slices: tuple[int, ...],
+    recompute: str,
+    state: StateBytes,
+) -> MemoryTable:
+    """Returns the bytes of all actions of a schedule that spreads the head: those of `memory_table` for the stages
+    without it, and of the parts next to the last stage of each rank. Of tied weights the rows embed, too.
+
+    Arguments are those of `memory_table`; the last of the stages has the head.
+    """
+    costs = _without_lookups(profile) if schedule.spreads_embedding else profile
+    cut = [*stages[:-1], stages[-1]._replace(stop=stages[-1].stop - 1)]
+    return _with_parts(memory_table(costs, cut, schedule, slices, recompute, state), profile, schedule, slices, state)
+
+
+def _without_lookups(profile: Profile) -> Profile:
+    """Returns the profile of a model whose embedding has no weight."""
+    rows = profile.model.vocab_size * profile.model.hidden_size
+    stages = (
+        replace(each, num_parameters=each.num_parameters - rows) if each.first == 0 else each for each in profile.stages
+    )
+    return replace(profile, stages=tuple(stages))
+
+
+def _with_parts(
+    table: MemoryTable, profile: Profile, schedule: Schedule, slices: tuple[int, ...], state: StateBytes
+) -> MemoryTable:
+    last, stages, head = schedule.num_stages - 1, schedule.vocabulary_stages, len(profile.parts) - 1
+    rows = -(-profile.model.vocab_size // schedule.num_ranks)
+    numbers = profile.num_parameters(StageParts(head, head + 1)) / schedule.num_ranks
+    made = state.gradients * numbers
+    footprints = {
+        (StageSlice(g, s, *how), op): each
+        for g, (s, length) in product(stages, enumerate(slices))
+        for op, each in _part_footprints(profile, rows, schedule, length, g == last).items()
+        for how in product({False, Op.R in schedule.ops}, {False, Op.OFFLOAD in schedule.ops})
+    }
+    own = {
+        (unit, op): _at_ends(unit, op, each, profile, schedule, slices) for (unit, op), each in table.footprints.items()
+    }
+    first: dict[tuple[StageSlice, Op], float] = {
+        (unit, op): each.peak + made for (unit, op), each in footprints.items() if op is Op.VW
+    }
+    return replace(
+        table,
+        footprints={**own, **footprints},
+        first={**table.first, **first},
+        gradients={**table.gradients, **{(g, Op.VW): made for g in stages}},
+        parameters=_added(table.parameters, dict.fromkeys(stages, state.weights * numbers)),
+        optimizer=_added(table.optimizer, dict.fromkeys(stages, state.optimizer * numbers)),
+        vocabulary_bytes={
+            (op, s): _sent(profile, op, length) for op in (Op.V, Op.L) for s, length in enumerate(slices)
+        },
+    )
+
+
+def _at_ends(
+    unit: StageSlice, op: Op, own: Footprint, profile: Profile, schedule: Schedule, slices: tuple[int, ...]
+) -> Footprint:
+    """Returns the bytes of a stage's action with what lies between its layers and the spread head, and what its rows'
+    lookups add up to, which a forward that is run again starts from."""
+    hidden = float(profile.message_bytes(slices[unit.slice]))
+    if unit.stage == schedule.num_stages - 1:
+        more = _NORM * hidden * max(1.0, _WIDE / profile.dtype_bytes)
+        made = Op.R if unit.recomputed else Op.F
+        if op is made:
+            own = Footprint(own.leaves + more, own.peak + more)
+        elif op in (Op.B, Op.W):
+            own = replace(own, leaves=own.leaves - more)
+    if schedule.spreads_embedding and unit.stage == 0 and unit.recomputed:
+        if op is Op.F:
+            own = Footprint(own.leaves + hidden, own.peak + hidden)
+        elif op is Op.R:
+            own = replace(own, leaves=own.leaves - hidden)
+    return own
+
+
+def _part_footprints(
+    profile: Profile, rows: int, schedule: Schedule, length: int, is_last: bool
+) -> dict[Op, Footprint]:
+    """Returns the bytes of the actions; see `slipstream.model.vocabulary` for what HeadRows and TiedRows make."""
+    wide = max(_WIDE, profile.dtype_bytes)
+    tokens = profile.microbatch_size * length
+    hidden, number, small = float(profile.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)
+    wide_hidden = hidden * wide / profile.dtype_bytes
+    probabilities = number * rows
+    narrow = probabilities if profile.dtype_bytes < _WIDE else 0.0  # a copy in the weights' dtype, and one to add up
+    kept = probabilities + 2 * number
+    found = {
+        Op.V: Footprint(kept, max(2 * probabilities, probabilities + narrow + 2 * hidden) + small),
+        Op.VW: Footprint(-kept, 1.5 * narrow + small),
+    }
+    if is_last:  # V's part of the gradient stays here until L, L's sums and the stage's output until VW
+        found[Op.V] = replace(found[Op.V], leaves=kept + 2 * hidden)
+        found[Op.L] = Footprint(number - hidden, 4 * wide_hidden + 6 * schedule.num_ranks * number)
+        found[Op.VW] = replace(found[Op.VW], leaves=-kept - hidden - number)
+    if schedule.spreads_embedding:
+        found[Op.E] = Footprint(0.0, 2 * hidden + small)
+        found[Op.EW] = Footprint(0.0, hidden + (wide_hidden if profile.dtype_bytes < _WIDE else 0.0) + small)
+    return found
+
+
+def _sent(profile: Profile, op: Op, length: int) -> float:
+    """Returns the bytes of a message with V's part of a slice, or L's sums."""
+    number = max(_WIDE, profile.dtype_bytes) * profile.microbatch_size * length
+    return _HEADER + (2 * number + 2 * float(profile.message_bytes(length)) if op is Op.V else number)
+
+
+def _added(there: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:
+    return {g: each + more.get(g, 0.0) for g, each in there.items()}

@@ -1,0 +1,218 @@
+"""The operations and bytes of a model's parts, counted per token: the input of analytic costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from slipstream.cost.fit import AttentionWindow
+from slipstream.cost.stages import Stage, part_kinds, parts_of
+from slipstream.schedule import Op
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A quantity that grows with the tokens of a slice: `constant` + `per_token` · tokens."""
+
+    constant: float = 0.0
+    per_token: float = 0.0
+
+    def at(self, num_tokens: float) -> float:
+        """Returns the quantity for so many tokens."""
+        return self.constant + self.per_token * num_tokens
+
+
+_NONE = Amount()
+_AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
+# of a PartCount
+_SIZES = ("num_parameters", "num_frozen", "activation_bytes", "context_bytes", "product_bytes", "state_bytes")
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter that training keeps. bfloat16 trains with a float32 master weight and two moments."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, dtype: str) -> StateBytes:
+        wide = {"float32": 4, "float64": 8}.get(dtype)
+        return cls(2, 4, 12) if wide is None else cls(wide, wide, 2 * wide)
+
+
+@dataclass(frozen=True)
+class OpCount:
+    """The counts of one op (F, I or W) of a part, without attention's scores, which depend on the context.
+
+    Bytes are those of the tensors that each kernel reads and writes. `wide_bytes` are of kernels other than matrix
+    products on tensors as wide as the hidden state, which tensor parallelism repeats on every rank.
+    """
+
+    flops: Amount = _NONE  # of matrix products
+    matmul_bytes: Amount = _NONE
+    wide_bytes: Amount = _NONE
+    other_bytes: Amount = _NONE
+    num_matmuls: int = 0
+    num_kernels: int = 0  # matrix products included
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call of a layer: its heads, the widths of its keys and values, and its mask."""
+
+    num_heads: int
+    num_key_value_heads: int
+    key_width: int
+    value_width: int
+    window: AttentionWindow
+    has_gradient: bool = True  # whether what it attends with is differentiated
+
+    def step_flops(self, num_scores: float) -> float:
+        """Returns the FLOPs that so many scores take in a step: of the products with keys and with values, and where
+        there is a gradient of twice as many backward."""
+        forward = 2 * num_scores * (self.key_width + self.value_width)
+        return 3 * forward if self.has_gradient else forward
+
+
+@dataclass(frozen=True)
+class PartCount:
+    """A layer of one kind or one of its halves, the embedding, or the norm and head with the loss.
+
+    A part below the lowest one with a trained parameter has no backward: its I and W count nothing, and nothing is
+    kept for them. A frozen one above has I alone.
+    """
+
+    name: str
+    num_parameters: int
+    ops: Mapping[Op, OpCount]  # F, I, W
+    attentions: tuple[AttentionCall, ...]
+    activation_bytes: float  # per token: what F keeps for the backward, its input included
+    context_bytes: float  # per token: keys and values
+    product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
+    state_bytes: float = 0.0  # of each slice and row: what the slice leaves to the next besides keys and values
+    is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
+    num_frozen: int = 0  # of its parameters, those that aren't trained
+    has_backward: bool = True  # whether it, or a part below, has a trained one
+
+    @property
+    def num_trained(self) -> int:
+        """The number of its parameters that are trained."""
+        return self.num_parameters - self.num_frozen
+
+    @property
+    def step_products(self) -> Amount:
+        """The FLOPs of a step's matrix products: of F, and of I and W where they run.
+
+        Each of these takes as much as F, so that all three take three times F. Of a part with frozen parameters, I and
+        W are as they were counted.
+        """
+        forward = self.ops[Op.F].flops
+        if not self.num_frozen:
+            return Amount(3 * forward.constant, 3 * forward.per_token)
+        each = [self.ops[op].flops for op in (Op.F, Op.I, Op.W)]
+        return Amount(sum(one.constant for one in each), sum(one.per_token for one in each))
+
+    @property
+    def context_gradient_bytes(self) -> float:
+        """Per token: keys and values that have gradients, in the dtype of the model."""
+        return self.context_bytes if any(call.has_gradient for call in self.attentions) else 0.0
+
+    def mixed(self, other: PartCount, third: PartCount, mix: Callable[[float, float, float], float]) -> PartCount:
+        """Returns the part whose every number is `mix` of this part's, the other's and the third's."""
+
+        def amount(*amounts: Amount) -> Amount:
+            constants, per_token = zip(*((each.constant, each.per_token) for each in amounts), strict=True)
+            return Amount(max(0.0, mix(*constants)), max(0.0, mix(*per_token)))
+
+        def counts(*ops: OpCount) -> OpCount:
+            values: dict[str, Any] = {name: amount(*(getattr(op, name) for op in ops)) for name in _AMOUNTS}
+            for name in ("num_matmuls", "num_kernels"):
+                values[name] = round(mix(*(getattr(op, name) for op in ops)))
+            return OpCount(**values)
+
+        parts = (self, other, third)
+        numbers: dict[str, Any] = {name: mix(*(getattr(part, name) for part in parts)) for name in _SIZES}
+        ops = {op: counts(*(part.ops[op] for part in parts)) for op in self.ops}
+        counts_of = {name: round(numbers[name]) for name in ("num_parameters", "num_frozen")}
+        return replace(self, **numbers | counts_of, ops=ops)
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """The counts of a model's parts in one dtype; `kinds[layer]` is the number of the layer's kind."""
+
+    kinds: tuple[int, ...]
+    layers: tuple[PartCount, ...]  # one of each kind
+    embedding: PartCount
+    head: PartCount
+    hidden_size: int
+    dtype: str
+    dtype_bytes: int
+    tied: bool = False  # the head's weight is the embedding's
+    halves: tuple[tuple[PartCount, PartCount], ...] = ()  # of the layers of each kind; none where they can't be cut
+
+    @property
+    def whole(self) -> range:
+        """The layers of the model."""
+        return range(len(self.kinds))
+
+    @property
+    def units_per_layer(self) -> int:
+        """2 where the halves of layers are known, else 1."""
+        return 2 if self.halves else 1
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The kind of every part of the model: embedding, units of layers, head."""
+        return part_kinds(self.kinds, self.units_per_layer)
+
+    @cached_property
+    def of_kind(self) -> tuple[PartCount, ...]:
+        """A part of each kind."""
+        units = [unit for each in self.halves for unit in each] if self.halves else self.layers
+        return (*units, self.embedding, self.head)
+
+    def parts_of(self, stage: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
+        return parts_of(stage, len(self.kinds), self.units_per_layer)
+
+    def has_head(self, stage: Stage) -> bool:
+        """Returns whether the head is among a stage's parts."""
+        return self.parts_of(stage).stop == len(self.parts)
+
+    def counted(self, stage: Stage) -> tuple[tuple[int, PartCount], ...]:
+        """Returns the parts of a stage as (how many, part), equal ones together; of layers their halves, if known."""
+        kinds = Counter(self.parts[part] for part in self.parts_of(stage))
+        return tuple((number, self.of_kind[kind]) for kind, number in sorted(kinds.items()))
+
+    def has_backward(self, stage: Stage) -> bool:
+        """Returns whether a stage has a trained parameter, or one below it has."""
+        return self.parts_of(stage).stop > self.num_frozen_parts
+
+    @cached_property
+    def num_frozen_parts(self) -> int:
+        """The number of first parts without a backward."""
+        return next(number for number, kind in enumerate(self.parts) if self.of_kind[kind].has_backward)
+
+    @property
+    def num_trained(self) -> int:
+        """The parameters of the whole model that are trained, a tied weight counted once."""
+        total = sum(number * part.num_trained for number, part in self.counted(self.whole))
+        is_tied = self.tied and self.embedding.num_trained > 0
+        return total - (self.head_weight if is_tied else 0)
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of the whole model, a tied weight counted once, as `model.num_parameters()` does."""
+        total = sum(number * part.num_parameters for number, part in self.counted(self.whole))
+        return total - (self.head_weight if self.tied else 0)
+
+    @property
+    def head_weight(self) -> int:
+        """The elements of the head's matrix: two FLOPs each in a token's forward."""
+        return round(self.head.ops[Op.F].flops.per_token / 2)

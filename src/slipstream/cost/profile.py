@@ -1,0 +1,421 @@
+"""A profile: the measured costs of a model's parts on one kind of hardware, from which those of any stage follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.cost.fit import FittedTime, SlicePoint, TimeFit
+from slipstream.cost.stages import (
+    OPS,
+    ActionBytes,
+    Stage,
+    combine,
+    layer_of,
+    part_kinds,
+    parts_of,
+    pipeline_costs,
+    stage_row,
+    stage_weights,
+    unit_names,
+)
+from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.schedule import Op
+from slipstream.simulator import TableCost
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware on which the times were measured."""
+
+    device: str  # "cpu" or the GPU's name
+    cpu: str
+    cores: int
+    threads: int  # of a process
+    processes: int  # that measured at the same time, as the ranks of a pipeline compute
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The model: its main sizes, and a hash of its whole configuration."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    config_hash: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The time of an op of a measured stage at one (slice length, context)."""
+
+    length: int
+    context: int
+    seconds: float  # median
+    spread: float  # the difference of the quartiles over the median
+    held_out: bool  # not used in the fit
+
+
+@dataclass(frozen=True)
+class MeasuredStage:
+    """A measured stage of some parts of the model: its fits, the points behind them, and its bytes."""
+
+    first: int  # part: 0 is the embedding
+    last: int  # the number of its last part, which belongs to it
+    fits: dict[Op, TimeFit]
+    points: dict[Op, tuple[Measurement, ...]]
+    activation_bytes: tuple[tuple[int, int], ...]  # (slice length, bytes)
+    context_bytes: int  # keys and values, per token of the sequence
+    context_gradient_bytes: int  # their gradients, per token of the sequence
+    num_parameters: int
+    actions: tuple[tuple[int, ActionBytes], ...] = ()  # (slice length, bytes); empty in profiles of older versions
+
+    @property
+    def parts(self) -> range:
+        """The numbers of the stage's parts, as `slipstream.cost.stages` counts them."""
+        return range(self.first, self.last + 1)
+
+    def activation_bytes_at(self, length: Any) -> Any:
+        """Returns what a slice's F keeps for its backward, interpolated linearly between the measured lengths."""
+        return np.interp(length, *np.transpose(self.activation_bytes))
+
+    def action_bytes_at(self, length: int) -> ActionBytes:
+        """Returns the bytes of the actions on a slice, interpolated linearly between the measured lengths."""
+        lengths, measured = zip(*self.actions, strict=True)
+        at = partial(np.interp, length, lengths)
+        return ActionBytes(
+            kept=float(at([each.kept for each in measured])),
+            deferred=float(at([each.deferred for each in measured])),
+            peaks={op: float(at([each.peaks[op] for each in measured])) for op in measured[0].peaks},
+        )
+
+    def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
+        """Returns the fit's relative error at the points held out, or at those it was fitted to."""
+        chosen = {(p.length, p.context): p.seconds for p in self.points[op] if p.held_out is held_out}
+        return {point: abs(self.fits[op](*point) - seconds) / seconds for point, seconds in chosen.items()}
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The time of a message between two ranks, latency + bytes / bandwidth, and the measurements behind it."""
+
+    latency: float  # seconds
+    bandwidth: float  # bytes per second
+    backend: str
+    points: tuple[tuple[int, float], ...]  # (bytes, seconds)
+    handling: tuple[tuple[int, float], ...] = ()  # (bytes, seconds); empty in profiles of older versions
+
+    def handling_seconds(self, num_bytes: Any) -> Any:
+        """Returns the seconds for which sending or receiving a message keeps a rank from computing, 0 if unknown."""
+        if not self.handling:
+            return 0.0 * np.asarray(num_bytes)
+        longest, most = self.handling[-1]
+        further = np.asarray(num_bytes) * (most / longest)
+        return np.maximum(np.interp(num_bytes, *np.transpose(self.handling)), further)
+
+
+FORMAT = 2
+_BUSY = 0.05  # of the measuring: above it, another program has a core
+_GRADIENT = 4  # bytes of a gradient, at least: those of master weights are float32
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs of one model's parts on one kind of hardware, in one dtype, at one microbatch size.
+
+    `kinds[layer]` numbers the kinds of equal layers from 0; `units_per_layer` is 2 where their halves were measured,
+    else 1, and `unit_kinds` numbers those of them that are equal. Every other stage is a sum of the measured `stages`
+    (see `slipstream.cost.stages`). It has the methods of AnalyticCosts; times are in seconds, sizes in
+    bytes.
+    """
+
+    hardware: Hardware
+    model: ModelIdentity
+    versions: dict[str, str]
+    dtype: str
+    dtype_bytes: int  # of the tensors that are sent between stages
+    microbatch_size: int
+    seq_len: int
+    kinds: tuple[int, ...]
+    kind_names: tuple[str, ...]
+    units_per_layer: int
+    stages: tuple[MeasuredStage, ...]
+    optimizer_seconds: float  # of an AdamW step, per parameter
+    link: MeasuredLink | None = None  # None where a single process measured
+    disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
+    tensor_parallel: int = 1  # the ranks that shared every layer: what a stage costs is what it costs each of them
+    sequence_parallel: bool = False  # whether they shared the tokens too
+    tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
+    attention_kernels: Mapping[str, str] = field(default_factory=dict)  # the fastest on the GPU, by shape
+    unit_kinds: tuple[int, ...] = ()  # of the units of each kind of layer, as in `part_kinds`
+    format: int = FORMAT
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether another program had a core while this was measured, which it may not have later."""
+        return self.disturbed > _BUSY
+
+    # --- what a stage costs ------------------------------------------------------------------------------------------
+
+    def time(self, layers: Stage, op: Op) -> FittedTime:
+        """Returns the time function of one op of a stage; R takes as long as F.
+
+        Raises:
+            SlipstreamError: where the model doesn't have these layers.
+        """
+        if isinstance(layers, range) and not 0 <= layers.start < layers.stop <= len(self.kinds):
+            raise SlipstreamError(
+                f"there is no stage with the layers {layers.start} to {layers.stop - 1}: the profile's model has the "
+                f"layers 0 to {len(self.kinds) - 1}."
+            )
+        return self._time(stage_row(self.parts, self.parts_of(layers)), op)
+
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+        return self.time(layers, op)(length, context)
+
+    def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
+        return 0.0 * np.asarray(length)
+
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        return self.seconds(layers, Op.R, length, context)
+
+    def part_time(self, name: str, op: Op) -> FittedTime:
+        """Returns the time function of one of `part_names`, or of a whole layer of one of `kind_names`.
+
+        Raises:
+            SlipstreamError: where there is no such part.
+        """
+        ends = {"stage": [0], "embedding": [-2], "head": [-1]}
+        places = ends.get(name) or [1 + unit for unit, named in self._unit_names if name in (named, layer_of(named))]
+        if not places:
+            hint = did_you_mean(name, self.part_names)
+            raise SlipstreamError(f"the profile has no part {name!r}{hint} Its parts are {', '.join(self.part_names)}.")
+        numbers = [0.0] * len(self.part_names)
+        for place in places:
+            numbers[place] += 1
+        return self._time(numbers, op)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the fixed part of every stage, the kinds of units, the embedding and the head with the loss.
+
+        A unit that layers of several kinds have in common is named after the first of them.
+        """
+        names = dict(reversed(self._unit_names))
+        return ("stage", *(names[unit] for unit in sorted(names)), "embedding", "head")
+
+    @property
+    def _unit_names(self) -> list[tuple[int, str]]:
+        return unit_names(self.kind_names, self.units_per_layer, self.unit_kinds)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The kind of every part of the model: embedding, units of layers, head."""
+        return part_kinds(self.kinds, self.units_per_layer, self.unit_kinds)
+
+    def parts_of(self, layers: Stage) -> range:
+        """Returns the numbers of a stage's parts: 0 is the embedding, the last the head."""
+        return parts_of(layers, len(self.kinds), self.units_per_layer)
+
+    def by_part(self, values: Sequence[float]) -> tuple[list[float], float]:
+        """Returns what each part has of a quantity that the measured stages have, and what a stage has besides."""
+        fixed, *kinds = (sum(w * v for w, v in zip(row, values, strict=True)) for row in self._part_weights)
+        return [kinds[kind] for kind in self.parts], fixed
+
+    def activation_bytes(self, layers: Stage, length: int) -> float:
+        return self._total(layers, [float(stage.activation_bytes_at(length)) for stage in self.stages])
+
+    def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
+        return float(self.message_bytes(length)) if self.parts_of(layers).start else 0.0  # the first gets tokens
+
+    @property
+    def has_action_bytes(self) -> bool:
+        """Whether the bytes of actions were measured, as older versions did not."""
+        return all(stage.actions for stage in self.stages)
+
+    def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
+        if not self.has_action_bytes:
+            made = 2 * self.message_bytes(length) + self.logits_gradient_bytes(layers, length)
+            num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
+            return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
+        measured = [stage.action_bytes_at(length) for stage in self.stages]
+        kept = self._total(layers, [each.kept for each in measured])
+        deferred = self._total(layers, [each.deferred for each in measured])
+        kinds = {self.parts[part] for part in self.parts_of(layers)}
+        single = {
+            self.parts[stage.first]: each
+            for stage, each in zip(self.stages, measured, strict=True)
+            if stage.first == stage.last
+        }
+        peaks = {op: max((single[kind].peaks[op] for kind in kinds), default=0.0) for op in OPS}
+        peaks[Op.I] += max(0.0, deferred)  # what W needs of the parts whose I has run already
+        alone = max((single[kind].kept + single[kind].peaks[Op.F] for kind in kinds), default=0.0)
+        return ActionBytes(kept, deferred, peaks, alone)
+
+    def context_bytes(self, layers: Stage, length: int) -> float:
+        return length * self._total(layers, [stage.context_bytes for stage in self.stages])
+
+    def context_gradient_bytes(self, layers: Stage, length: int) -> float:
+        return length * self._total(layers, [stage.context_gradient_bytes for stage in self.stages])
+
+    def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
+        has_head = self.parts_of(layers).stop == len(self.parts)
+        vocabulary = self.model.vocab_size / self.tensor_parallel
+        return 4 * self.microbatch_size * length * vocabulary if has_head else 0.0
+
+    def has_backward(self, stage: Stage) -> bool:
+        return True
+
+    def num_trained(self, layers: Stage) -> int:
+        return self.num_parameters(layers)
+
+    def num_parameters(self, layers: Stage) -> int:
+        return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
+
+    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
+        """Returns the time of a ring's all-reduce between replicas, whose messages travel as those of a pipeline."""
+        if self.link is None or data_parallel == 1:
+            return 0.0
+        num_bytes = max(_GRADIENT, self.dtype_bytes) * self.num_parameters(layers)
+        return 2 * (data_parallel - 1) * (self.link.latency + num_bytes / data_parallel / self.link.bandwidth)
+
+    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
+        return self.optimizer_seconds * self.num_parameters(layers) / shards
+
+    def message_bytes(self, length: Any) -> Any:
+        return self.microbatch_size * length * self.model.hidden_size * self.dtype_bytes
+
+    def action_costs(
+        self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
+    ) -> TableCost:
+        if sum(slices) > self.seq_len:
+            raise SlipstreamError(
+                f"slices={list(slices)} add up to {sum(slices)} tokens, more than the profile's {self.seq_len}. "
+                f"Profile with --seq-len={sum(slices)}."
+            )
+        return TableCost(
+            times=times,
+            message_bytes=[float(self.message_bytes(length)) for length in slices],
+            latency=self.link.latency if self.link else 0,
+            bandwidth=self.link.bandwidth if self.link else None,
+        )
+
+    def handling_seconds(self, length: Any) -> Any:
+        """Returns the seconds for which a slice's message keeps each of its two ranks from computing."""
+        num_bytes = np.asarray(self.message_bytes(length))
+        return self.link.handling_seconds(num_bytes) if self.link else 0.0 * num_bytes
+
+    def cost(self, partition: Sequence[float], slices: Sequence[int]) -> TableCost:
+        """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
+
+        Args:
+            partition: layers of each stage; with halves where these were measured, 0 for an end of the model alone.
+            slices: tokens of each slice.
+
+        Raises:
+            SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
+        """
+        return pipeline_costs(self, len(self.kinds), self.units_per_layer, partition, slices)
+
+    @cached_property
+    def _measured(self) -> tuple[range, ...]:
+        return tuple(stage.parts for stage in self.stages)
+
+    @cached_property
+    def _part_weights(self) -> list[list[float]]:
+        """The weights of the measured stages in the fixed part and in each kind of part."""
+        rows = np.eye(len(self.part_names))
+        return [combine(self.parts, self._measured, [float(each) for each in row]) for row in rows]
+
+    def _weights(self, layers: Stage) -> list[float]:
+        return stage_weights(self.parts, self._measured, self.parts_of(layers))
+
+    def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
+        """Returns the time of a fixed part, and so many parts of each kind."""
+        fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
+        counts = tuple(number * self.slowdown for number in numbers)
+        return FittedTime(fits, tuple(map(tuple, self._part_weights)), counts)
+
+    @property
+    def slowdown(self) -> float:
+        """The seconds that pass for each second of computing: what little the rest of the machine does goes on."""
+        return 1.0 if self.is_disturbed else 1 / (1 - self.disturbed)
+
+    def _total(self, layers: Stage, values: Sequence[float]) -> float:
+        return sum(w * value for w, value in zip(self._weights(layers), values, strict=True))
+
+    # --- its accuracy ------------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> float:
+        """The mean relative error of all fits at the points held out (TeraPipe: under 2%)."""
+        errors = [e for stage in self.stages for op in OPS for e in stage.errors(op, held_out=True).values()]
+        return sum(errors) / len(errors) if errors else 0.0
+
+    def points_off(self, tolerance: float) -> dict[SlicePoint, float]:
+        """Returns the largest error at each point, held out or not, where it exceeds the tolerance."""
+        worst: dict[SlicePoint, float] = {}
+        for stage, op in product(self.stages, OPS):
+            for point, error in (stage.errors(op, True) | stage.errors(op, False)).items():
+                worst[point] = max(error, worst.get(point, 0.0))
+        return {point: error for point, error in sorted(worst.items()) if error > tolerance}
+
+    # --- what it was measured for ------------------------------------------------------------------------------------
+
+    def check(self, model: ModelIdentity, dtype: str | None = None) -> None:
+        """Checks what the profile was measured for; a dtype of None isn't compared.
+
+        Raises:
+            SlipstreamError: naming what differs, for another model or dtype.
+        """
+        differing = [(name, value, vars(model)[name]) for name, value in vars(self.model).items()]
+        found = [f"model.{name} is {a!r} in the profile, {b!r} here" for name, a, b in differing if a != b]
+        if dtype not in (None, self.dtype):
+            found.append(f"dtype is {self.dtype} in the profile, {dtype} here")
+        if found:
+            raise SlipstreamError(
+                f"the profile was measured for something else: {'; '.join(found)}. Measure again with `slipstream "
+                "profile`."
+            )
+
+    def save(self, path: Path) -> None:
+        """Writes the profile as JSON."""
+        from pydantic import TypeAdapter
+
+        path.write_bytes(TypeAdapter(Profile).dump_json(self, indent=1) + b"\n")
+
+
+def load_profile(path: Path) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        SlipstreamError: for a file that doesn't exist, is incomplete, or isn't a profile of this format.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values.get("format") if isinstance(values, dict) else None
+        if found != FORMAT:
+            raise SlipstreamError(
+                f"{path} has format={found!r}, this version reads {FORMAT}; measure again with `slipstream profile`."
+            )
+        return TypeAdapter(Profile).validate_python(values)
+    except SlipstreamError:
+        raise
+    except OSError as error:
+        raise SlipstreamError(f"can't read the profile {path}: {error.strerror}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise SlipstreamError(f"{path} isn't a profile: {where}: {problem['msg'].lower()}.") from error
+    except ValueError as error:
+        raise SlipstreamError(f"{path} isn't a profile: {error}. Write one with `slipstream profile`.") from error

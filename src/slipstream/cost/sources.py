@@ -1,0 +1,148 @@
+"""The sources of a plan's numbers: counted operations on a described cluster, or a profile of this hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+from slipstream.cost.analytic import AnalyticCosts
+from slipstream.cost.cluster import Cluster
+from slipstream.cost.operation_counts import ModelCount, StateBytes
+from slipstream.cost.profile import Profile
+from slipstream.errors import SlipstreamError
+
+StageCosts: TypeAlias = AnalyticCosts | Profile
+
+
+class HostMemorySpec(NamedTuple):
+    """The host's memory as one device sees it."""
+
+    bandwidth: float  # bytes per second between the device and its host, in one direction
+    capacity: float  # bytes for each device
+
+
+class AnalyticSource:
+    """A counted model on a described cluster."""
+
+    recomputations: tuple[str, ...] = ("none", "selective", "full")  # values of `recompute` whose times are known
+    microbatch_sizes = None  # sequences that a microbatch may have: any number
+
+    def __init__(self, model: ModelCount, cluster: Cluster, name: str) -> None:
+        self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
+        self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
+        self.parts, self.units_per_layer = model.parts, model.units_per_layer  # the kind of every part
+        self.num_devices, self.devices_per_node = cluster.num_devices, cluster.devices_per_node
+        self.memory = cluster.device.memory  # bytes of a device
+        self.host = HostMemorySpec(cluster.device.host_bandwidth, cluster.device.host_memory)
+        self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
+        heads = {call.num_heads for part in model.layers for call in part.attentions}
+        degrees = range(1, min(heads) + 1)
+        self.tensor_parallel_degrees = tuple(t for t in degrees if all(h % t == 0 for h in heads))
+        cluster.device.matmul_flops(model.dtype, 1)  # raises where the dtype has no peak
+
+    def slice_range(self, seq_len: int) -> tuple[int, int]:
+        """Returns the lengths of the shortest and the longest slice whose times are known."""
+        return 1, seq_len
+
+    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
+        """Returns what the model's stages cost."""
+        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size)
+
+    def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
+        """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
+
+        They are those of three forwards; where parts are frozen, of the forward and of the gradients that are needed.
+        """
+        flops = 0.0
+        for number, part in self.model.counted(self.model.whole):
+            flops += number * part.step_products.at(num_sequences * seq_len)
+            for call in part.attentions:
+                scores = number * num_sequences * call.num_heads * float(call.window.scores(seq_len))
+                flops += call.step_flops(scores)
+        return flops / self.cluster.device.flops[self.model.dtype]
+
+    def larger(self, most: int) -> Iterator[CostSource]:
+        """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
+        for doublings in range(1, most.bit_length()):
+            larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
+            yield AnalyticSource(self.model, larger, self.name)
+
+    def trained(self) -> tuple[str, ...]:
+        """Returns a sentence about what trains and where the backward ends; nothing where all weights train."""
+        model = self.model
+        if model.num_trained == model.num_parameters:
+            return ()
+        layers = max(0, model.num_frozen_parts - 1) / model.units_per_layer
+        ends = "the embedding has" if not layers else f"the embedding and the first {layers:g} layers have"
+        ends = f"{ends} forwards alone, keep nothing and are sent no gradient"
+        return (
+            f"{model.num_trained:,} of {model.num_parameters:,} parameters train: gradients and optimizer state are "
+            f"theirs alone, and frozen layers have no weight gradient{f'; {ends}' if model.num_frozen_parts else ''}.",
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns the assumptions on which the numbers rest, as sentences."""
+        state = self.state
+        return (
+            f"Times are computed from counted operations and the description of {self.cluster.name}, not measured.",
+            f"A parameter takes {state.weights:g} bytes, its gradient {state.gradients:g}, its optimizer state "
+            f"{state.optimizer:g}.",
+            "The gradients' reduction and the optimizer's step follow a rank's last backward, without overlap.",
+        )
+
+
+class ProfileSource:
+    """A model measured on the present hardware, of one microbatch size and one tensor-parallel degree.
+
+    It has what an AnalyticSource has.
+    """
+
+    recomputations: tuple[str, ...] = ("none", "full")
+    devices_per_node = 2**62
+    memory, host = float("inf"), None  # what isn't known can't be planned with
+
+    def __init__(self, profile: Profile, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise SlipstreamError(f"num_ranks={num_ranks}: a plan needs at least one rank.")
+        self.profile = profile
+        self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
+        self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
+        self.kinds, self.num_devices = profile.kinds, num_ranks * profile.tensor_parallel
+        self.tensor_parallel_degrees = (profile.tensor_parallel,)
+        self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
+        self.microbatch_sizes = (profile.microbatch_size,)
+        self.dtype, self.state = profile.dtype, StateBytes.of("float32")
+
+    def slice_range(self, seq_len: int) -> tuple[int, int]:
+        if seq_len > self.profile.seq_len:
+            raise SlipstreamError(
+                f"seq_len={seq_len}, but the profile has times up to {self.profile.seq_len} tokens. Profile again "
+                f"with --seq-len={seq_len}."
+            )
+        lengths = [fit.lengths for stage in self.profile.stages for fit in stage.fits.values()]
+        return max(each[0] for each in lengths), min(each[-1] for each in lengths)
+
+    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
+        return self.profile
+
+    def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
+        return None
+
+    def larger(self, most: int) -> Iterator[CostSource]:
+        return iter(())
+
+    def trained(self) -> tuple[str, ...]:
+        return ()
+
+    def notes(self) -> tuple[str, ...]:
+        off, link = f"{self.profile.error:.1%}", "computed from the measured link, without overlap."
+        if self.profile.link is None:
+            link = "left out: one process alone has measured no link."
+        return (
+            f"Times come from a profile; at the points held out, its fits are off by {off} on average.",
+            f"The gradients' reduction between pipelines is {link}",
+        )
+
+
+CostSource: TypeAlias = AnalyticSource | ProfileSource
+"""A model on some devices: what a search reads to find a plan."""

@@ -1,4 +1,0 @@
-"""Finds out what this machine can do, and what would keep a training from running here, before there is a model."""
-
-from slipstream.doctor.examination import Examination, examine
-from slipstream.doctor.finding import Finding

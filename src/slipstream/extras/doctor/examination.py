@@ -1,0 +1,338 @@
+"""Runs all checks, one after another, each by itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.extras.doctor.finding import Check, Finding, error_text, isolated
+from slipstream.units import bytes_text
+from slipstream.version import __version__
+
+if TYPE_CHECKING:
+    from slipstream.extras.doctor.rank_exchange import RankExchange
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found out about this machine, and in a launched group about the links between its ranks."""
+
+    findings: list[Finding]
+    rank: int = 0
+    """The rank that found it: 0 speaks for all."""
+    exchange: RankExchange | None = None
+    """With which a rank of a launched group leaves it."""
+
+    @property
+    def can_train(self) -> bool:
+        """Whether nothing was found that would make training fail."""
+        return all(finding.problem is None for finding in self.findings)
+
+
+def examine(folder: Path, seconds: float = 30.0, tell: Callable[[str], None] = lambda _text: None) -> Examination:
+    """Returns what this machine can do and what isn't here. Collective in a group that a launcher started.
+
+    Args:
+        folder: that runs go to; it needn't exist.
+        seconds: that ranks wait for each other.
+        tell: is called with what is looked at next.
+    """
+    tell("versions")
+    has_torch = can_import_torch()
+    if has_torch:
+        _read_slurm()
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    found: list[Finding] = []
+    for topic, check in _checks(folder, has_torch):
+        tell(topic)
+        found += isolated(topic, check)
+    if num_ranks == 1 or not has_torch:
+        return Examination(found, rank)
+    from slipstream.extras.doctor.rank_exchange import RankExchange
+
+    tell("exchange between ranks")
+    exchange = RankExchange(seconds)
+    found += isolated("exchange", lambda: exchange.run(found), is_vital=True)
+    return Examination(found, rank, exchange)
+
+
+def _read_slurm() -> None:
+    """Names this process's rank as torchrun does, where srun has started it."""
+    from slipstream.launch.local_ranks import is_task, torchrun_variables
+
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() and is_task(os.environ):
+        os.environ.update(torchrun_variables(os.environ))
+
+
+def _checks(folder: Path, has_torch: bool) -> Iterator[tuple[str, Check]]:
+    yield "versions", find_versions
+    yield "processor", find_processor
+    yield "memory", find_memory
+    yield "folder", lambda: find_folder(folder)
+    yield "shared memory", find_shared_memory
+    if has_torch:
+        yield from _checks_of_torch()
+
+
+def _checks_of_torch() -> Iterator[tuple[str, Check]]:
+    from slipstream.extras.doctor import devices
+
+    yield "pinned memory", find_pinned_limit
+    yield "GPUs", devices.find_gpus
+    yield "links", devices.find_device_links
+    yield "communication", find_backends
+    yield "loopback", find_loopback
+    yield "matrix product", devices.find_products
+    yield "attention", devices.find_attention
+    yield "compiler", devices.find_compiler
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60  # bytes; version 1 of cgroups writes a number above it
+
+
+def find_versions() -> Iterator[Finding]:
+    """Yields the versions of Python and the packages, and whether these can be imported."""
+    yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("slipstream", __version__)
+    yield _torch()
+    yield _transformers()
+
+
+def can_import_torch() -> bool:
+    """Returns whether torch, and what of Slipstream needs it, can be imported."""
+    try:
+        importlib.import_module("slipstream.parallel")
+    except Exception:
+        return False
+    return True
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except Exception as error:  # a library of CUDA that is missing is an OSError
+        how = "pip install torch, or the build that pytorch.org/get-started names for this machine"
+        if find_spec("torch") is not None:
+            how = "it is broken: install the build that pytorch.org/get-started names for this machine"
+        return Finding("torch", "can't be imported", f"{error_text(error)}; {how}")
+    cuda, hip = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
+    return Finding("torch", f"{torch.__version__} ({build} build)")
+
+
+def _transformers() -> Finding:
+    try:
+        transformers = importlib.import_module("transformers")
+    except Exception as error:
+        return Finding("transformers", "can't be imported", f"{error_text(error)}; pip install --upgrade transformers")
+    return Finding("transformers", str(transformers.__version__))
+
+
+def find_processor() -> Iterator[Finding]:
+    """Yields the processor, its cores that this process may use, and the threads that it does."""
+    yield Finding("CPU", _processor_name())
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota_in_cores()
+    reasons = ([f"affinity {allowed}"] if allowed != os.cpu_count() else []) + (
+        [f"cgroup {quota:.3g}"] if quota is not None else []
+    )
+    usable = allowed if quota is None else min(allowed, quota)
+    limits = f" ({', '.join(reasons)})" if reasons else ""
+    advice = None
+    if quota is not None and quota < allowed:
+        advice = f"the cgroup gives {quota:.3g} cores: more ranks, or threads of all ranks, slow each other down"
+    yield Finding("cores", f"{usable:.3g} usable of {os.cpu_count()}{limits}{_threads()}", advice=advice)
+
+
+def _threads() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    given = os.environ.get("OMP_NUM_THREADS")
+    return f", {torch.get_num_threads()} threads of torch" + (f" (OMP_NUM_THREADS={given})" if given else "")
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def find_memory() -> Iterator[Finding]:
+    """Yields the memory of the machine, what is free, and the cgroup's limit."""
+    import psutil
+
+    memory, limit = psutil.virtual_memory(), _memory_limit()
+    text = f"{bytes_text(memory.total)}, {bytes_text(memory.available)} free"
+    is_limited = limit is not None and limit < memory.total
+    yield Finding("memory", text + (f", limited to {bytes_text(limit)} (cgroup)" if limit and is_limited else ""))
+
+
+def _quota_in_cores() -> float | None:
+    """Returns how many cores' time a cgroup grants, the least of those that this process is in; None: no limit."""
+    quotas = [quota for text in _cgroup_texts("cpu.max") if (quota := _ratio(*text.split()[:2])) is not None]
+    old = _CGROUPS / "cpu"
+    if (old / "cpu.cfs_quota_us").exists():
+        given = [(old / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quotas += [quota for quota in [_ratio(*given)] if quota is not None]
+    return min(quotas, default=None)
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    return None if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _memory_limit() -> int | None:
+    texts = _cgroup_texts("memory.max")
+    old = _CGROUPS / "memory" / "memory.limit_in_bytes"
+    texts += [old.read_text()] if old.exists() else []
+    limits = [int(text) for text in texts if text.strip() != "max"]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _cgroup_texts(name: str) -> list[str]:
+    """Returns the contents of a file of version 2 of cgroups, of this process's group and of those it is in."""
+    groups = Path("/proc/self/cgroup")
+    lines = groups.read_text().splitlines() if groups.exists() else []
+    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folders = [_CGROUPS / own, *(_CGROUPS / own).parents] if own else [_CGROUPS]
+    files = [folder / name for folder in folders if folder.is_relative_to(_CGROUPS)]
+    return [file.read_text() for file in files if file.exists()]
+
+
+_WRITTEN = 32 * 10**6  # bytes
+_LITTLE = 10**9  # bytes: a run of a small model writes more
+_SHARED_MEMORY = Path("/dev/shm")
+_LITTLE_SHARED = 2**28  # bytes; Docker gives 64 MB where nothing else is said
+_LITTLE_PINNED = 2**26  # bytes
+
+
+def find_folder(folder: Path) -> Iterator[Finding]:
+    """Yields the room and the rate of the disk that a folder is on, or will be; the folder itself isn't made."""
+    exists = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not exists.is_dir():
+        yield Finding("folder", f"{folder}: {exists} is a file", "name another folder: --folder=FOLDER")
+        return
+    free = shutil.disk_usage(exists).free
+    text = f"{folder}: {bytes_text(free)} free"
+    try:
+        seconds = _write(exists)
+    except OSError as error:
+        yield Finding(
+            "folder",
+            f"{text}, not writable",
+            f"a file of {bytes_text(_WRITTEN)} couldn't be written to {exists} ({error.strerror or error}); make room "
+            "or get permission to write there, or let runs go elsewhere (training.output) and look at that: "
+            "--folder=FOLDER",
+        )
+        return
+    little = f"checkpoints need more than {bytes_text(free)}: make room, or choose another training.output"
+    rate = f"written at {bytes_text(_WRITTEN / seconds)}/s"
+    yield Finding("folder", f"{text}, {rate}", advice=little if free < _LITTLE else None)
+
+
+def _write(folder: Path) -> float:
+    """Returns the seconds in which a file arrives on the disk; it is removed again."""
+    block = os.urandom(2**20)  # which no file system makes smaller
+    with tempfile.TemporaryFile(dir=folder, prefix="slipstream-doctor-") as file:
+        began = time.perf_counter()
+        for start in range(0, _WRITTEN, len(block)):
+            file.write(block[: _WRITTEN - start])
+        file.flush()
+        os.fsync(file.fileno())
+        return time.perf_counter() - began
+
+
+def find_shared_memory() -> Iterator[Finding]:
+    """Yields the size of the shared memory in which NCCL and data loaders exchange on one machine."""
+    if not _SHARED_MEMORY.is_dir():
+        yield Finding(str(_SHARED_MEMORY), "not here")
+        return
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    advice = None
+    if usage.free < _LITTLE_SHARED:
+        advice = "little for NCCL and data loaders with workers: docker run --shm-size=8g, or --ipc=host"
+    yield Finding(str(_SHARED_MEMORY), f"{bytes_text(usage.total)}, {bytes_text(usage.free)} free", advice=advice)
+
+
+def find_pinned_limit() -> Iterator[Finding]:
+    """Yields how much memory a program may lock, where there is a GPU: InfiniBand pins buffers."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        yield Finding("pinned memory", "unlimited (ulimit -l)")
+        return
+    advice = "over InfiniBand NCCL pins more: ulimit -l unlimited" if limit < _LITTLE_PINNED else None
+    yield Finding("pinned memory", f"up to {bytes_text(limit)} (ulimit -l); CUDA's own isn't limited", advice=advice)
+
+
+_SECONDS = 5
+
+
+def find_backends() -> Iterator[Finding]:
+    """Yields whether this PyTorch has gloo, over which processors exchange, and NCCL, over which GPUs do."""
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        how = "several ranks can't run: install a PyTorch with gloo, such as those of pytorch.org/get-started"
+        yield Finding("gloo", "not in this PyTorch", how)
+    else:
+        yield Finding("gloo", "available")
+    if not (dist.is_available() and dist.is_nccl_available()):
+        several = torch.cuda.is_available() and torch.cuda.device_count() > 1
+        yield Finding("NCCL", "not in this PyTorch", advice="GPUs then can't exchange" if several else None)
+        return
+    number = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    yield Finding("NCCL", ".".join(map(str, number)) if isinstance(number, tuple) else str(number))
+
+
+def find_loopback() -> Iterator[Finding]:
+    """Yields whether a store at the loopback address, through which local ranks find each other, answers."""
+    import torch.distributed as dist
+
+    from slipstream.watchdog import listen_at, loopback_address
+
+    address = loopback_address()
+    try:
+        listening = listen_at(address)
+        port = listening.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_SECONDS),
+            master_listen_fd=listening.detach(),
+        )
+        store.set("here", "yes")
+        answer = store.get("here")
+    except (OSError, RuntimeError) as error:
+        yield _unreachable(address, error_text(error))
+        return
+    if answer == b"yes":
+        yield Finding("loopback", f"a store at {address} answers")
+    else:
+        yield _unreachable(address, repr(answer))
+
+
+def _unreachable(address: str, what: str) -> Finding:
+    how = "local ranks meet there: bring the interface up (ip link set lo up), and let firewalls pass it"
+    return Finding("loopback", f"no store answers at {address}", f"{what}; {how}")

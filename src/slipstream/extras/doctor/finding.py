@@ -1,0 +1,89 @@
+"""What one check has found out, and checks that can't end each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from queue import Empty, Queue
+from threading import Thread
+
+from slipstream.errors import RankFailedError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found out about one topic."""
+
+    topic: str
+    text: str
+    problem: str | None = None
+    """Why training would fail, and what to do; None where it wouldn't."""
+    advice: str | None = None
+    """What would make more of this machine, although training runs without it."""
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def isolated(topic: str, check: Check, is_vital: bool = False) -> list[Finding]:
+    """Returns what a check finds. An exception ends this one alone, and is found too; a problem where it is vital."""
+    found: list[Finding] = []
+    try:
+        found.extend(check())
+    except Exception as error:
+        text = f"not found out: {error_text(error)}"
+        found.append(Finding(topic, text, text if is_vital else None))
+    return found
+
+
+def error_text(error: BaseException) -> str:
+    """Returns an exception's class and the first line of its message."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+class ExchangeError(RankFailedError):
+    """Raised where ranks couldn't exchange; the message says which, and what."""
+
+
+class WrongBytesError(ExchangeError):
+    """Raised where another message came than the one that was sent."""
+
+
+def run_within(seconds: float, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Runs calls at the same time; returns the seconds after which each has ended, in the order in which they did.
+
+    Raises:
+        ExchangeError: names those that haven't ended in time, which go on, or the first that failed.
+    """
+    ended: Queue[tuple[str, float, Exception | None]] = Queue()
+    began = time.perf_counter()
+
+    def run(name: str, call: Callable[[], object]) -> None:
+        problem = None
+        try:
+            call()
+        except Exception as error:
+            problem = error
+        ended.put((name, time.perf_counter() - began, problem))
+
+    for each in calls.items():
+        Thread(target=run, args=each, daemon=True).start()  # a call that hangs mustn't keep the program from ending
+    return _wait(ended, list(calls), seconds)
+
+
+def _wait(ended: Queue[tuple[str, float, Exception | None]], names: list[str], seconds: float) -> dict[str, float]:
+    took: dict[str, float] = {}
+    deadline = time.monotonic() + seconds
+    while len(took) < len(names):
+        try:
+            name, each, problem = ended.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            pending = [name for name in names if name not in took]
+            raise ExchangeError(f"{' and '.join(pending)} did not end within {ceil(seconds)} s") from None
+        if problem is not None:
+            raise ExchangeError(f"{name} failed ({error_text(problem)})") from problem
+        took[name] = each
+    return took

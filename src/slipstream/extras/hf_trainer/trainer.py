@@ -1,0 +1,348 @@
+"""The Trainer of transformers with a Pipeline in place of its model: the loop stays theirs."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Never, Self
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainingArguments
+
+from slipstream.checkpoint import CheckpointFolder
+from slipstream.errors import SlipstreamError
+from slipstream.extras.hf_trainer.arguments import check_accelerator, check_arguments, check_batches, check_script
+from slipstream.model import IGNORED, meta_model
+from slipstream.model.adapters import adapted_model
+from slipstream.parallel import end_group_at_exit
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.introspection import ANSWERS
+
+_log = logging.getLogger(__name__)
+FOLDER = "slipstream"
+"""Where a checkpoint of the Trainer has that of the Pipeline."""
+
+
+class SlipstreamTrainer(Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` that trains a Pipeline. All ranks make it, with equal arguments, and call its methods,
+    which are collective.
+
+    `per_device_train_batch_size` is the rows that one call of `Pipeline.step` takes, in all of its microbatches, on
+    each replica. `gradient_accumulation_steps` calls it several times. Checkpoints are folders that `from_pretrained`
+    reads, and have everything that training needs to go on.
+
+    Args:
+        model: a Pipeline of a causal LM.
+        args: as a Trainer's. What can't be done exactly is refused.
+        options: a Trainer's other arguments. `optimizers` has an optimizer of `pipe.parameters()`.
+
+    Raises:
+        SlipstreamError: for what would be ignored, or be otherwise than a Trainer does it, before anything runs.
+    """
+
+    def __init__(self, model: Pipeline, args: TrainingArguments | None = None, *others: Any, **options: Any) -> None:
+        if type(self).compute_loss is not SlipstreamTrainer.compute_loss:
+            raise SlipstreamError(
+                f"{type(self).__name__}.compute_loss would never be called, as pipe.step computes the loss: give "
+                "Pipeline(loss_fn=...), a function that returns (sum, count)."
+            )
+        given = inspect.signature(Trainer).bind(model, args, *others, **options).arguments
+        check_script(model, given)
+        args = args or TrainingArguments()
+        check_arguments(args, model, given.get("optimizers", (None, None))[0])
+        self.pipe = model
+        super().__init__(PipelineModel(model), args, *others, **options)
+        if self.model_accepts_loss_kwargs and not self._counts_as_a_pipeline:
+            name = type(self.model.unsplit).__name__
+            _log.warning(
+                f"losses are divided by the number of all labels that aren't -100, each row's first included, as a "
+                f"Trainer does for {name}, whose loss_type it doesn't know"
+            )
+        end_group_at_exit()
+
+    @property
+    def _counts_as_a_pipeline(self) -> bool:
+        """Whether a Trainer counts the labels that the tokens of a model predict."""
+        labels = torch.zeros((1, 2), dtype=torch.int64, device=self.args.device)
+        number = self._get_num_items_in_batch([{"labels": labels}], self.args.device)
+        return int(number) == self.pipe.num_replicas
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator, one that knows which ranks share the data. Raises SlipstreamError where it would do
+        what isn't done here."""
+        super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
+        PipelineAccelerator.take_over(self.accelerator, self.pipe)
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Runs forward and backward of a batch; returns its part of the loss of all that is accumulated."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a learning-rate schedule
+            self.optimizer.train()
+        num_targets = self._num_targets(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        batch = with_rows(inputs, self.pipe.order.num_microbatches)
+        return self.pipe.step(batch, num_targets=num_targets).as_subclass(Tensor)
+
+    def _num_targets(self, inputs: Mapping[str, Any], num_items: Any, num_batches: int) -> int | None:
+        """Returns what a Trainer divides the sum of a batch's losses by, where `num_batches` add up; None where that is
+        the count of the pipeline's own loss function. Collective where the Trainer hasn't counted.
+
+        A Trainer counts each row's first label too where a model's loss isn't known to shift labels, as of GPT-2, and
+        takes the mean of the batches' means where a model doesn't take the number.
+        """
+        if self.pipe.has_own_loss and num_batches == 1:
+            return None
+        if num_items is not None and not self.pipe.has_own_loss:
+            return int(num_items)
+        counted = (inputs["labels"][..., 1:] != IGNORED).sum().to(self.args.device)
+        number = int(self.accelerator.gather(counted).sum())
+        return number if self.pipe.has_own_loss else number * num_batches
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """Raises SlipstreamError: a loss of one's own is the Pipeline's."""
+        raise SlipstreamError("pipe.step has computed the loss: give Pipeline(loss_fn=...) for one of your own.")
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns a batch's loss, and unless only that is wanted, its logits and labels, on every rank."""
+        self._num_predictions += 1
+        labels = inputs.get("labels")
+        batch = with_rows(inputs, self.pipe.order.num_microbatches)
+        loss = None if labels is None else self._evaluated(inputs, batch)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = replicated_logits(self.pipe, batch)
+        return loss, logits[: len(inputs["input_ids"])], labels
+
+    def _evaluated(self, inputs: Mapping[str, Any], batch: Mapping[str, Any]) -> Tensor:
+        """Returns a batch's loss: no number where none of its labels counts, as a Trainer's."""
+        num_targets = self._num_targets(inputs, self._get_num_items_in_batch([inputs], self.args.device), 1)
+        if num_targets == 0:
+            return torch.full((), math.nan, dtype=torch.float64, device=self.pipe.device)
+        return self.pipe.evaluate(batch, num_targets=num_targets)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Returns what the model makes of a loader's batches."""
+        self._num_predictions = 0
+        return super().evaluation_loop(*args, **options)
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        """Returns predictions and metrics of a data set, on every rank."""
+        output = super().predict(*args, **options)
+        self._correct_speed(output.metrics)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs on every rank."""
+        self._correct_speed(logs)
+        super().log(logs, start_time)
+
+    def _correct_speed(self, metrics: dict[str, float]) -> None:
+        """Counts an evaluation's steps as they were; a Trainer divides samples by all processes."""
+        for name, seconds in [*metrics.items()]:
+            if name.endswith("_runtime") and name != "train_runtime" and seconds:
+                metrics[name.replace("_runtime", "_steps_per_second")] = round(self._num_predictions / seconds, 3)
+
+    def get_train_dataloader(self) -> Any:
+        """Returns the loader of this rank's replica."""
+        check_batches(self.pipe, self.train_dataset, self.args)
+        return super().get_train_dataloader()
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Returns the rows of an update: those of all replicas."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.pipe.num_replicas)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Returns the names of the unsplit model's parameters that have weight decay."""
+        names: list[str] = super().get_decay_parameter_names(self.model.unsplit)
+        return names
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        """Returns this rank's share of a batch's operations; a Trainer adds up those of all processes."""
+        sharing = self.args.world_size // self.pipe.num_replicas
+        return float(super().floating_point_ops(inputs) / max(1, sharing))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the columns that the unsplit model takes, so that a Pipeline, which may not take them, can say so."""
+        self._signature_columns = [*inspect.signature(self.model.unsplit.forward).parameters, "label", "label_ids"]
+
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+        """Writes the whole model, the tokenizer and the arguments."""
+        folder = output_dir or self.args.output_dir
+        self.pipe.save_pretrained(folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, Path(folder, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        step, own = self.state.global_step, {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+        self.pipe.save(Path(output_dir, FOLDER), step, keep=1, replace=True, **own)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Checks that training can go on from a checkpoint; its weights are loaded together with the optimizer."""
+        if not CheckpointFolder(Path(resume_from_checkpoint, FOLDER)).steps():
+            raise SlipstreamError(
+                f"{resume_from_checkpoint} has no folder {FOLDER!r}, which a SlipstreamTrainer saves in a checkpoint "
+                "unless save_only_model=True: training can't go on from there. To begin with its weights type "
+                f"Pipeline.from_pretrained({str(resume_from_checkpoint)!r}), and train() without "
+                "resume_from_checkpoint."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            own = {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+            self.pipe.load(Path(checkpoint, FOLDER), **own)
+
+    def _load_best_model(self) -> None:
+        self.pipe.load(Path(self.state.best_model_checkpoint, FOLDER))
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        """The optimizer in accelerate's."""
+        given: Any = self.optimizer
+        own: Optimizer = getattr(given, "optimizer", given)
+        return own
+
+
+class PipelineModel(nn.Module):
+    """A module without parameters of its own, that yields those of a Pipeline's rank and can't be called."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, pipe: Pipeline) -> None:
+        super().__init__()
+        self.pipe, self.config = pipe, pipe.config
+
+    @cached_property
+    def unsplit(self) -> Any:
+        """The unsplit model on the meta device, without memory: for names, which are the Pipeline's, and counts."""
+        model = meta_model(self.config)
+        return model if self.pipe.adapter is None else adapted_model(model, self.pipe.adapter).get_base_model()
+
+    @property
+    def loss_type(self) -> str | None:
+        """The unsplit model's, by which a Trainer knows whether each row's first label is one that it divides by."""
+        found: str | None = getattr(self.unsplit, "loss_type", None)
+        return found
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether a Trainer divides by the labels of all batches that it accumulates, as it asks the unsplit model."""
+        parameters = inspect.signature(self.unsplit.forward).parameters.values()
+        by_signature = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        return bool(getattr(self.unsplit, "accepts_loss_kwargs", by_signature))
+
+    def forward(self, labels: object = None, **columns: object) -> Never:
+        """Raises SlipstreamError: a Pipeline's forward and backward are one call."""
+        raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {ANSWERS['forward']}")
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields what this rank's optimizer updates, under the unsplit model's names."""
+        return self.pipe.named_parameters()
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Returns the number of the unsplit model's parameters, as a model of transformers does."""
+        return int(self.unsplit.num_parameters(only_trainable, exclude_embeddings))
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets training mode, or evaluation mode."""
+        if mode:
+            self.pipe.train()
+        else:
+            self.pipe.eval()
+        return super().train(mode)
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Returns the whole model's state on rank 0, an empty dict on the others. Collective."""
+        return self.pipe.state_dict()
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Writes the whole model. Collective: call it on every rank."""
+        self.pipe.save_pretrained(folder)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if (answer := ANSWERS.get(name)) is None:
+                raise
+            raise AttributeError(f"the model of a SlipstreamTrainer has no attribute {name!r}: {answer}") from error
+
+
+class PipelineAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator that divides data among replicas, and leaves gradients and their norm to the Pipeline."""
+
+    pipe: Pipeline
+
+    @classmethod
+    def take_over(cls, accelerator: Accelerator, pipe: Pipeline) -> None:
+        """Makes an accelerator one of this class, so that its methods that a Trainer has kept are these too."""
+        accelerator.__class__, accelerator.pipe = cls, pipe
+        if accelerator.dataloader_config.dispatch_batches is None:  # else rank 0 would deal out a batch's rows
+            accelerator.dataloader_config.dispatch_batches = False
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes among which data is divided: the replicas."""
+        return self.pipe.num_replicas
+
+    @property
+    def process_index(self) -> int:
+        """This process's place among those that share the data: its replica."""
+        return self.pipe.replica
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Returns the model as it is: DistributedDataParallel isn't put around it."""
+        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scales the gradients of all ranks, not of `parameters` alone; returns their norm before. Collective."""
+        return self.pipe.clip_grad_norm_(max_norm)
+
+    def gather(self, tensor: Any) -> Any:
+        """Returns the tensors of all replicas, one after another along the first dimension. Collective."""
+        replicas = self.pipe.axes["dp"]
+        if replicas.size == 1:
+            return tensor
+        return recursively_apply(lambda each: replicas.all_gather(each).flatten(0, min(1, each.dim())), tensor)
+
+
+def with_rows(batch: Mapping[str, Any], num_rows: int) -> Mapping[str, Any]:
+    """Returns the batch with at least `num_rows` rows, one for each microbatch: the last of a data set may have fewer.
+
+    Rows that are added have no label that counts, and so no part in the loss or in a gradient.
+    """
+    rows = len(batch["input_ids"]) if isinstance(batch.get("input_ids"), Tensor) else num_rows
+    if rows >= num_rows:
+        return batch
+    more = {key: value[:1].repeat(num_rows - rows, *[1] * (value.dim() - 1)) for key, value in batch.items()}
+    if "labels" in more:
+        more["labels"] = torch.full_like(more["labels"], IGNORED)
+    return {key: torch.cat([value, more[key]]) for key, value in batch.items()}
+
+
+def replicated_logits(pipe: Pipeline, batch: Mapping[str, Any]) -> Tensor:
+    """Returns the logits of a batch's tokens, (batch, sequence, vocabulary), on every rank. Collective."""
+    logits = pipe.logits(batch)
+    assert not isinstance(logits, list)  # a batch is one tensor
+    ranks = pipe.axes["pp"]
+    form = next(filter(None, ranks.gather(None if logits is None else (tuple(logits.shape), logits.dtype))))
+    return ranks.sum(torch.zeros(form[0], dtype=form[1], device=pipe.device) if logits is None else logits)

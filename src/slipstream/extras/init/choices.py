@@ -1,0 +1,238 @@
+"""The choices of a new configuration: how it trains by what is usual, and its pipeline by a plan for this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from slipstream.cost import SHIPPED, Cluster, Device, LinkKind, load_cluster
+from slipstream.errors import SlipstreamError
+from slipstream.extras.init.data import DataSizes
+from slipstream.planner import Plan
+from slipstream.planning.plan_file import plan_settings
+from slipstream.planning.plan_model import plan
+from slipstream.train.metrics.flops import measure_peak, peak_by_name
+
+_LONGEST = 8192  # tokens; a model may take more, but few machines do
+_SHORTEST = 256
+_TOKENS_OF_A_STEP, _MOST_OF_A_STEP = 16_384, 16
+_STEPS_OF_A_PASS = 20  # at least, so that there is something to see
+_PASSES_OVER_SAMPLES = 3
+_STEPS_FROM_RANDOM, _PASSES_FROM_RANDOM = 1000, 10
+_FRACTIONS = (0.05, 0.1, 0.2)  # of documents that are held out: the first that is enough for a validation
+_ENOUGH = 1.5  # batches, as lengths differ
+_UNIT = 64  # tokens to which a length is rounded
+
+# Peak learning rates by the most parameters that a model has
+_Rates: TypeAlias = tuple[tuple[float, float], ...]
+_FROM_RANDOM: _Rates = ((1e8, 1e-3), (1e9, 6e-4), (1e10, 3e-4), (np.inf, 1.5e-4))
+_FINE_TUNING: _Rates = ((1e9, 5e-5), (1e10, 2e-5), (np.inf, 1e-5))
+_ADAPTER: _Rates = ((1e10, 2e-4), (np.inf, 1e-4))
+_PAIRS: _Rates = ((1e9, 5e-6), (np.inf, 5e-7))
+_PAIRS_ADAPTER: _Rates = ((np.inf, 5e-6),)
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What is trained, and on what."""
+
+    are_pairs: bool
+    is_text: bool
+    from_random: bool  # weights
+    is_adapter: bool
+    num_parameters: int
+
+    @property
+    def learning_rate(self) -> float:
+        """The usual peak learning rate of AdamW."""
+        if self.are_pairs:
+            table = _PAIRS_ADAPTER if self.is_adapter else _PAIRS
+        elif self.from_random:
+            table = _FROM_RANDOM
+        else:
+            table = _ADAPTER if self.is_adapter else _FINE_TUNING
+        return next(rate for most, rate in table if self.num_parameters <= most)
+
+
+@dataclass(frozen=True)
+class TrainingChoice:
+    """The numbers of a training."""
+
+    seq_len: int  # tokens
+    batch_size: int  # sequences, or pairs, of a step
+    steps: int
+    passes: float  # over the data
+    warmup_steps: int
+    eval_every: int  # 0: the data is too little to hold some out
+    held_out: float  # share of the documents
+    num_longer: int  # documents that a sequence has no room for
+
+
+def choose_training(
+    purpose: Purpose, sizes: DataSizes, longest: int | None, is_packed: bool, given: Mapping[str, Any]
+) -> TrainingChoice:
+    """Returns the numbers of a training; `longest` are the model's positions, `given` what is already chosen."""
+    seq_len = given.get("seq_len") or choose_length(sizes, longest, is_packed)
+    are_alone = not is_packed  # each is a sequence
+    number = max(1, sizes.number if are_alone else sizes.num_tokens // seq_len)
+    usual = min(_MOST_OF_A_STEP, max(1, _TOKENS_OF_A_STEP // seq_len), max(1, number // _STEPS_OF_A_PASS))
+    batch = given.get("batch_size") or 2 ** (usual.bit_length() - 1)
+    each_pass = max(1, number // batch)
+    steps = given.get("steps") or round(each_pass * _passes(purpose, each_pass))
+    needed = _ENOUGH * batch
+    held = {share: sizes.number * share if are_alone else sizes.held_out(share) / seq_len for share in _FRACTIONS}
+    enough = next((share for share, found in held.items() if found >= needed), None)
+    return TrainingChoice(
+        seq_len=seq_len,
+        batch_size=batch,
+        steps=steps,
+        passes=steps / each_pass,
+        warmup_steps=min(steps // 20, 1000),
+        eval_every=0 if enough is None else max(1, steps // 5),
+        held_out=_FRACTIONS[0] if enough is None else enough,
+        num_longer=0 if purpose.is_text and is_packed else int((sizes.lengths > seq_len).sum()),
+    )
+
+
+def choose_length(sizes: DataSizes, longest: int | None, is_packed: bool) -> int:
+    """Returns the tokens of a sequence: of texts a power of two that has room for most, of others for the longest."""
+    most = min(longest or _LONGEST, _LONGEST)
+    if not sizes.is_text:
+        least = _SHORTEST if is_packed else _UNIT
+        return min(max(-(-sizes.longest // _UNIT) * _UNIT, least), most)
+    usual = int(np.quantile(sizes.lengths, 0.95))
+    length: int = min(max(1 << max(0, usual - 1).bit_length(), _SHORTEST), most)
+    while length > _UNIT and sizes.num_tokens < _STEPS_OF_A_PASS * length:
+        length //= 2
+    return length
+
+
+def _passes(purpose: Purpose, steps_of_one: int) -> float:
+    """Returns how often the data is gone through."""
+    if purpose.from_random and purpose.is_text:
+        return min(_PASSES_FROM_RANDOM, max(1.0, _STEPS_FROM_RANDOM / steps_of_one))
+    return 1.0 if purpose.is_text or purpose.are_pairs else _PASSES_OVER_SAMPLES
+
+
+# A search of seconds: replicas and shared layers are compared by `slipstream plan`
+_QUICK = {"data_parallel": 1, "tensor_parallel": 1, "offload": 0.0, "slicing": "equal-time", "num_simulated": 10}
+_ANEW = "With num_ranks alone, the run measures what the model costs before its first step, and plans by that"
+_PLANNED = ("stages_per_rank", "schedule", "num_microbatches", "slices", "partition")
+
+
+@dataclass(frozen=True)
+class PipelineChoice:
+    """Settings of the sections `pipeline` and `memory`, and a line on where they come from."""
+
+    pipeline: dict[str, Any]
+    memory: dict[str, Any]
+    reason: str
+
+
+def choose_pipeline(
+    model_config: Any, machine: Cluster, dtype: str, is_packed: bool, training: Mapping[str, int]
+) -> PipelineChoice:
+    """Returns the fastest pipeline that fits this machine, by the costs kept of the model here or counted operations.
+
+    `training` has `seq_len` and `global_batch`. Where documents aren't packed, and where no plan can be made, ranks
+    alone are chosen: the run plans the rest from measured costs before its first step.
+    """
+    most = min(machine.devices_per_node, model_config.get_text_config().num_hidden_layers)
+    found, problem = _fastest(model_config, machine, most, dtype, training)
+    if found is None:
+        return PipelineChoice(
+            {"num_ranks": most}, {}, f"the run plans itself, as here no plan could be made ({problem})"
+        )
+    best, num_ranks = found.best, found.best.configuration.pipeline_parallel
+    if not is_packed:
+        return PipelineChoice(
+            {"num_ranks": num_ranks}, {}, "each step is planned, from costs that the run measures first"
+        )
+    settings = plan_settings(found, {}, best.configuration.schedule)
+    pipeline = {"num_ranks": num_ranks} | {name: settings["pipeline"][name] for name in _PLANNED}
+    recompute = best.configuration.recompute
+    memory = {} if recompute == "none" else {"recompute": recompute}
+    return PipelineChoice(pipeline, memory, f"planned for {found.cluster}, {best.idle_fraction:.0%} idle.\n{_ANEW}")
+
+
+def _fastest(
+    model_config: Any, machine: Cluster, most: int, dtype: str, training: Mapping[str, int]
+) -> tuple[Plan | None, str]:
+    """Returns the fastest plan of any number of ranks, and why there is none."""
+    options: dict[str, Any] = {**_QUICK, **training, "dtype": dtype}
+    with suppress(SlipstreamError):
+        return plan(model_config, None, **options), ""  # by what a run has measured here
+    found, problems = [], []
+    for num_ranks in _halves(most):
+        here = replace(machine, devices_per_node=num_ranks, name=f"{num_ranks} x {machine.device.name}")
+        try:
+            found.append(plan(model_config, here, **options))
+        except SlipstreamError as error:
+            problems.append(str(error).partition("\n")[0])
+    best = min(found, key=lambda each: each.best.step_seconds, default=None)
+    return best, "" if best else problems[0]
+
+
+def _halves(number: int) -> Iterator[int]:
+    """Yields a number, its half, and so on to 1."""
+    while number:
+        yield number
+        number //= 2
+
+
+_MOST_CORES = 8  # beyond which they share the memory's bandwidth more than they help
+# Assumed of what isn't in a description; a run measures its own costs before its first step.
+_EFFICIENCY = ((1.0, 0.05), (64.0, 0.5), (256.0, 0.8), (1024.0, 0.9))
+_CPU_RATES = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
+_GPU_RATES = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
+_CPU_LINK = LinkKind(bandwidth=2e9, latency=1e-4)
+_GPU_LINK = LinkKind(bandwidth=25e9, latency=1e-5)
+
+
+def this_machine() -> Cluster:
+    """Returns one node of this machine's GPUs, or of its cores where there is no GPU, with one thread each."""
+    return _gpus(torch.cuda.device_count()) if torch.cuda.is_available() else _cores()
+
+
+def dtype_here() -> str:
+    """Returns the dtype in which this machine trains fastest: bfloat16 on GPUs that have it."""
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+
+
+def _gpus(number: int) -> Cluster:
+    memory, name = float(torch.cuda.get_device_properties(0).total_memory), torch.cuda.get_device_name(0)
+    kind = dtype_here()
+    for shipped in map(load_cluster, SHIPPED):
+        if (peak := peak_by_name(name, getattr(torch, kind))) and shipped.device.name in peak.source:
+            device = replace(shipped.device, memory=memory)
+            return replace(shipped, name=f"{number} of {name}", num_nodes=1, devices_per_node=number, device=device)
+    measured = measure_peak(torch.device("cuda"), getattr(torch, kind)).flops
+    device = Device(name, {kind: measured}, memory, efficiency=_EFFICIENCY, **_GPU_RATES)
+    return Cluster(f"{number} of {name}", device, 1, number, _GPU_LINK, _GPU_LINK)
+
+
+def _cores() -> Cluster:
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    allowed = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    number = min(allowed, _MOST_CORES)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / number
+    with _one_thread():
+        measured = measure_peak(torch.device("cpu"), torch.float32).flops
+    device = Device("CPU core", {"float32": measured}, memory, efficiency=_EFFICIENCY, **_CPU_RATES)
+    return Cluster(f"{number} CPU {'core' if number == 1 else 'cores'}", device, 1, number, _CPU_LINK, _CPU_LINK)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)

@@ -1,0 +1,183 @@
+"""What the data of a new configuration is, and how many tokens it has: counted, or estimated from a part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.train.config import SourceSection
+from slipstream.train.data import read_rows
+from slipstream.train.data.open_source import OpenSource, columns_of
+from slipstream.train.data.samples import ChatTemplate
+from slipstream.train.data.sources import Documents
+from slipstream.train.data.tokenised_text import Array
+from slipstream.train.preferences import PairSource
+
+Opened: TypeAlias = OpenSource | PairSource
+_CORPUS = "python-stdlib"
+_TYPED = (".jsonl", ".json", ".parquet")  # tables that tell what their values are; a .csv's are texts, as `files`
+_ANSWERS = {"chosen", "rejected"}
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """The data, opened, and the settings that say what it is."""
+
+    settings: dict[str, Any]
+    opened: Opened
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether rows are pairs of answers, of which one is preferred."""
+        return isinstance(self.opened, PairSource)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether rows are documents, all of whose tokens count."""
+        return isinstance(self.opened, OpenSource) and self.opened.form == "text"
+
+
+def choose_data(name: str, given: Mapping[str, Any], say: Callable[[str], None]) -> DataChoice:
+    """Opens data by what was typed for it: a file, a folder, a data set's hub name, or python-stdlib.
+
+    `given` are settings that are already chosen; `say` gets a line about documents without text.
+
+    Raises:
+        SlipstreamError: where it can't be read, or its columns fit no form.
+    """
+    settings = place_of(name) | dict(given)
+    if not _source(settings).has_rows:
+        return DataChoice(settings, OpenSource.of(_source(settings), say))
+    rows = read_rows(_source(settings))
+    if {*rows.column_names} >= _ANSWERS:
+        return DataChoice(settings, PairSource(_source(settings), rows))
+    settings |= _names_of_columns(_source(settings), rows)
+    return DataChoice(settings, OpenSource.of(_source(settings), say))
+
+
+def place_of(name: str) -> dict[str, Any]:
+    """Returns the settings that say where data is: `corpus`, `files` or `dataset`."""
+    path = Path(name)
+    if name == _CORPUS:
+        return {"corpus": name}
+    if path.is_dir():
+        return _place_of_folder(path)
+    return {"files": [name]} if path.is_file() and path.suffix not in _TYPED else {"dataset": name}
+
+
+def _place_of_folder(folder: Path) -> dict[str, Any]:
+    """Returns the place of what a folder has most of: texts of the usual endings, tables, or other texts."""
+    files = [each for each in folder.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(folder))]
+    if not files:
+        raise SlipstreamError(f"the folder {folder} holds no file; give one with texts or tables, or a file")
+    ending, _ = Counter(each.suffix for each in files).most_common(1)[0]
+    if ending in _TYPED:
+        return {"dataset": str(folder)}
+    usual = SourceSection.model_fields["suffixes"].default
+    return {"files": [str(folder)]} | ({} if ending in usual or not ending else {"suffixes": [ending]})
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _source(settings: Mapping[str, Any]) -> SourceSection:
+    return SourceSection(**{name: value for name, value in settings.items() if name in SourceSection.model_fields})
+
+
+def _names_of_columns(source: SourceSection, rows: Any) -> dict[str, Any]:
+    """Returns the setting that tells the form of rows where their columns alone don't, or have other names."""
+    columns = rows.column_names
+    fitting = [form for form, needed in columns_of(source).items() if {*needed} <= {*columns}]
+    if source.form is not None or len(fitting) == 1:
+        return {}
+    if fitting:  # the richest comes first
+        return {"form": fitting[0]}
+    conversations = [name for name in columns if _are_messages(rows[:1][name])]
+    if len(conversations) == 1:
+        return {"messages_column": conversations[0]}
+    texts = [name for name in columns if rows.features[name].dtype in ("string", "large_string")]
+    return {"text_column": texts[0]} if len(texts) == 1 else {}
+
+
+def _are_messages(values: Any) -> bool:
+    first = values[0] if values else None
+    return isinstance(first, list) and bool(first) and isinstance(first[0], dict) and {"role", "content"} <= {*first[0]}
+
+
+_MOST_CHARACTERS = 500_000  # of text that are tokenised
+_MOST_ROWS = 1000  # of samples, the first ones, so that an error names a row's own number
+_FEW_DOCUMENTS = 100
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """The tokens of documents, conversations, or the longer answers of pairs; of some where there are many."""
+
+    lengths: Array
+    number: int  # of all documents, conversations or pairs
+    is_text: bool
+    largest: int  # the largest token id that was seen
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all, about."""
+        return round(float(self.lengths.sum()) * self.number / max(1, len(self.lengths)))
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest."""
+        return int(self.lengths.max(initial=0))
+
+    def held_out(self, fraction: float) -> int:
+        """Returns the least number of tokens that are in a `fraction` of the documents, about."""
+        if not self.is_text or self.number == 1 or self.number >= _FEW_DOCUMENTS:
+            return round(self.num_tokens * fraction)
+        number = min(max(1, round(self.number * fraction)), self.number - 1)
+        return int(np.sort(self.lengths)[:number].sum())
+
+
+def some_of(opened: Opened) -> Opened:
+    """Returns as much of the data as is tokenised here."""
+    rows = opened.rows
+    if isinstance(rows, Documents):
+        some = _some_text(rows)
+        return replace(opened, rows=Documents(opened.source, lambda: iter(some), lambda line: None))
+    return replace(opened, rows=rows.select(range(min(len(rows), _MOST_ROWS))))
+
+
+def _some_text(documents: Documents) -> list[str]:
+    """Returns documents from all over the data, of which the last may be cut."""
+    found: list[str] = []
+    room = _MOST_CHARACTERS
+    stride = max(1, documents.num_characters // _MOST_CHARACTERS)
+    for document in islice(documents, 0, None, stride):
+        found.append(document[:room])
+        room -= len(found[-1])
+        if room <= 0:
+            break
+    return found
+
+
+def count_tokens(data: DataChoice, some: Opened, tokenizer: Any, template: ChatTemplate | None, most: int) -> DataSizes:
+    """Returns the sizes of the data, of which `some` are tokenised. A sample isn't read beyond `most` tokens.
+
+    Raises:
+        SlipstreamError: with the number of a row that hasn't the form of the others.
+    """
+    text = some.tokenise(tokenizer, template, most, Progress(None))
+    if data.is_text:
+        rate = len(text.tokens) / some.rows.num_characters
+        lengths = np.ceil(np.array([len(each) for each in data.opened.rows]) * rate).astype(np.int64)
+        return DataSizes(lengths, len(lengths), True, text.largest())
+    lengths = text.lengths.reshape(-1, text.group_size).max(axis=1)
+    number = round(len(data.opened.rows) * len(lengths) / len(some.rows))
+    return DataSizes(lengths, number, False, text.largest())

@@ -1,0 +1,423 @@
+"""The configuration that `slipstream init` writes: from a model and data to a file that trains as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import yaml
+
+from slipstream.extras.init.choices import (
+    PipelineChoice,
+    Purpose,
+    TrainingChoice,
+    choose_pipeline,
+    choose_training,
+    dtype_here,
+    this_machine,
+)
+from slipstream.extras.init.data import DataChoice, DataSizes, choose_data, count_tokens, place_of, some_of
+from slipstream.launch import Progress
+from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
+from slipstream.option_problems import records_in
+from slipstream.options import Runtime
+from slipstream.planning.plan_model import model_section
+from slipstream.train.config import Config, ModelSection
+from slipstream.train.config.run_config import parse_config, set_override
+from slipstream.train.data import has_tokenizer
+from slipstream.train.data.samples import ChatTemplate
+from slipstream.train.preflight import load_model_config
+from slipstream.train.preflight.model_checks import check_model
+from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer
+
+_PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
+_TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
+_SMALLEST: dict[str, dict[str, Any]] = {
+    "training": {"output": "runs", "seq_len": 1, "steps": 1},
+    "pipeline": {"num_ranks": 1, "slices": 1},
+}
+
+
+@dataclass(frozen=True)
+class WrittenConfig:
+    """The text of a configuration, and lines on what was chosen and why."""
+
+    text: str
+    lines: tuple[str, ...]
+
+
+def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], progress: Progress) -> WrittenConfig:
+    """Returns a configuration that trains `model` on `data` on this machine, with comments. Writes nothing.
+
+    Args:
+        model: a folder, a hub name, a config.json or a training configuration.
+        data: a file, a folder, a data set's hub name, or python-stdlib.
+        output: the file that it is for.
+        given: settings by section, which are taken as they are.
+        progress: shows what is being done.
+
+    Raises:
+        SlipstreamError: where model or data can't be read or don't fit together, or the model can't be sliced.
+    """
+    with progress.waiting("reading the model's configuration"):
+        first = _FirstReading.of(model, data, given)
+    with progress.waiting("reading the data"):
+        found = choose_data(data, first.data, progress.warn)
+        sizes = _measure(found, first, progress)
+    with progress.waiting("checking that the model can be sliced, and planning"):
+        choices = _choose(first, found, sizes, given, data)
+        parts = [part.with_values(given.get(part.name, {})) for part in config_parts(choices)]
+        known = {part.name for part in parts}
+        parts += [ConfigPart(name, "As given.", ()).with_values(given[name]) for name in given if name not in known]
+        _check(parts, first.model_config)
+    head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: take away"]
+    head += ["the #. All are in docs/configuration.md.", "", f"slipstream train {output}"]
+    return WrittenConfig(config_text(head, parts), (*_lines(choices),))
+
+
+def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns settings by section, from `section.key=value`.
+
+    Raises:
+        SlipstreamError: for what isn't one, and for settings that there aren't.
+    """
+    given: dict[str, Any] = {}
+    for override in overrides:
+        set_override(given, override)
+    _check_names(given)
+    return given
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError for a section or setting that there isn't, before anything is read."""
+    smallest: dict[str, dict[str, Any]] = {**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
+    for name, values in given.items():
+        section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
+        if section is None or not isinstance(values, dict):
+            parse_config({**smallest, name: values})
+        elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
+            parse_config({**smallest, name: smallest.get(name, {}) | unknown})
+
+
+@dataclass(frozen=True)
+class _FirstReading:
+    """What is known of the model before the data is read."""
+
+    config: Config  # with the model and the data alone
+    model: dict[str, Any]
+    data: dict[str, Any]  # settings beside where it is
+    model_config: Any
+    num_parameters: int
+
+    @classmethod
+    def of(cls, model: str, data: str, given: Mapping[str, Any]) -> _FirstReading:
+        section, settings = _model_settings(model) | given.get("model", {}), dict(given.get("data", {}))
+        model_config = load_model_config(ModelSection(**section))
+        if _lacks_tokenizer(section) and not {"tokenizer", "vocab_size"} & settings.keys():
+            settings["vocab_size"] = model_config.get_text_config().vocab_size
+        config = parse_config({**_SMALLEST, "model": section, "data": place_of(data) | settings})
+        number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
+        return cls(config, section, settings, model_config, number)
+
+
+def _model_settings(model: str) -> dict[str, Any]:
+    """Returns the section `model`, with random weights where a folder has none."""
+    section = model_section(model)
+    folder = Path(str(section.get("path")))
+    if folder.is_dir() and "init" not in section and not any(folder.glob("*.safetensors")):
+        return section | {"init": "random"}
+    return section
+
+
+def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
+    """Returns whether a tokenizer has to be trained for a model in a folder, whose weights are random."""
+    folder = Path(str(model.get("path")))
+    return folder.is_dir() and model.get("init") == "random" and not has_tokenizer(folder)
+
+
+def _measure(found: DataChoice, first: _FirstReading, progress: Progress) -> DataSizes:
+    """Returns how many tokens the data has. Raises SlipstreamError where the model has no such tokens."""
+    some = some_of(found.opened)
+    tokenizer = make_tokenizer(first.config, first.model_config, [some], progress)
+    template = ChatTemplate(tokenizer, first.config.data.chat_template) if some.has_messages else None
+    sizes = count_tokens(found, some, tokenizer, template, longest_sequence(first.model_config) or MANY_TOKENS)
+    check_vocabulary(sizes.largest, first.model_config)
+    return sizes
+
+
+def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Mapping[str, Any], data: str) -> Choices:
+    machine, longest = this_machine(), longest_sequence(first.model_config)
+    is_packed = given.get("data", {}).get("packing", "none" if found.are_pairs else "fixed") == "fixed"
+    from_random = not first.config.model.pretrained
+    is_large = first.num_parameters * _TRAINED_BYTES > _SHARE * machine.device.memory * machine.num_devices
+    is_adapter = "lora" in given or (is_large and not from_random and find_spec("peft") is not None)
+    purpose = Purpose(found.are_pairs, found.is_text, from_random, is_adapter, first.num_parameters)
+    training = choose_training(purpose, sizes, longest, is_packed, given.get("training", {}))
+    check_length(first.model_config, training.seq_len, "training.seq_len")
+    if is_packed and check_sliceable(first.model_config).longest_packed < training.seq_len:
+        is_packed = False  # documents would influence each other
+    pipeline = PipelineChoice({}, {}, "as given")
+    if not {"pipeline", "memory", "parallel"} & given.keys():
+        numbers = {"seq_len": training.seq_len, "global_batch": training.batch_size}
+        pipeline = choose_pipeline(first.model_config, machine, dtype_here(), is_packed, numbers)
+    return Choices(
+        model=first.model,
+        data=found,
+        is_packed=is_packed,
+        purpose=purpose,
+        training=training,
+        pipeline=pipeline,
+        precision=_PRECISIONS[dtype_here()],
+        longest=longest,
+        output=_new_folder(Path(data).stem),
+    )
+
+
+def _new_folder(name: str) -> Path:
+    """Returns a folder for a run's results that isn't there yet."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
+
+
+def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
+    """Raises SlipstreamError where a run would, before it reads its text."""
+    config = parse_config({part.name: values for part in parts if (values := part.values())})
+    unchecked = config.model_copy(update={"runtime": Runtime(self_check=False)})  # which has been done
+    check_model(unchecked, model_config, Progress(None))
+
+
+def _lines(choices: Choices) -> Sequence[str]:
+    """Returns lines on what was found and chosen."""
+    training, purpose = choices.training, choices.purpose
+    rows = "pairs" if purpose.are_pairs else "sequences"
+    what = "an adapter" if purpose.is_adapter else "all weights"
+    lines = [
+        choices.data.opened.describe(),
+        f"training {what}: {training.steps:,} steps of {training.batch_size} {rows} of {training.seq_len:,} tokens, "
+        f"learning rate {purpose.learning_rate:g}",
+        "pipeline: " + choices.pipeline.reason.partition(".\n")[0],
+    ]
+    if training.num_longer:
+        lines.append(f"{training.num_longer:,} {choices.noun} are longer than {training.seq_len:,} tokens: cut there")
+    return lines
+
+
+_PLANNED = {
+    "num_ranks": "processes, over which the layers are spread",
+    "stages_per_rank": "parts of the model on each process",
+    "schedule": "the order of forwards and backwards",
+    "num_microbatches": "parts of a step that follow each other",
+    "slices": "tokens of each slice of a sequence; a number makes equal ones",
+    "partition": "layers of each stage",
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Everything that was chosen for a configuration."""
+
+    model: dict[str, Any]
+    data: DataChoice
+    is_packed: bool
+    purpose: Purpose
+    training: TrainingChoice
+    pipeline: PipelineChoice
+    precision: str
+    longest: int | None  # tokens that the model takes
+    output: Path
+
+    @property
+    def noun(self) -> str:
+        """What a row of the data is."""
+        if self.purpose.are_pairs:
+            return "pairs"
+        return "documents" if self.purpose.is_text else "samples"
+
+
+def config_parts(choices: Choices) -> list[ConfigPart]:
+    """Returns the sections in the order in which they are written."""
+    made = [_model(choices), _data(choices), *_preference(choices), _pipeline(choices), _memory(), *_parallel(choices)]
+    return [*made, *_lora(choices), _optimizer(choices), _training(choices), _checkpoint(choices), _sample()]
+
+
+def _tip(name: str, value: Any, comment: str) -> Setting:
+    return Setting(name, value, comment, is_used=False)
+
+
+def _used(values: dict[str, Any], **comments: str) -> Iterator[Setting]:
+    return (Setting(name, value, comments.get(name, "")) for name, value in values.items())
+
+
+def _model(choices: Choices) -> ConfigPart:
+    settings = [*_used(choices.model, init="random weights; give a folder with .safetensors files to fine-tune it")]
+    if not (choices.purpose.from_random or choices.purpose.is_adapter):
+        settings.append(_tip("init", "random", "random weights in place of the trained ones"))
+    return ConfigPart("model", f"The model: {choices.purpose.num_parameters:,} parameters.", tuple(settings))
+
+
+def _data(choices: Choices) -> ConfigPart:
+    data, training = choices.data, choices.training
+    settings = [*_used(data.settings, vocab_size="of a tokenizer that is trained on the text, as the model has none")]
+    if not choices.is_packed and not data.are_pairs:
+        settings.append(Setting("packing", "none", "each document is a sequence, as packed ones would see each other"))
+    share = f"share of the {choices.noun} that is held out"
+    settings.append(Setting("validation_fraction", training.held_out, share))
+    settings.append(_tip("validation", "held-out.jsonl", "a file that is held out in place of that share"))
+    if data.opened.has_messages:
+        settings.append(_tip("chat_template", "chat.jinja", "in place of the tokenizer's"))
+    if not (data.is_text or data.are_pairs):
+        settings.append(_tip("loss", "all", "every token counts, not the answers alone"))
+    return ConfigPart("data", f"What it is trained on. {data.opened.describe().capitalize()}.", tuple(settings))
+
+
+def _preference(choices: Choices) -> Iterator[ConfigPart]:
+    if choices.data.are_pairs:
+        beta = Setting("beta", 0.1, "the larger, the closer the model stays to what it was")
+        smoothing = _tip("label_smoothing", 0.1, "how probable it is that a pair is the wrong way round")
+        yield ConfigPart(
+            "preference", "Chosen answers become more probable.", (Setting("loss", "dpo"), beta, smoothing)
+        )
+
+
+def _pipeline(choices: Choices) -> ConfigPart:
+    settings = _used(choices.pipeline.pipeline, **_PLANNED)
+    return ConfigPart("pipeline", f"How it is split and ordered: {choices.pipeline.reason}.", tuple(settings))
+
+
+def _memory() -> ConfigPart:
+    recompute = _tip("recompute", "full", "activations are computed again, and don't have to be kept")
+    limit = _tip("limit", 16_000_000_000, "bytes of each process, which a plan keeps to")
+    return ConfigPart("memory", "To need less memory.", (recompute, limit))
+
+
+def _parallel(choices: Choices) -> Iterator[ConfigPart]:
+    settings = [_tip("tensor", 2, "processes that share every layer")]
+    if choices.training.batch_size % 2 == 0 and not choices.pipeline.pipeline.get("num_microbatches", 1) > 1:
+        settings.insert(0, _tip("data", 2, "replicas of the pipeline"))
+    yield ConfigPart("parallel", "More processes, times those of the pipeline.", tuple(settings))
+
+
+def _lora(choices: Choices) -> Iterator[ConfigPart]:
+    if choices.purpose.from_random:
+        return
+    is_used = choices.purpose.is_adapter
+    why = "as all weights with their optimizer don't fit this machine" if is_used else "which needs far less memory"
+    settings = (
+        Setting("r", 16, "the rank of each update", is_used),
+        Setting("alpha", 32.0, "an update is scaled by alpha / r", is_used),
+        Setting("target_modules", "all-linear", "or a list, such as [q_proj, v_proj]", is_used),
+    )
+    yield ConfigPart("lora", f"An adapter in place of the weights, {why}.", settings)
+
+
+def _optimizer(choices: Choices) -> ConfigPart:
+    settings = (
+        Setting("lr", choices.purpose.learning_rate, "usual for a model of this size; the first to vary"),
+        Setting("warmup_steps", choices.training.warmup_steps),
+        _tip("weight_decay", 0.01, "0.1 by default"),
+        _tip("schedule", "constant", "after the warm-up; a cosine by default"),
+    )
+    return ConfigPart("optimizer", "AdamW, unless name says otherwise.", settings)
+
+
+def _training(choices: Choices) -> ConfigPart:
+    chosen = choices.training
+    longest = "" if choices.longest is None else f"; the model takes {choices.longest:,}"
+    rows = "pairs" if choices.purpose.are_pairs else "sequences"
+    settings = [
+        Setting("output", str(choices.output), "a folder for metrics, checkpoints and the model"),
+        Setting("seq_len", chosen.seq_len, f"tokens of a sequence{longest}"),
+        Setting("batch_size", chosen.batch_size, f"{rows} of a step"),
+        Setting("steps", chosen.steps, f"about {chosen.passes:.2g} times through the data"),
+        Setting("precision", choices.precision),
+    ]
+    if chosen.eval_every:
+        settings.append(Setting("eval_every", chosen.eval_every, "steps between validations"))
+        settings.append(_tip("patience", 3, "validations without an improvement, after which the run ends"))
+    settings.append(_tip("spike_factor", 20.0, "a step whose loss is so many times the usual one is a bad step"))
+    settings.append(_tip("bad_numbers", "skip", "a bad step changes nothing; by default it ends the run"))
+    return ConfigPart("training", "How long, and where the results go.", tuple(settings))
+
+
+def _checkpoint(choices: Choices) -> ConfigPart:
+    settings = [Setting("every", "auto", "steps, chosen by what a save costs")]
+    if choices.training.eval_every:
+        settings.append(_tip("keep_best", True, "also keep the one of the lowest validation loss"))
+    settings.append(_tip("resume", "latest", "go on from the newest one, where there is one"))
+    return ConfigPart("checkpoint", "What a run goes on from.", tuple(settings))
+
+
+def _sample() -> ConfigPart:
+    prompt = _tip("prompt", "Once upon a time", "which the trained model continues at the end")
+    return ConfigPart("sample", "A text to see what was learned.", (prompt, _tip("max_new_tokens", 64, "")))
+
+
+_WIDTH = 110  # columns, in which a comment stands beside its setting
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A line of a section. One that isn't used is a comment, which becomes a setting without its #."""
+
+    name: str
+    value: Any
+    comment: str = ""
+    is_used: bool = True
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines, with the comment on the first or above it."""
+        first, *rest = _yaml(self.name, self.value).splitlines()
+        mark = "" if self.is_used else "# "
+        beside = f"{first}  # {self.comment}"
+        if self.comment and len(beside) > _WIDTH:
+            yield f"# {self.comment}"
+        yield f"{mark}{beside if self.comment and len(beside) <= _WIDTH else first}"
+        yield from (f"{mark}{line}" for line in rest)
+
+
+@dataclass(frozen=True)
+class ConfigPart:
+    """A section of the configuration, and lines on what it is for. One that isn't used is a comment as a whole."""
+
+    name: str
+    comment: str
+    settings: tuple[Setting, ...]
+
+    def with_values(self, values: Mapping[str, Any]) -> ConfigPart:
+        """Returns the section with these values: in the place of its own, or after them."""
+        known = {setting.name for setting in self.settings}
+        kept = (Setting(each.name, values[each.name]) if each.name in values else each for each in self.settings)
+        more = (Setting(name, value) for name, value in values.items() if name not in known)
+        return replace(self, settings=(*kept, *more))
+
+    def values(self) -> dict[str, Any]:
+        """Returns the settings that are used."""
+        return {setting.name: setting.value for setting in self.settings if setting.is_used}
+
+    def lines(self) -> Iterator[str]:
+        """Yields the section's lines."""
+        is_used = bool(self.values())
+        yield from (f"# {line}" for line in self.comment.splitlines())
+        yield f"{self.name}:" if is_used else f"# {self.name}:"
+        for setting in self.settings:
+            shown = setting if is_used else replace(setting, is_used=True)
+            yield from (f"  {line}" if is_used else f"#   {line}" for line in shown.lines())
+
+
+def config_text(head: Sequence[str], parts: Sequence[ConfigPart]) -> str:
+    """Returns the file: lines of comment, and the sections."""
+    blocks = [[f"# {line}" if line else "#" for line in head], *([*part.lines()] for part in parts)]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _yaml(name: str, value: Any) -> str:
+    """Returns YAML: a section within a section as a block, any other value in a line."""
+    text = yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=10_000)
+    if isinstance(value, dict):
+        return f"{name}:\n{indent(text, '  ')}"
+    return f"{name}: {text}".removesuffix("...\n")

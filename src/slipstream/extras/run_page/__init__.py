@@ -1,0 +1,3 @@
+"""Shows runs as one HTML file that needs no network: curves, the last step's timeline, and what happened."""
+
+from slipstream.extras.run_page.write_page import write_run_page

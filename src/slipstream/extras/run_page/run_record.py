@@ -1,0 +1,145 @@
+"""Reads what a run has left in its folder so far; it may be going on, and its last line may be half written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slipstream.errors import SlipstreamError
+from slipstream.timeline import Timeline, load_trace
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.run_folder import RunFolder
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its files tell it. Records are lines of metrics.jsonl, by their names there."""
+
+    path: Path
+    name: str
+    settings: Record  # of config.yaml, by section; empty where that can't be read
+    settings_text: str
+    starts: list[Record]
+    figures: Record  # of the run
+    steps: list[Record]  # in order, each number once
+    validations: list[Record]
+    saves: list[Record]
+    failures: list[Record]  # of numbers that weren't finite
+    timeline: Timeline | None  # of the last step
+    is_held: bool  # whether it is going on
+    has_model: bool
+    unread: list[str] = field(default_factory=list)  # what can't be read, and why
+
+    @property
+    def last_step(self) -> int:
+        """The number of the last step, 0 before the first."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """How many steps it is to take; None where its epochs say that."""
+        steps = (self.settings.get("training") or {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def loss_unit(self) -> str:
+        """What a loss is of."""
+        return "per pair" if self.settings.get("preference") else "nats per token"
+
+    @property
+    def restarts(self) -> list[Record]:
+        """The starts after the first."""
+        return self.starts[1:] if self.starts and not self.starts[0].get("started_after") else self.starts
+
+    @property
+    def state(self) -> str:
+        """What has become of it: running, finished, failed or ended, and at which step."""
+        of_all = f" of {self.num_steps:,}" if self.num_steps is not None else ""
+        at = f"step {self.last_step:,}{of_all}"
+        if self.is_held:
+            return f"running: {at}"
+        if self.failures and self.failures[-1]["step"] > self.last_step:
+            return f"failed: the numbers of step {self.failures[-1]['step']:,} aren't finite"
+        has_patience = bool((self.settings.get("training") or {}).get("patience"))  # and may have ended before
+        if self.has_model and (self.last_step >= (self.num_steps or 1) or has_patience):
+            return f"finished: {self.last_step:,} steps"
+        return f"ended early: {at}" if self.steps else "ended before its first step"
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether a run has written to this folder."""
+    run = RunFolder(folder)
+    return run.metrics.is_file() or (run.config.is_file() and run.inputs.is_dir())
+
+
+def read_run(folder: Path, name: str) -> RunRecord:
+    """Returns what a run has written; files that are missing or damaged are named in `unread`, none is needed."""
+    run, unread = RunFolder(folder), list[str]()
+    lines = list(_lines(run.metrics, unread))
+    text = run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else ""
+    steps = {line["step"]: line for line in lines if "step_seconds" in line}
+    return RunRecord(
+        path=folder,
+        name=name,
+        settings=_settings(text, unread),
+        settings_text=text,
+        starts=[line for line in lines if "started_after" in line],
+        figures=next((line for line in reversed(lines) if "num_parameters" in line), {}),
+        steps=[steps[number] for number in sorted(steps)],
+        validations=list({line["step"]: line for line in lines if "validation_loss" in line}.values()),
+        saves=[line for line in lines if "save_seconds" in line],
+        failures=[line for line in _lines(run.failures, unread) if isinstance(line.get("step"), int)],
+        timeline=_timeline(run.perfetto, unread),
+        is_held=FolderLock(folder, unread.append).seems_held(),
+        has_model=run.model.exists() or run.adapter.exists(),
+        unread=unread,
+    )
+
+
+def _lines(path: Path, unread: list[str]) -> Iterator[Record]:
+    """Yields the lines of a file, if it is there; the last is left out without a word where it is being written."""
+    if not path.is_file():
+        return
+    damaged = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:  # also of text that isn't UTF-8
+            record = None
+        if isinstance(record, dict) and _has_its_step(record):
+            yield record
+        elif line.endswith(b"\n"):
+            damaged += 1
+    if damaged:
+        unread.append(f"{damaged:,} {'line' if damaged == 1 else 'lines'} of {path.name} can't be read")
+
+
+def _has_its_step(record: Record) -> bool:
+    needs_one = {"step_seconds", "validation_loss", "save_seconds"} & record.keys()
+    return not needs_one or isinstance(record.get("step"), int)
+
+
+def _settings(text: str, unread: list[str]) -> Record:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        unread.append(f"config.yaml isn't valid YAML: {error}")
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _timeline(path: Path, unread: list[str]) -> Timeline | None:
+    if not path.is_file():
+        return None
+    try:
+        return next(iter(load_trace(path)), None)
+    except SlipstreamError as error:
+        unread.append(str(error))
+        return None

@@ -1,0 +1,233 @@
+"""Finds which parts of a causal LM come before its layers, which are the layers, and which come after them.
+
+A toy of the same architecture runs once, so this works for any model that runs one list of layers: what is called
+before the first layer (embeddings) belongs to the first stage, what is called after the last (norm, head) to the last
+stage, and parts without parameters (rotary tables) to every stage.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.config import check_is_causal_lm
+from slipstream.model.hooks.attention import check_own_attention
+from slipstream.model.hooks.crossing_tensors import (
+    TRAIN_WHOLE,
+    CrossingTensor,
+    TensorForm,
+    find_layer_tensors,
+    takes_more,
+)
+from slipstream.model.layer_range import LayerHalf, ModelEnd
+from slipstream.model.tensors import has_parameters
+from slipstream.model.toy import (
+    WatchedToy,
+    attends_itself,
+    full_precision,
+    shapes_model,
+    toy_failure,
+    toy_model,
+    toy_tokens,
+)
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """A child of a layer that has parameters, and the half of the layer that it belongs to."""
+
+    name: str  # within the layer, such as "mlp"
+    kind: str  # its class's name, as layers of one model may have different children of one name
+    half: LayerHalf
+    tuple_length: int = 0  # the length of the tuple that it returns; 0: it returns a tensor
+    begins_half: bool = False  # whether it runs first in its half
+
+
+@dataclass(frozen=True)
+class ModelAnatomy:
+    """The names of a model's parts, the same for every size of one architecture, and what crosses cuts between them."""
+
+    layers: str  # the nn.ModuleList of decoder layers, such as "model.layers"
+    before: tuple[str, ...]  # such as ("model.embed_tokens",)
+    after: tuple[str, ...]  # such as ("model.norm", "lm_head")
+    tuple_length: int = 0  # the length of the tuple that layers return, hidden states first; 0: a tensor
+    hidden: TensorForm | None = None  # of hidden states, where layers take more than (b, T, hidden)
+    crossing: tuple[CrossingTensor, ...] = ()  # what they take besides; both depend on the model's size
+    tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
+    shared: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several layers of this model share
+    aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
+    halves: tuple[LayerPart, ...] = ()  # how a layer is cut in two; empty if that isn't needed or isn't possible
+    skips_padding: bool = False  # whether positions count tokens but padding, from its id on, as RoBERTa's do
+    attends_itself: bool = False  # whether layers attend by code of their own, not through AttentionInterface
+    kept_whole: tuple[tuple[str, str], ...] = ()  # layers, head or embedding of this model that can't be cut, and why
+    separate_ends: frozenset[ModelEnd] = frozenset()  # those that are stages of their own, without any layer
+
+    @property
+    def second_names(self) -> frozenset[str]:
+        """The names of parameters that have another name, which is the canonical one."""
+        return self.aliases | {name for name, _ in self.tied}
+
+    def obstacle(self, names: Iterable[str]) -> str:
+        """Returns why one of these modules can't be cut, "" where each can, by what this model is beside its
+        architecture."""
+        reasons = dict(self.kept_whole)
+        return next((reasons[name] for name in names if name in reasons), "")
+
+    def hidden_form(self, width: int) -> TensorForm:
+        """Returns the form of the hidden states, given their width."""
+        return self.hidden or TensorForm((1, 1, width), row_dim=0, token_dim=1)
+
+    def layers_of(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
+        return list(model.get_submodule(self.layers).children())
+
+    def stage_of(self, parameter: str, stages: Sequence[Collection[object]]) -> int:
+        """Returns which of the stages, given by the layers they own, computes with the parameter of this name."""
+        if parameter.startswith(f"{self.layers}."):
+            layer = int(parameter.removeprefix(f"{self.layers}.").partition(".")[0])
+            return next(number for number, owned in enumerate(stages) if layer in owned)
+        return 0 if _within(parameter, self.before) else len(stages) - 1
+
+    def first_position(self, config: PretrainedConfig) -> int:
+        """Returns the position of a sequence's first token."""
+        return config.pad_token_id + 1 if self.skips_padding else 0
+
+
+def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
+    """Returns the anatomy of `config`'s architecture, found by running a toy of it once.
+
+    Raises SlipstreamError, naming the part, where the architecture doesn't simply run one list of layers, and the
+    reason, where its toy can't be run or it was loaded with attention that can't be cut.
+    """
+    check_is_causal_lm(config)
+    try:
+        return _find_anatomy(config)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # the model's own code
+        raise _refusal(config, toy_failure(config, error), advice="") from error
+
+
+def anatomy_of_size(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
+    """Returns the anatomy for a config of the architecture with other sizes, on which what crosses cuts depends."""
+    return anatomy if anatomy.hidden is None else _with_tensors(anatomy, config)
+
+
+def check_shared_weights(config: PretrainedConfig, shared: Mapping[str, str], layers: str) -> None:
+    """Raises SlipstreamError where one of the `layers` has a weight of another, by the names of what models share."""
+    for name, other in shared.items():
+        if name.startswith(f"{layers}.") or other.startswith(f"{layers}."):
+            raise _refusal(
+                config,
+                f"its layers share weights ({name} is {other}), which several stages would hold and update differently",
+            )
+
+
+def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
+    try:
+        with torch.enable_grad():
+            model = shapes_model(config)
+            check_shared_weights(config, model.all_tied_weights_keys, anatomy.layers)  # a toy may have one such layer
+            hidden, crossing = find_layer_tensors(model, anatomy.layers_of(model))
+    except SlipstreamError:
+        raise
+    except Exception as error:  # the model's own code
+        reason = f"its layers take more than hidden states from others, which can't be told ({error})"
+        raise _refusal(config, reason) from error
+    return replace(anatomy, hidden=hidden, crossing=crossing)
+
+
+def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
+    model, tokens = toy_model(config), toy_tokens(config)
+    toy = WatchedToy.of(model, tokens)
+    _check_layers(config, toy)
+    before, after = _ends(config, toy)
+    aliases, tied = _shared_weights(config, toy, before, after)
+    itself = attends_itself(model, toy.every_layer, tokens, toy.attended)
+    if itself:
+        check_own_attention(config)
+    anatomy = ModelAnatomy(
+        toy.layers,
+        before,
+        after,
+        tuple_length=len(toy.output) if isinstance(toy.output, (tuple, list)) else 0,
+        tied=tied,
+        aliases=aliases,
+        skips_padding=_skips_padding(model),
+        attends_itself=itself,
+    )
+    with full_precision():
+        return _with_tensors(anatomy, config) if takes_more(model, toy.every_layer) else anatomy
+
+
+def _check_layers(config: PretrainedConfig, toy: WatchedToy) -> None:
+    """Raises SlipstreamError unless every layer ran once, on what layers before it give."""
+    num_layers, entered = len(toy.every_layer), toy.num_entered
+    if entered < num_layers:
+        raise _refusal(config, f"only {entered} of its {num_layers} layers run on text alone")
+    if entered != num_layers:
+        raise _refusal(
+            config, f"its {num_layers} layers run in cycles, {entered} calls in one forward, so no stage ends after one"
+        )
+    for name in toy.constants:
+        if toy.reaches_layers(name):
+            kind = type(toy.outside[name]).__name__
+            raise _refusal(config, f"its layers all take what {name} ({kind}) gives, which only the first stage has")
+
+
+def _ends(config: PretrainedConfig, toy: WatchedToy) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the parts that run before the layers and have parameters, and of those that run after."""
+    for name, module in toy.outside.items():
+        described = f"{name} ({type(module).__name__})"
+        if toy.runs_after(name):
+            if toy.takes_other_tensors(name):
+                raise _refusal(config, f"{described}, after the layers, takes more than what the last layer gives")
+        elif has_parameters(module) and not toy.runs_before(name):
+            raise _refusal(config, f"{described} has parameters and runs between the layers")
+    after = tuple(name for name in toy.outside if toy.runs_after(name))
+    before = (name for name, module in toy.outside.items() if toy.runs_before(name) and has_parameters(module))
+    return tuple(before), after
+
+
+def _shared_weights(
+    config: PretrainedConfig, toy: WatchedToy, before: Sequence[str], after: Sequence[str]
+) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
+    """Returns the second names of parameters within one end, and the weights that both ends share."""
+    shared = toy.model.all_tied_weights_keys
+    check_shared_weights(config, shared, toy.layers)
+    aliases = {a for a, b in shared.items() if any(_within(a, end) and _within(b, end) for end in (before, after))}
+    tied = tuple((head, embedding) for head, embedding in shared.items() if head not in aliases)
+    for head, embedding in tied:
+        if not (_within(head, after) and _within(embedding, before)):
+            raise _refusal(config, f"{head} shares its weight with {embedding}; only a head may, with the embedding")
+    return frozenset(aliases), tied
+
+
+def _skips_padding(model: nn.Module) -> bool:
+    """Returns whether the model makes positions out of token ids, unless it is given some."""
+    makers = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    return any("position_ids" in inspect.signature(module.forward).parameters for module in makers)
+
+
+def _within(parameter: str, modules: Sequence[str]) -> bool:
+    return any(parameter.startswith(f"{module}.") for module in modules)
+
+
+def uses_randomness(model: nn.Module) -> bool:
+    """Returns whether training draws random numbers: dropout of any kind, or a router's jitter."""
+    return any(
+        isinstance(value, float) and value > 0
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+    )
+
+
+def _refusal(config: PretrainedConfig, reason: str, advice: str = TRAIN_WHOLE) -> SlipstreamError:
+    return SlipstreamError(f"model_type {config.model_type!r} can't be cut into stages: {reason}. {advice}".rstrip())

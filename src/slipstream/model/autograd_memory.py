@@ -1,0 +1,466 @@
+"""What autograd saves of a forward: kept, recomputed just before the backward (rule 4), or moved to the host.
+
+Recomputation (rule 4): what a forward keeps, and the replay that restores the rest just before the backward.
+
+GPipe section 2.3 calls it re-materialization. Keys and values stay in the context store, and a replay reads them there,
+so recomputing a slice never recomputes the slices before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from slipstream.attention import ContextStore
+from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.token_slice import current_layer, noting_outputs
+from slipstream.model.tensors import Tensors, storage_bytes, storage_id, written_tensors
+
+_autograd: Any = torch._C._autograd
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Lets autograd keep what is saved from here on: for code that differentiates in its forward, which needs it there,
+    and by torch.func, which refuses hooks."""
+    hooks: list[Any] = []
+    while top := _autograd._top_saved_tensors_default_hooks(False):
+        hooks.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class RecomputationError(RuntimeError):
+    """Raised where a forward did not repeat itself or a tensor is missing: a mistake of model or schedule."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class SavedTensorSlot:
+    """Represents one saved tensor in the autograd graph, and is freed with the node that saved it."""
+
+    tensor: Tensor | None  # without grad_fn, or the graph would keep itself alive; None: dropped, or moved to the host
+    shape: torch.Size
+
+
+@dataclass
+class _MovedTensor:
+    """The place of a tensor in its storage, while the storage is on the host."""
+
+    slot: SavedTensorSlot
+    block: int
+    dtype: torch.dtype
+    layout: tuple[int, torch.Size, tuple[int, ...]]  # offset, size and stride
+
+
+class SavedTensors:
+    """The saved tensors of one slice on one stage, from its forward to its backward.
+
+    The graph holds the slots, so that a backward frees memory node by node as it does without this class. A repeated
+    forward saves the same tensors in the same order, which is how a dropped one finds its slot again:
+
+        forward   x  y  z  w     the graph keeps x and w, drops y and z
+        replay    x' y' z'       y' and z' fill the slots; after the last dropped one the replay ends
+
+    Args:
+        shared: identities of storages that others keep anyway (parameters, the batch): never moved, not counted.
+    """
+
+    def __init__(self, shared: set[int]) -> None:
+        self._shared = shared
+        self._slots: list[weakref.ref[SavedTensorSlot]] = []
+        self._held: list[weakref.ref[SavedTensorSlot]] = []
+        self._moved: list[_MovedTensor] = []
+        self.is_refilled = False
+
+    def saving(
+        self, keeps: Callable[[Tensor], bool], recompute: Callable[[], None] | None = None
+    ) -> AbstractContextManager[object]:
+        """Returns a context for the forward that keeps those saved tensors for which `keeps` is true, and drops the
+        others.
+
+        A backward that needs a dropped one calls `recompute`, if that is given, which must `refill` them all.
+        """
+
+        def pack(tensor: Tensor) -> SavedTensorSlot:
+            slot = SavedTensorSlot(tensor.detach() if keeps(tensor) else None, tensor.shape)
+            self._slots.append(weakref.ref(slot))
+            return slot
+
+        def unpack(slot: SavedTensorSlot) -> Tensor:
+            if slot.tensor is None and recompute is not None:
+                recompute()
+            return _unpack(slot)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def hold(self, tensor: Tensor) -> SavedTensorSlot:
+        """Returns a slot for a tensor that the caller needs for the replay: moved and counted like the graph's."""
+        slot = SavedTensorSlot(tensor, tensor.shape)
+        self._held.append(weakref.ref(slot))
+        return slot
+
+    def refill(self, run: Callable[[], object], at_once: bool = True) -> None:
+        """Repeats the forward by calling `run`, until every slot that was dropped is filled: then `is_refilled`, and
+        `run` ends `at_once` or by itself, by ReplayFinished or not.
+
+        Raises RecomputationError where it saves different tensors from the first time.
+        """
+        slots = [reference() for reference in self._slots]
+        dropped = {i: slot for i, slot in enumerate(slots) if slot is not None and slot.tensor is None}
+        last, count = max(dropped, default=-1), 0
+        self.is_refilled = False
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal count
+            if count in dropped:
+                _fill(dropped[count], tensor)
+            count += 1
+            if count > last:
+                self.is_refilled = True
+                if at_once:
+                    raise ReplayFinished
+
+        if dropped:
+            try:
+                with saved_tensors_hooks(pack, _unpack):
+                    run()
+            except ReplayFinished:
+                return
+            if not self.is_refilled:
+                raise RecomputationError(f"a forward saved {last + 1} tensors or more, its recomputation {count}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all storages that are kept here and nowhere else."""
+        return storage_bytes((tensor for _, tensor in self._filled()), self._shared)
+
+    def take_out(self) -> list[Tensor]:
+        """Releases all tensors that aren't shared. Returns their storages, each once, as tensors of bytes."""
+        blocks: list[Tensor] = []
+        numbers: dict[int, int] = {}  # storage -> index in blocks
+        for slot, tensor in self._filled():
+            identity = storage_id(tensor)
+            if identity in self._shared:
+                continue
+            if identity not in numbers:
+                numbers[identity] = len(blocks)
+                storage = tensor.untyped_storage()
+                blocks.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            layout = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            self._moved.append(_MovedTensor(slot, numbers[identity], tensor.dtype, layout))
+            slot.tensor = None
+        return blocks
+
+    def put_back(self, blocks: list[Tensor]) -> None:
+        """Undoes `take_out`, given the same bytes in new storages."""
+        for moved in self._moved:
+            tensor = torch.empty(0, dtype=moved.dtype, device=blocks[moved.block].device)
+            moved.slot.tensor = tensor.set_(blocks[moved.block].untyped_storage(), *moved.layout)
+        self._moved.clear()
+
+    def _filled(self) -> Iterator[tuple[SavedTensorSlot, Tensor]]:
+        slots = (reference() for reference in (*self._slots, *self._held))
+        return ((slot, slot.tensor) for slot in slots if slot is not None and slot.tensor is not None)
+
+
+class ReplayFinished(Exception):  # noqa: N818  not an error: the replay has done its work
+    """Ends a replay."""
+
+
+def _fill(slot: SavedTensorSlot, tensor: Tensor) -> None:
+    if tensor.shape != slot.shape:
+        raise RecomputationError(f"a forward saved {tuple(slot.shape)}, its recomputation {tuple(tensor.shape)}")
+    slot.tensor = tensor.detach()
+
+
+def _unpack(slot: SavedTensorSlot) -> Tensor:
+    if slot.tensor is None:
+        raise RecomputationError("a backward runs before what its forward dropped is recomputed and reloaded")
+    return slot.tensor
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """The part of a slice's forward that R recomputes; F keeps the rest.
+
+    `full` recomputes all that F does on the stage, head and loss included. A number recomputes that many of the stage's
+    first layers and what comes before them; half a layer counts as one. `selective` keeps the outputs of matrix
+    products and of attention, and recomputes norms, activations, rotary embeddings, dropout and the loss, which cost
+    memory but little time.
+    """
+
+    num_layers: int | None = None  # None: all of them
+    keeps_products: bool = False
+    is_checked: bool = True  # whether what is recomputed is compared with what was computed
+
+    @property
+    def setting(self) -> str | int:
+        """The setting that `parse` takes."""
+        return "selective" if self.keeps_products else self.num_layers or "full"
+
+    @classmethod
+    def parse(
+        cls, setting: str | int, most_layers: int, besides: str = "", *, is_checked: bool = True
+    ) -> RecomputePolicy | None:
+        """Returns the policy of a Pipeline's setting; None for "none".
+
+        `most_layers` is the number of layers of the largest stage; `besides` lists further settings that the caller
+        accepts.
+        """
+        if isinstance(setting, int) and not isinstance(setting, bool) and 1 <= setting <= most_layers:
+            return cls(num_layers=setting, is_checked=is_checked)
+        products, all_of_it = cls(keeps_products=True, is_checked=is_checked), cls(is_checked=is_checked)
+        known = {"none": None, "selective": products, "full": all_of_it}
+        if isinstance(setting, str) and setting in known:
+            return known[setting]
+        raise SlipstreamError(
+            f"memory.recompute={setting!r}: give 'none', 'selective', 'full', {besides}or the number of each stage's "
+            f"layers to recompute, 1 to {most_layers} here."
+        )
+
+
+@dataclass(eq=False)
+class SliceReplay:
+    """One slice's forward on one stage that can be repeated: `forward` once, `replay` once before the backward."""
+
+    saved: SavedTensors
+    what: RecomputePolicy | None  # None: nothing is recomputed, only moved to the host
+    layers: range  # the stage's
+    inputs: InitVar[Tensors]  # the forward's
+    needs_gradient: Sequence[bool]
+
+    def __post_init__(self, inputs: Tensors) -> None:
+        self._inputs = [] if self.what is None else [self.saved.hold(tensor) for tensor in inputs]
+        self._products: list[SavedTensorSlot | None] = []  # in order; None: changed in place, so not kept
+        self._checks = OutputChecks(self._is_recomputed) if self.what is not None and self.what.is_checked else None
+
+    @contextmanager
+    def forward(self, store: ContextStore) -> Iterator[None]:
+        """Surrounds F."""
+        with self._checks.keeping() if self._checks else nullcontext(), self._saving(store):
+            yield
+
+    @contextmanager
+    def _saving(self, store: ContextStore) -> Iterator[None]:
+        if self.what is None or not self.what.keeps_products:
+            with self.saved.saving(self._keeps):
+                yield
+            return
+        products = _KeepProducts(self.saved)
+        with products, store.wrapped_attention(products.attention), self.saved.saving(products.is_kept):
+            yield
+        self._products = products.kept
+
+    def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
+        """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
+        pairs = zip(self._inputs, self.needs_gradient, strict=True)
+        inputs = tuple(_tensor(held).requires_grad_(needed) for held, needed in pairs)
+        with ExitStack() as stack:
+            stack.enter_context(store.replay())
+            if self._products:
+                products = stack.enter_context(_ReplayProducts(self._products))
+                stack.enter_context(store.wrapped_attention(products.attention))
+            replay_checked(self.saved, partial(run, inputs), self._checks)
+        self._products, self._inputs, self.needs_gradient = [], [], []
+
+    def _keeps(self, _: Tensor) -> bool:
+        """Returns whether F keeps what is saved now: all of it, nothing, or what the stage's last layers save."""
+        return not self._is_recomputed()
+
+    def _is_recomputed(self) -> bool:
+        """Returns whether R repeats what runs now."""
+        if self.what is None or self.what.num_layers is None:
+            return self.what is not None
+        return current_layer() < min(self.layers.start + self.what.num_layers, self.layers.stop)
+
+
+class OutputChecks:
+    """Compares what the layers of one slice return when they are computed again with what they returned at first.
+
+    It keeps two sums of the bits of every output, which cost a pass over it each: a forward that draws other random
+    numbers, or reads what it has changed, gives other bits.
+    """
+
+    def __init__(self, is_recomputed: Callable[[], bool] = lambda: True) -> None:
+        """`is_recomputed` says of the layer that runs whether it will be computed again."""
+        self._is_recomputed = is_recomputed
+        self._kept: list[tuple[str, list[Tensor]]] = []  # by layer, in order
+        self._place = 0
+        self._saved: SavedTensors | None = None  # what is refilled; None: a forward that is kept
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Surrounds the forward."""
+        with noting_outputs(self.note):
+            yield
+
+    @contextmanager
+    def comparing(self, saved: SavedTensors) -> Iterator[None]:
+        """Surrounds the recomputation, which ends after the layer that has refilled `saved`."""
+        self._saved, self._place = saved, 0
+        with noting_outputs(self.note):
+            yield
+        self._kept = []
+
+    def note(self, layer: str, output: object) -> None:
+        """Takes a layer's output. Where a CUDA graph is recorded, which repeats what it has recorded, it compares
+        nothing."""
+        is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self._saved is None:
+            if not is_recorded and self._is_recomputed():
+                self._kept.append((layer, _sums_of_bits(output)))
+            return
+        if self._place < len(self._kept):
+            name, kept = self._kept[self._place]
+            again = _sums_of_bits(output)
+            if name != layer or len(kept) != len(again):
+                _differing.append((layer, True))
+            elif kept:
+                _differing.append((layer, torch.ne(torch.stack(kept), torch.stack(again)).any()))
+        self._place += 1
+        if self._saved.is_refilled:
+            raise ReplayFinished
+
+
+_differing: list[tuple[str, Tensor | bool]] = []  # the layers that were computed again, and whether they differ
+
+
+def replay_checked(saved: SavedTensors, run: Callable[[], object], checks: OutputChecks | None) -> None:
+    """Refills `saved` by calling `run`, whose outputs are compared, if `checks` has what they were."""
+    with checks.comparing(saved) if checks else nullcontext():
+        saved.refill(run, at_once=checks is None)
+
+
+def take_differing_layers() -> list[str]:
+    """Returns the layers that gave other outputs when they were computed again since the last call."""
+    found = [layer for layer, differs in _differing if differs is True]
+    flags = [(layer, differs) for layer, differs in _differing if isinstance(differs, Tensor)]
+    if flags:
+        together = torch.stack([differs for _, differs in flags]).tolist()  # for which a GPU is awaited once
+        found += [layer for (layer, _), differs in zip(flags, together, strict=True) if differs]
+    _differing.clear()
+    return [*dict.fromkeys(found)]
+
+
+def _sums_of_bits(output: object) -> list[Tensor]:
+    """Returns two sums of each tensor's bits, in which its rows and its columns count differently, so that they tell
+    numbers that change places."""
+    tensors = [each.detach() for each in tree_iter(output) if isinstance(each, Tensor) and each.numel()]
+    return [torch.stack([_weighted(words.sum(0)), _weighted(words.sum(1))]) for words in map(_words, tensors)]
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    """Returns the sum of whole numbers times odd numbers that differ, modulo 2^64."""
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Returns the bits of a tensor as whole numbers, as wide as rows allow: (rows, words)."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    size = rows.element_size()
+    fits = not (rows.shape[1] * size) % 8 and not (rows.storage_offset() * size) % 8 and rows.stride(1) == 1
+    return rows.view(torch.int64 if fits and not (rows.stride(0) * size) % 8 else _WORDS[size])
+
+
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+)
+_Attended = tuple[Tensor, Tensor]  # output and log-sum-exp
+
+
+class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what matrix products and attention return, in order, whatever code calls them."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept: list[SavedTensorSlot | None] = []
+        self._saved = saved
+        self._places: dict[int, int] = {}  # address of the storage -> index in kept
+        self._attends = False
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._places
+
+    def attention(self, compute: Callable[[], _Attended]) -> _Attended:
+        """Keeps the result of an attention as one product."""
+        self._attends = True
+        result = compute()
+        for tensor in result:
+            self._keep(tensor)
+        self._attends = False
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not self._attends:
+            if func.overloadpacket in _PRODUCTS:
+                self._keep(result)
+            elif func._schema.is_mutable:
+                self._forget(func, args, kwargs or {})
+        return result
+
+    def _keep(self, tensor: Tensor) -> None:
+        self._places[storage_id(tensor)] = len(self.kept)
+        self.kept.append(self._saved.hold(_alias(tensor)))
+
+    def _forget(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forgets a product that is changed in place afterwards, so that the replay computes it again."""
+        for value in written_tensors(func, args, kwargs):
+            index = self._places.pop(storage_id(value), None)
+            if index is not None:
+                self.kept[index] = None
+
+
+class _ReplayProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns what was kept instead of computing it."""
+
+    def __init__(self, kept: list[SavedTensorSlot | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = iter(kept)
+        self._attends = False
+
+    def attention(self, compute: Callable[[], _Attended]) -> _Attended:
+        output, logsumexp = next(self._kept), next(self._kept)
+        if output is not None and logsumexp is not None:
+            return _tensor(output), _tensor(logsumexp)
+        self._attends = True
+        result = compute()
+        self._attends = False
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_product = func.overloadpacket in _PRODUCTS and not self._attends
+        if is_product and (kept := next(self._kept)) is not None:
+            return _tensor(kept)
+        return func(*args, **kwargs or {})
+
+
+def _tensor(kept: SavedTensorSlot) -> Tensor:
+    assert kept.tensor is not None, "offloaded and not reloaded"
+    return _alias(kept.tensor)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Returns a tensor over the same memory without the autograd graph, which would otherwise keep itself alive."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,1 +1,0 @@
-"""Turns Hugging Face models other than causal LMs into an `nn.Sequential`."""

@@ -1,0 +1,177 @@
+"""Builds models of which only the owned layers take memory, with random weights or from safetensors."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Collection, Container
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.anatomy import ModelAnatomy
+from slipstream.model.config import check_is_causal_lm
+from slipstream.model.cutting import keep_layers
+from slipstream.model.layer_range import StagePart
+from slipstream.model.tensors import storage_id, storage_ids
+from slipstream.model.toy import quiet_transformers
+
+_aten = torch.ops.aten
+_FACTORIES = {_aten.empty.memory_format} | {
+    factory.default for factory in (_aten.zeros, _aten.ones, _aten.full, _aten.randn, _aten.rand)
+}
+_SMALL = 1024  # elements; tensors up to this size are always real
+
+
+class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the tensors a model's constructor creates, and creates those numbered in `on_meta` without memory.
+
+    If it `draws`, random numbers for a tensor without memory are drawn all the same, into a scratch tensor: the
+    generator advances as if the whole model were there, so what is kept gets the numbers it would get in the unsplit
+    model.
+    """
+
+    def __init__(self, on_meta: Container[int], draws: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.created: list[Tensor] = []
+        self.copied: list[tuple[int, int]] = []  # the storages of what was copied to, and from
+        self._on_meta, self._draws = on_meta, draws
+        self._scratch: dict[torch.dtype, Tensor] = {}  # one growing tensor: freed ones would leave holes in the heap
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and "meta" not in str(kwargs.get("device")) and torch.Size(args[0]).numel() > _SMALL:
+            place = {"device": "meta"} if len(self.created) in self._on_meta else {}
+            self.created.append(func(*args, **kwargs | place))
+            return self.created[-1]
+        if args and isinstance(args[0], Tensor) and args[0].is_meta and torch.Tag.nondeterministic_seeded in func.tags:
+            if self._draws:
+                func(self._scratch_like(args[0]), *args[1:], **kwargs)
+            return args[0]
+        if func is _aten.copy_.default:
+            self.copied.append((storage_id(args[0]), storage_id(args[1])))
+        return func(*args, **kwargs)
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        scratch = self._scratch.get(tensor.dtype)
+        if scratch is None or scratch.numel() < tensor.numel():
+            scratch = self._scratch[tensor.dtype] = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        return scratch[: tensor.numel()].view(tensor.shape)
+
+
+def random_model(
+    config: PretrainedConfig,
+    seed: int | None,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Returns the parts `owned` of `torch.manual_seed(seed); AutoModelForCausalLM.from_config(config)`, to the bit.
+
+    The rest is never in memory: the constructor runs twice, first without any memory to see which tensor becomes which
+    parameter, then with memory for those that are kept. Without a seed only buffers are kept, such as rotary tables,
+    which belong to every stage; parameters have no memory yet.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        with _Construction(on_meta=range(sys.maxsize), draws=False) as dry_run:
+            model = _construct(config, dtype)
+        kept = storage_ids(model.buffers())
+        if seed is not None:
+            keep_layers(model, anatomy, owned, torch.device("meta"))
+            kept |= storage_ids(model.parameters())
+            torch.manual_seed(seed)
+        kept |= {source for target, source in dry_run.copied if target in kept}  # such as tables of positions
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
+        with _Construction(on_meta, draws=seed is not None):
+            model = _construct(config, dtype)
+    keep_layers(model, anatomy, owned, torch.device("cpu"))
+    return model
+
+
+def model_for_timing(
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Returns the parts `owned` with arbitrary weights, drawn on `device`.
+
+    This is faster than `random_model`, which takes minutes on a CPU for a large model: it draws the weights of all
+    layers, once for torch's initialisation and once for transformers'.
+    """
+    model = random_model(config, None, anatomy, owned, dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = {parameter: _draw(parameter, generator) for parameter in model.parameters()}  # once for tied parameters
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, drawn[parameter])
+    return model
+
+
+def _draw(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    drawn = torch.ones_like(parameter, device=generator.device)
+    return nn.Parameter(drawn.normal_(std=0.02, generator=generator) if drawn.dim() > 1 else drawn)
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None, **settings: Any) -> PreTrainedModel:
+    """Returns the whole model on the meta device, which takes no memory; `settings` are passed to `from_config`."""
+    with torch.device("meta"), quiet_transformers():
+        return _construct(config, dtype, **settings)
+
+
+def pretrained_model(
+    path: str,
+    config: PretrainedConfig,
+    anatomy: ModelAnatomy,
+    owned: Collection[StagePart],
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
+    """Returns the parts `owned` of a model in a folder of safetensors or on the hub, reading no other tensor.
+
+    Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
+    """
+    part = _partial_class(config, anatomy, owned)
+    try:
+        with quiet_transformers():
+            model, report = part.from_pretrained(
+                path, config=config, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+            )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise SlipstreamError(
+            f"the weights of {path!r} can't be read: {error}. Expected whole safetensors files; "
+            "copy or download them again."
+        ) from error
+    absent = sorted(report["missing_keys"])
+    if absent:
+        raise SlipstreamError(
+            f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
+            "Expected a complete causal LM; a base model without its head can't be trained."
+        )
+    return model
+
+
+def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
+    """Returns a subclass of the config's causal LM that removes all but `owned` after construction, before weights are
+    read."""
+    check_is_causal_lm(config)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    whole = found[0] if isinstance(found, tuple) else found
+
+    def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, *args, **kwargs)
+        keep_layers(self, anatomy, owned, torch.device("cpu"))
+
+    return type(whole.__name__, (whole,), {"__init__": construct, "__module__": whole.__module__})
+
+
+def _construct(config: PretrainedConfig, dtype: torch.dtype | None, **settings: Any) -> PreTrainedModel:
+    """Calls `from_config` on a copy of the config, since it writes the dtype into the config."""
+    chosen = settings if dtype is None else settings | {"dtype": dtype}
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen)

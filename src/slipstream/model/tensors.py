@@ -1,0 +1,94 @@
+"""Tensors by their shapes and dtypes, before they exist, and the memory that they occupy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Tensors = tuple[Tensor, ...]
+
+
+class TensorSpec(NamedTuple):
+    """The shape and type of a tensor that one stage sends to another."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_gradient: bool = True  # whether its gradient comes back
+    peer: int | None = None  # the other stage, for a skip between stages that aren't neighbours
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def copied_from_messages(tensors: Tensors, messages: Tensors) -> Tensors:
+    """Returns the tensors, with detached copies of those that share memory with a message.
+
+    A message's buffer is released before such a tensor is.
+    """
+    held = storage_ids(messages)
+    return tuple(_copy(tensor) if storage_id(tensor) in held else tensor for tensor in tensors)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Returns the identity of the tensor's storage, while it is alive; on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the identities of the storages of tensors."""
+    return {storage_id(tensor) for tensor in tensors}
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operator changes in place, of its arguments."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    written = (given.get(argument.name) for argument in arguments if argument.is_write)
+    return [value for value in written if isinstance(value, Tensor)]
+
+
+def storage_bytes(tensors: Iterable[Tensor], apart_from: Iterable[int] = ()) -> int:
+    """Returns the bytes of the storages of tensors, each storage once, without those of the given identities."""
+    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes[identity] for identity in sizes.keys() - set(apart_from))
+
+
+def model_storages(model: nn.Module) -> set[int]:
+    """Returns the identities of the storages of a model's parameters and buffers."""
+    return storage_ids((*model.parameters(), *model.buffers()))
+
+
+class SavedStorages:
+    """The storages that autograd saves, those of `shared` tensors aside, each counted once.
+
+    Its `pack` is the hook for `saved_tensors_hooks`.
+    """
+
+    def __init__(self, shared: Iterable[Tensor]) -> None:
+        self._shared = storage_ids(shared)
+        self._found: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Notes a tensor that is saved, and keeps it alive so that its storage's identity stays taken."""
+        identity = storage_id(tensor)
+        if identity not in self._shared:
+            self._found[identity] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all storages found so far."""
+        return storage_bytes(self._found.values())
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Returns whether a module has parameters; other stages' placeholders have none."""
+    return next(module.parameters(), None) is not None

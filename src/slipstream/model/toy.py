@@ -1,0 +1,451 @@
+"""Builds and runs architectures at toy size, in which what a model does shows in a second."""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.hooks.attention import POSITION_BIAS
+from slipstream.model.hooks.crossing_tensors import TRAIN_WHOLE, hidden_states
+from slipstream.model.hooks.length_dependent_rope import keep_frequencies
+from slipstream.model.tensors import has_parameters, storage_ids
+from slipstream.model.toy_sizes import (
+    shrink_layers,
+    shrink_number,
+    shrink_other_parts,
+    shrink_widths,
+    take_layer_overrides,
+    token_numbers,
+    width_of,
+)
+
+REFERENCE_ATTENTION = "slipstream_reference"
+_attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attending", default=None)
+
+
+@contextmanager
+def recorded_attention() -> Iterator[list[nn.Module]]:
+    """Collects the modules that attend through the interface with what attention here knows, in order."""
+    modules: list[nn.Module] = []
+    token = _attending.set(modules)
+    try:
+        yield modules
+    finally:
+        _attending.reset(token)
+
+
+def attends_itself(
+    model: PreTrainedModel, layers: Sequence[nn.Module], tokens: Tensor, attended: list[nn.Module]
+) -> bool:
+    """Returns whether some layer keeps keys and values in the cache that it doesn't attend to through the interface.
+
+    `attended` are the modules that do, in a forward without a cache.
+    """
+    through_interface = {index for index, layer in enumerate(layers) if set(layer.modules()) & set(attended)}
+    if len(through_interface) == len(layers):
+        return False
+    cache = _NotedUpdates(config=model.config)
+    try:
+        with torch.no_grad(), full_precision():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    except Exception:  # the model's own code, which may have another cache or none
+        return False
+    return not cache.updated <= through_interface
+
+
+class _NotedUpdates(DynamicCache):  # type: ignore[misc]
+    """transformers' cache, which notes what layers add keys and values."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.updated: set[int] = set()
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated.add(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
+    attending = _attending.get()
+    if attending is not None and kwargs.get(POSITION_BIAS) is None:
+        attending.append(module)
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    with full_precision():
+        return own(module, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
+AttentionMaskInterface.register(REFERENCE_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
+
+    Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
+    """
+    _device_constructors()  # PyTorch remembers those that it finds first, which must be its own, not these below
+    softmax, matmul = nn.functional.softmax, Tensor.__matmul__
+    total, zeros_like, full = torch.sum, torch.zeros_like, torch.full
+    to_float, to, to_type = Tensor.float, Tensor.to, Tensor.type
+
+    def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+        return softmax(tensor, dim=dim, dtype=tensor.dtype if tensor.dtype == torch.float64 else dtype)
+
+    def wide_float(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
+
+    def wide_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
+        return to(tensor, *args, **kwargs)
+
+    def wide_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_rounding = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
+        return tensor if is_rounding else to_type(tensor, *args, **kwargs)
+
+    def wide_sum(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
+        return total(tensor, *args, **kwargs)
+
+    def wide_zeros_like(tensor: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        """Makes what sums of float64 are added to in experts."""
+        kept = tensor.dtype if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype
+        return zeros_like(tensor, dtype=kept, **kwargs)
+
+    def wide_full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
+        """Makes a tensor of the smallest float64, by which models mask scores, although it isn't asked for float64."""
+        wide = {"dtype": torch.float64} if fill_value == torch.finfo(torch.float64).min else {}
+        return full(size, fill_value, **kwargs | wide)
+
+    def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
+        """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
+        wide = torch.promote_types(left.dtype, right.dtype)
+        return matmul(left.to(wide), right.to(wide))
+
+    methods = patch.multiple(Tensor, float=wide_float, to=wide_to, type=wide_type, __matmul__=wide_matmul)
+    functions = patch.multiple(torch, sum=wide_sum, zeros_like=wide_zeros_like, full=wide_full)
+    with methods, functions, patch.object(nn.functional, "softmax", wide_softmax):
+        yield
+
+
+def output_weights(output: Tensor) -> Tensor:
+    """Returns fixed random weights of a toy's output, so that each of its numbers counts in the gradients."""
+    return torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+
+
+def relative_errors(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+) -> dict[str, float]:
+    """Returns each tensor's largest error over its largest number, or over `floor` of the largest number of all."""
+    largest = {name: each.abs().max() for name, each in expected.items()}
+    least = floor * max(largest.values())
+    return {n: float((found[n] - each).abs().max() / max(largest[n], least)) for n, each in expected.items()}
+
+
+TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
+
+
+def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> PretrainedConfig:
+    """Returns `config` with few small layers of every kind it has, and windows and rope thresholds below TOY_LENGTH.
+
+    Head size, rope type and all switches stay as they are, and without `shrinks_numbers` all windows and blocks.
+    """
+    whole = copy.deepcopy(config)
+    toy = whole.get_text_config()
+    overrides = take_layer_overrides(toy)
+    width = width_of(toy)
+    shrink_widths(toy, overrides)
+    overrides = shrink_layers(toy, overrides)
+    for fields in (toy, *overrides.values()) if shrinks_numbers else ():
+        for number in token_numbers(fields, TOY_LENGTH):
+            if number.is_known:
+                shrink_number(fields, number)
+    _shrink_positions(toy)
+    shrink_other_parts(whole, toy, width)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        if getattr(toy, name, None) is not None:
+            setattr(toy, name, 0)
+    if getattr(toy, "rescale_every", 0):  # RWKV's: it would halve the toy's own weights, before stages take them
+        toy.rescale_every = 0
+    if overrides:
+        toy.per_layer_config = overrides
+    toy.use_cache = whole.use_cache = False
+    if getattr(toy, "output_router_logits", False):  # for a loss that isn't run, and fails without a layer's experts
+        toy.output_router_logits = False
+    return whole
+
+
+def toy_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Returns a reference model of the architecture at toy size, with eager attention where it takes no other."""
+    try:
+        return reference_model(toy_config(config))
+    except KeyError as error:
+        if REFERENCE_ATTENTION not in str(error):
+            raise
+        return reference_model(toy_config(config), attention="eager")
+
+
+def shapes_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Returns the whole model on the meta device, which takes no memory and computes shapes alone."""
+    with torch.device("meta"):
+        model = reference_model(config, experts="batched_mm")  # the products of which depend on no number
+    keep_frequencies(model)
+    return model
+
+
+def reference_model(
+    config: PretrainedConfig, attention: str | None = REFERENCE_ATTENTION, experts: str = "eager"
+) -> PreTrainedModel:
+    """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode.
+
+    Some models do more than attend where the implementation is called "eager", such as selecting keys: give that name
+    to compare with what they compute, leave it out to see which modules attend, and give None for the config's own.
+    """
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),  # from_config writes the dtype into it
+            dtype=torch.float64,  # of the parameters; rope's tables stay float32, and routers that are made so
+            attn_implementation=attention,
+            experts_implementation=experts,  # grouped matrix products don't support float64
+        )
+    widen_parameters(model)
+    return model.eval()
+
+
+def widen_parameters(model: nn.Module) -> None:
+    """Makes float64 of parameters that some models make in float32 whatever the dtype is, such as those of routers."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+
+
+def perturb_parameters(model: nn.Module) -> None:
+    """Adds a little noise to every parameter: initial scales of 1 and biases of 0 would hide mistakes."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)  # in float32: five times as fast
+            parameter.add_(noise, alpha=0.1)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppresses transformers' messages and progress bars about steps the user did not ask for."""
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+def toy_tokens(config: PretrainedConfig, length: int = TOY_LENGTH) -> torch.Tensor:
+    """Returns random token ids (2, length) for a toy of `config`."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = toy_config(config).get_text_config().vocab_size
+    return torch.randint(1, vocabulary, (2, length), generator=generator)
+
+
+def _shrink_positions(toy: PretrainedConfig) -> None:
+    """Lets rope types that change beyond a trained length change within the toy: after its first slice."""
+    threshold = TOY_LENGTH // 2
+    rope = getattr(toy, "rope_parameters", None) or {}
+    for parameters in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
+        if "original_max_position_embeddings" in parameters:
+            parameters["original_max_position_embeddings"] = threshold
+        if parameters.get("rope_type") == "dynamic":
+            toy.max_position_embeddings = threshold
+    if hasattr(toy, "original_max_position_embeddings"):
+        toy.original_max_position_embeddings = threshold
+
+
+_SIZES = re.compile(r"num|dim|size|heads|experts|rank|types|parameters|width|top_?k")
+
+
+def toy_failure(config: PretrainedConfig, error: Exception) -> str:
+    """Returns the reason why `error` was raised, as the end of a sentence about the model."""
+    if isinstance(error, ImportError):
+        return f"transformers needs a package for it that isn't installed here: {' '.join(str(error).split())}"
+    own = error if "NoneType" in str(error) else _own_failure(config)  # a toy has no None that the model hasn't
+    if own is not None:
+        return f"transformers' own code fails with this configuration ({_text(own)}){_unset(config)}"
+    return f"a small copy of it, made to see how it runs, fails in transformers' code ({_text(error)})"
+
+
+def _own_failure(config: PretrainedConfig) -> Exception | None:
+    """Returns what transformers raises when it makes the model at its own size, without memory; None if nothing."""
+    try:
+        with torch.device("meta"), quiet_transformers():
+            AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except Exception as error:  # the model's own code
+        return error
+    return None
+
+
+def _unset(config: PretrainedConfig) -> str:
+    fields = vars(config.get_text_config()).items()
+    names = [name for name, value in fields if value in (None, {}) and _SIZES.search(name) and not name.startswith("_")]
+    return f"; it leaves {', '.join(names)} open" if names else ""
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+@dataclass
+class WatchedToy:
+    """What a toy did in one forward.
+
+    Args:
+        layers: the name of its list of layers.
+        outside: the largest modules that neither contain the layers nor lie in them, by name.
+    """
+
+    model: PreTrainedModel
+    layers: str
+    outside: dict[str, nn.Module]
+    num_entered: int = 0  # calls of layers
+    output: Any = None  # of the last of them
+    taken: list[Tensor] = field(default_factory=list)  # by layers, besides hidden states
+    calls: dict[str, set[int]] = field(default_factory=dict)  # after how many layers each of `outside` was called
+    given: dict[str, list[Tensor]] = field(default_factory=dict)  # what each of them was given last
+    constants: dict[str, list[Tensor]] = field(default_factory=dict)  # what those with frozen parameters alone gave
+    attended: list[nn.Module] = field(default_factory=list)  # through the attention interface
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokens: Tensor) -> WatchedToy:
+        """Runs the toy, once its layers are found."""
+        with full_precision():
+            layers = _find_layers(model, tokens)
+        run = cls(model, layers, _outside(model, layers))
+        with run._watched(), torch.no_grad(), full_precision(), recorded_attention() as run.attended:
+            model(input_ids=tokens, use_cache=False)
+        return run
+
+    @property
+    def every_layer(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.layers).children())
+
+    def runs_after(self, name: str) -> bool:
+        """Returns whether a module outside of the layers ran after the last of them alone."""
+        return self.calls[name] == {len(self.every_layer)}
+
+    def runs_before(self, name: str) -> bool:
+        """Returns whether it ran before the first layer alone, or not at all."""
+        return self.calls[name] <= {0}
+
+    def takes_other_tensors(self, name: str) -> bool:
+        """Returns whether it took several tensors that the last layer didn't give."""
+        given = self.given[name]
+        return len(given) > 1 and not storage_ids(given) <= storage_ids(_tensors(self.output))
+
+    def reaches_layers(self, name: str) -> bool:
+        """Returns whether layers took what a module of constants gave."""
+        return not storage_ids(self.constants[name]).isdisjoint(storage_ids(self.taken))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for layer in self.every_layer:
+                hooks.enter_context(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(self._leave))
+            for name, module in self.outside.items():
+                self.calls[name] = set()
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._call, name), with_kwargs=True))
+                if has_parameters(module) and not any(each.requires_grad for each in module.parameters()):
+                    hooks.enter_context(module.register_forward_hook(partial(self._give, name)))
+            yield
+
+    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.num_entered += 1
+        hidden = hidden_states(args, kwargs)
+        self.taken += [each for each in _tensors((args, kwargs)) if each is not hidden]
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.output = output
+
+    def _call(self, name: str, _: nn.Module, *given: Any) -> None:
+        self.calls[name].add(self.num_entered)
+        self.given[name] = _tensors(given)
+
+    def _give(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.constants[name] = _tensors(output)
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+
+
+def _find_layers(model: nn.Module, tokens: Tensor) -> str:
+    """Returns the name of the model's list of decoder layers: of the lists that run on tokens, the largest.
+
+    Models of images and text have a list for images, too.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    ran: set[str] = set()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, layers in lists.items():
+            for layer in layers:
+                hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
+        model(input_ids=tokens, use_cache=False)
+    if not ran:
+        raise SlipstreamError(
+            f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages. {TRAIN_WHOLE}"
+        )
+    return max(sorted(ran), key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+
+
+def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    path = layers.split(".")
+    for depth in range(len(path)):
+        prefix = ".".join(path[:depth])
+        for name, child in model.get_submodule(prefix).named_children():
+            if name != path[depth]:
+                found |= _called(f"{prefix}.{name}" if prefix else name, child)
+    return found
+
+
+def _called(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the module, or those in a list, which isn't called itself."""
+    if not isinstance(module, nn.ModuleList):
+        return {name: module}
+    inside = (_called(f"{name}.{number}", child) for number, child in module.named_children())
+    return dict(chain.from_iterable(each.items() for each in inside))

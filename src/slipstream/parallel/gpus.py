@@ -1,0 +1,187 @@
+"""The GPU of each process of a machine, what connects them, and what PyTorch's allocator holds of each."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.units import bytes_text, times_text
+
+TransportName = Literal["auto", "nccl", "gloo"]
+
+# With these NCCL takes processes that share a GPU for processes of different machines, which talk by sockets. Up to
+# version 2.29.7 it refuses them by host and bus; from 2.30 on they are allowed by a variable.
+_SHARED = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "Ring",
+}
+_log = logging.getLogger(__name__)
+
+
+def gpu_of(local_rank: int) -> torch.device:
+    """Returns the GPU of a process of this machine; where there are fewer than processes, they take turns."""
+    return torch.device("cuda", local_rank % max(torch.cuda.device_count(), 1))
+
+
+def choose_backend(
+    transport: TransportName, device_type: str, num_local: int, option: str = "runtime.transport"
+) -> Literal["nccl", "gloo"]:
+    """Returns what connects `num_local` processes of this machine: NCCL where each has a GPU of its own, or where
+    `transport` is "nccl" and they share GPUs (`share_gpus_by_nccl`).
+
+    Raises SlipstreamError, which names the `option`, where `transport` is "nccl" and they compute on CPUs.
+    """
+    num_gpus = torch.cuda.device_count() if device_type == "cuda" else 0
+    if transport == "nccl" and not num_gpus:
+        raise SlipstreamError(
+            f"{option}=nccl: {num_local} ranks compute on CPUs, and NCCL connects GPUs. Leave it out or give gloo."
+        )
+    return "nccl" if transport == "nccl" or (transport == "auto" and num_gpus >= num_local) else "gloo"
+
+
+def share_gpus_by_nccl(rank: int, num_local: int) -> None:
+    """Lets NCCL connect processes that share a GPU; nothing where each has its own. Call it before NCCL's first
+    communicator is made.
+
+    The processes take turns on the GPU, so an exchange takes milliseconds: this shows that what runs on a cluster is
+    right, not how fast it is. Variables that are set already are kept.
+    """
+    if not (sharing := describe_sharing(num_local)):
+        return
+    for name, value in ({"NCCL_HOSTID": str(rank)} | _SHARED).items():
+        os.environ.setdefault(name, value)
+    if rank == 0:
+        _log.warning(
+            "%s, connected by NCCL over sockets: every exchange takes milliseconds, so don't judge speed by it", sharing
+        )
+
+
+def describe_sharing(num_local: int) -> str:
+    """Returns how the processes of this machine share its GPUs, such as "2 ranks share 1 GPU", or "" where they
+    don't."""
+    num_gpus = torch.cuda.device_count()
+    if not 0 < num_gpus < num_local:
+        return ""
+    return f"{num_local} ranks share {num_gpus} {'GPU' if num_gpus == 1 else 'GPUs'}"
+
+
+def check_transport(
+    transport: TransportName, device: torch.device, backend: str, option: str = "runtime.transport"
+) -> None:
+    """Raises SlipstreamError, which names the `option`, where a process group that is there already, with this backend
+    for GPUs, isn't what `transport` asks for."""
+    if transport == "nccl" and (device.type == "cpu" or backend != "nccl"):
+        found = "the ranks compute on CPUs" if device.type == "cpu" else f"the process group connects GPUs by {backend}"
+        raise SlipstreamError(
+            f"{option}=nccl, but {found}. Leave it out or give gloo, or start the program by torchrun with a "
+            'GPU for each rank and Pipeline(device="cuda").'
+        )
+    if transport == "gloo" and device.type == "cuda" and backend == "nccl":
+        raise SlipstreamError(
+            f"{option}=gloo, but the process group connects GPUs by NCCL. Leave it out, or call "
+            'torch.distributed.init_process_group("gloo") before anything else makes the group.'
+        )
+
+
+def refuse_shards() -> None:
+    """Raises SlipstreamError for parameters that are sharded over replicas whose GPUs gloo connects."""
+    raise SlipstreamError(
+        "parallel.shard_parameters=true: FSDP2 exchanges shards between GPUs by NCCL alone, and gloo connects these, "
+        "as where ranks share a GPU. Use shard_optimizer=true instead, or give each rank a GPU of its own."
+    )
+
+
+# torch 2.11 to 2.13 read the first that is set. The newer name, PYTORCH_ALLOC_CONF, is read where the older isn't.
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:True"
+_MUCH = 0.2  # of what tensors need, held besides
+_LITTLE = 2**30  # bytes; less isn't worth a word, whatever share it is
+_ADVICE_OF_TORCH = " If reserved but unallocated"  # which doesn't look whether its advice was followed
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What the allocator of a process's GPU has counted: bytes, and how often something has happened."""
+
+    allocated: int  # in tensors, at most
+    reserved: int  # taken from the driver, at most
+    between: int  # free now, in segments that tensors hold another part of
+    retries: int  # all unused segments were given back to the driver, as no free block was large enough
+    failures: int  # errors for lack of memory
+
+    @classmethod
+    def now(cls) -> GpuMemory | None:
+        """Returns what was counted on the current GPU; None where this process has no tensors on one."""
+        found = torch.cuda.memory_stats()
+        if not found.get("allocated_bytes.all.peak"):
+            return None
+        return cls(
+            allocated=found["allocated_bytes.all.peak"],
+            reserved=found["reserved_bytes.all.peak"],
+            between=found["inactive_split_bytes.all.current"],
+            retries=found["num_alloc_retries"],
+            failures=found["num_ooms"],
+        )
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether much more is reserved than tensors have needed at the same time."""
+        return self.reserved - self.allocated > max(_MUCH * self.allocated, _LITTLE)
+
+    def describe(self) -> str:
+        """Returns what was held at most."""
+        return (
+            f"tensors held {bytes_text(self.allocated)} of the GPU at most, and PyTorch's allocator had reserved "
+            f"{bytes_text(self.reserved)}"
+        )
+
+
+def allocator_setting(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the variable that PyTorch's allocator reads and its value, as it is typed; "" where none is set."""
+    name = next((name for name in _VARIABLES if name in environment), None)
+    return "" if name is None else f"{name}={environment[name]}"
+
+
+def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether segments may grow."""
+    return _EXPANDABLE.lower() in allocator_setting(environment).replace(" ", "").lower()
+
+
+def fragmentation_advice(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns what to type against gaps between tensors; what is set already stays."""
+    if expands_segments(environment):
+        return f"{_EXPANDABLE} is set already, which keeps gaps small: only needing less memory helps further"
+    name, _, value = allocator_setting(environment).partition("=")
+    others = [each for each in value.split(",") if each and "expandable_segments" not in each]
+    setting = f"{name or _VARIABLES[0]}={','.join([*others, _EXPANDABLE])}"
+    return f"put {setting} before the command: then tensors of any size can use gaps between others"
+
+
+@contextmanager
+def shortage_explained() -> Iterator[None]:
+    """Adds to an error for lack of a GPU's memory what the allocator held, and what to type."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition("\n")[0].partition(_ADVICE_OF_TORCH)[0].rstrip(". ")
+        if (held := GpuMemory.now()) is not None:
+            gaps = f"; {bytes_text(held.between)} lay free between tensors"
+            again = f", and it had given back all that was unused {times_text(held.retries)}" if held.retries else ""
+            first += f". In this process {held.describe()}{again}{gaps}. Against gaps, {fragmentation_advice()}"
+        error.args = (first,)
+        raise

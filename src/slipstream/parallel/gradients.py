@@ -1,0 +1,490 @@
+"""Reduces a step's gradients over tensor ranks and replicas, and keeps what the optimizer updates with them.
+
+Buckets: tensors of several parameters in one flat buffer, so that one collective exchanges them all.
+
+A parameter's rows (dim 0; a scalar is one row) are spread over replicas as evenly as possible; where they don't divide,
+the first replicas have one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.errors import NonFiniteError, SlipstreamError
+from slipstream.parallel.parameter_share import part_bounds
+from slipstream.parallel.rank_group import PendingWork, RankGroup
+
+BUCKET_BYTES = 25 * 2**20
+NamedParameter = tuple[str, nn.Parameter]
+Bucket = list[NamedParameter]
+
+
+@dataclass(frozen=True)
+class PendingReduction:
+    """A running collective over the replicas: what it sends and fills, and the parameters of these gradients."""
+
+    bucket: Bucket
+    shapes: Iterable[Sequence[int]]  # of their gradients in the result
+    sent: Tensor  # kept until the collective ends
+    result: Tensor  # the whole sum or, of a scatter, this replica's rows
+    work: PendingWork | None
+
+    @classmethod
+    def sum(cls, bucket: Bucket, group: RankGroup) -> PendingReduction:
+        """Starts to sum the gradients of a bucket, which it takes. Collective."""
+        gradients = take_gradients(bucket)
+        flat = flatten_tensors(gradients)
+        return cls(bucket, [gradient.shape for gradient in gradients], flat, flat, group.start_sum(flat))
+
+    @classmethod
+    def scatter(cls, bucket: Bucket, group: RankGroup) -> PendingReduction:
+        """Starts to sum the gradients of a bucket, which it takes, each rank's rows for that rank. Collective."""
+        gradients = take_gradients(bucket)
+        packed = pack_rows(gradients, group.size)
+        shapes = shapes_of_rows(gradients, group.rank, group.size)
+        return cls(bucket, shapes, packed, *group.start_reduce_scatter(packed))
+
+    def finish(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Waits for it, and yields the parameters with their gradients: views of the result."""
+        if self.work is not None:
+            self.work.wait()
+        for (name, parameter), gradient in zip(self.bucket, unflatten_tensors(self.result, self.shapes), strict=True):
+            yield name, parameter, gradient
+
+
+def in_buckets(
+    parameters: Iterable[NamedParameter],
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Bucket]:
+    """Returns the parameters in order, those of each dtype in buckets of at most `bucket_bytes`.
+
+    A larger parameter has a bucket for itself.
+    """
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, Bucket] = {}
+    for name, parameter in parameters:
+        dtype = dtype_of(parameter)
+        room = bucket_bytes // dtype.itemsize - parameter.numel()
+        if dtype not in filling or sum(other.numel() for _, other in filling[dtype]) > room:
+            filling[dtype] = []
+            buckets.append(filling[dtype])
+        filling[dtype].append((name, parameter))
+    return buckets
+
+
+def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the tensors in one tensor of one dimension: a new one, or a view of a single one."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
+    """Returns views of these shapes, one after the other; what is left at the end is padding."""
+    views, position = [], 0
+    for shape in shapes:
+        views.append(flat[position : position + prod(shape)].view(tuple(shape)))
+        position += prod(shape)
+    return views
+
+
+def take_gradients(bucket: Bucket) -> list[Tensor]:
+    """Moves the gradients of a bucket's parameters out of `.grad` and returns them, zeros where there is none."""
+    gradients = []
+    for _, parameter in bucket:
+        gradient, parameter.grad = parameter.grad, None
+        gradients.append(torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient)
+    return gradients
+
+
+def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Adds a gradient to the parameter's `.grad`, or makes it that; it takes the tensor over."""
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def rows_of(tensor: Tensor, owner: int, num_owners: int) -> range:
+    """Returns the rows of `tensor` that belong to one of several owners."""
+    return range(*part_bounds(tensor.shape[0] if tensor.ndim else 1, num_owners, owner))
+
+
+def take_rows(tensor: Tensor, rows: range) -> Tensor:
+    """Returns a view of these rows; for a scalar itself or, with no rows, nothing."""
+    if tensor.ndim:
+        return tensor[rows.start : rows.stop]
+    return tensor if rows else tensor.reshape(1)[:0]
+
+
+def pack_rows(tensors: Sequence[Tensor], num_owners: int) -> Tensor:
+    """Returns each owner's rows of all tensors in one line, padded with zeros: (num_owners, width)."""
+    pieces = [piece for owner in range(num_owners) for piece in _line(tensors, owner, num_owners)]
+    return torch.cat(pieces).view(num_owners, sum(piece.numel() for piece in pieces) // num_owners)
+
+
+def gather_rows(tensors: Sequence[Tensor], data: RankGroup) -> None:
+    """Copies every replica's rows to the tensors, which have its own rows already. Collective."""
+    mine = torch.cat(_line(tensors, data.rank, data.size))
+    for owner, line in enumerate(data.all_gather(mine)):
+        pieces = unflatten_tensors(line, shapes_of_rows(tensors, owner, data.size))
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            take_rows(tensor, rows_of(tensor, owner, data.size)).copy_(piece)
+
+
+def shapes_of_rows(tensors: Iterable[Tensor], owner: int, num_owners: int) -> list[torch.Size]:
+    """Returns the shapes that one owner's rows of each tensor have, by which `unflatten_tensors` undoes `pack_rows`."""
+    return [take_rows(tensor, rows_of(tensor, owner, num_owners)).shape for tensor in tensors]
+
+
+def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
+    """Returns an owner's rows of every tensor, and zeros up to the first owner's length, which is the largest."""
+    first, mine = (
+        [take_rows(tensor, rows_of(tensor, each, num_owners)).reshape(-1) for tensor in tensors] for each in (0, owner)
+    )
+    padding = sum(piece.numel() for piece in first) - sum(piece.numel() for piece in mine)
+    return [*mine, tensors[0].new_zeros(padding)]
+
+
+class _StageCollectives(NamedTuple):
+    """One stage's collectives, in order: buckets to sum over tensor ranks, then to sum or to scatter over replicas."""
+
+    partial: list[tuple[RankGroup, Bucket]]
+    summed: list[Bucket]
+    scattered: list[Bucket]
+
+
+class GradientReduction:
+    """Sums gradients over the ranks: `begin`, `reduce` of each stage after its last backward, `finish` complete
+    `.grad`.
+
+    The loss is divided by the tokens of the whole batch, so replicas' gradients are summed, never averaged: buckets of
+    several parameters are all-reduced or, with sharded masters, reduce-scattered, so that a replica gets its rows
+    (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", section 5.1). That runs while other stages still work, and `finish` waits
+    for it. Every trained parameter takes part, with zeros where a backward left it no gradient, so that all ranks call
+    the same collectives in the same order. With one replica and nothing partial, gradients stay where backward leaves
+    them.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[NamedParameter]],
+        data: RankGroup,
+        tensor: RankGroup,
+        added_over: Callable[[str], tuple[int, ...]],
+        masters: MasterParameters,
+        whole: Collection[str] = (),
+    ) -> None:
+        """Collective.
+
+        Args:
+            stages: the parameters in which each of this rank's stages leaves gradients, under the model's names. One
+                that two stages hold is reduced with the first of them, whose backward ends last.
+            data: the replicas.
+            tensor: the ranks that share every layer.
+            added_over: returns the tensor ranks over which a parameter's gradients are summed first; () for none.
+            masters: receive the gradients, in their dtype; their buckets are as large as the gradients'.
+            whole: names whose gradients `finish` leaves in `.grad`, of this step alone and with all rows, until
+                `deliver` replaces them: tied weights, whose two gradients must be added first.
+        """
+        self._stages = _each_once(stages)
+        self._data, self._masters, self._whole = data, masters, frozenset(whole)
+        self._named = [named for parameters in self._stages.values() for named in parameters]
+        self._added_over = {name: ranks for name in sorted(dict(self._named)) if (ranks := added_over(name))}
+        self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
+        for _, parameter in self._named:
+            if parameter.requires_grad:
+                parameter.grad_dtype = masters.dtype_of(parameter)  # in which every slice's gradient is added
+        self._plans: dict[int, _StageCollectives] = {}
+        self._missing: set[int] = set()
+        self._earlier: dict[int, Tensor | None] = {}
+        self._started: list[PendingReduction] = []
+        self._scale, self._is_divided = 1.0, False
+
+    def begin(self, scale: float = 1.0, is_divided: bool = False) -> None:
+        """Begins a step whose losses are multiplied by `scale` (see LossScale), by which its gradients are divided;
+        `is_divided` where `finish` may be given a divisor.
+
+        Gradients of earlier steps are set aside, so that only this step's are reduced. Raises SlipstreamError where a
+        parameter was frozen too late.
+        """
+        self._masters.check_trained()
+        self._scale, self._started, self._earlier = scale, [], {}
+        self._is_divided = is_divided or scale != 1
+        self._plans = {stage: self._plan(parameters) for stage, parameters in self._stages.items()}
+        self._missing = {stage for stage, plan in self._plans.items() if any(plan)}
+        for name, parameter in self._handled():
+            if self._masters.updates(name, parameter):
+                self._earlier[id(parameter)] = parameter.grad
+            parameter.grad = None
+
+    def copy_earlier(self, is_written: Callable[[Tensor], bool]) -> None:
+        """Copies what is set aside and lies where this step writes."""
+        for key, earlier in self._earlier.items():
+            if earlier is not None and is_written(earlier):
+                self._earlier[key] = earlier.clone()
+
+    @torch.no_grad()
+    def reduce(self, stage: int) -> None:
+        """Starts the reduction of a stage's gradients, after its last backward in this step. Collective."""
+        plan = self._plans[stage]
+        self._missing.discard(stage)
+        for _, parameter in self._stages[stage] if self._data.size > 1 else ():
+            if parameter.grad is not None and parameter.grad.is_sparse:  # whose rows differ between replicas
+                parameter.grad = parameter.grad.to_dense()
+        for group, bucket in plan.partial:
+            for _, parameter, total in PendingReduction.sum(bucket, group).finish():
+                parameter.grad = total
+        self._started += [PendingReduction.sum(bucket, self._data) for bucket in plan.summed]
+        self._started += [PendingReduction.scatter(bucket, self._data) for bucket in plan.scattered]
+
+    @torch.no_grad()
+    def finish(self, divisor: float = 1.0) -> None:
+        """Waits for all reductions and adds this step's gradients, divided by `divisor`, to the earlier ones, in the
+        masters' `.grad`.
+
+        The parameters' own `.grad` are then None, unless they are their own masters or in `whole`.
+        """
+        if self._missing:
+            raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        self._scale *= divisor
+        for name, parameter, gradient in self._reduced():
+            if name in self._whole:
+                parameter.grad = gradient
+            else:
+                parameter.grad = self._earlier.pop(id(parameter), None)
+                self._masters.add(name, self._unscaled(gradient))
+
+    @torch.no_grad()
+    def deliver(self, name: str, total: Tensor) -> None:
+        """Adds this step's gradient, with all rows, of a parameter in `whole`, after `finish`. It takes the tensor
+        over."""
+        for other, parameter in self._handled():
+            if other == name:
+                parameter.grad = self._earlier.pop(id(parameter), None)
+        self._masters.add_whole(name, self._unscaled(total))
+
+    def _reduced(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yields this replica's part of every gradient, in the order in which reductions end."""
+        if self._data.size == 1:
+            handled = [(name, parameter, parameter.grad) for name, parameter in self._handled()]
+            yield from ((name, parameter, gradient) for name, parameter, gradient in handled if gradient is not None)
+        for started in self._started:
+            yield from started.finish()
+        self._started = []
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        return gradient if self._scale == 1 else gradient.div_(self._scale)
+
+    def _plan(self, parameters: Sequence[NamedParameter]) -> _StageCollectives:
+        trained = [named for named in parameters if named[1].requires_grad]
+        partial = [
+            (group, bucket)
+            for ranks, group in self._groups.items()
+            for bucket in self._in_buckets(named for named in trained if self._added_over.get(named[0]) == ranks)
+        ]
+        if self._data.size == 1:
+            return _StageCollectives(partial, [], [])
+        whole = [named for named in trained if not self._masters.is_sharded or named[0] in self._whole]
+        rows = [named for named in trained if self._masters.is_sharded and named[0] not in self._whole]
+        return _StageCollectives(partial, self._in_buckets(whole), self._in_buckets(rows))
+
+    def _in_buckets(self, parameters: Iterable[NamedParameter]) -> list[Bucket]:
+        return in_buckets(parameters, self._masters.dtype_of, self._masters.bucket_bytes)
+
+    def _handled(self) -> Iterator[NamedParameter]:
+        """Yields the parameters whose gradients don't simply stay where backward leaves them."""
+        everything = self._data.size > 1 or self._is_divided
+        for name, parameter in self._named:
+            special = name in self._whole or name in self._added_over or not self._masters.updates(name, parameter)
+            if parameter.requires_grad and (everything or special):
+                yield name, parameter
+
+
+def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, Bucket]:
+    seen: set[int] = set()
+    once: dict[int, Bucket] = {}
+    for stage in sorted(stages):
+        once[stage] = [(name, parameter) for name, parameter in stages[stage] if id(parameter) not in seen]
+        seen |= {id(parameter) for _, parameter in once[stage]}
+    return once
+
+
+def _subgroup(tensor: RankGroup, ranks: tuple[int, ...]) -> RankGroup:
+    """Returns a group of some tensor ranks; what they exchange is counted for the axis."""
+    if len(ranks) == tensor.size:
+        return tensor
+    members = [tensor.global_ranks[rank] for rank in ranks]
+    group = RankGroup(dist.new_group(members, use_local_synchronization=True))
+    group.calls, group.payload = tensor.calls, tensor.payload
+    return group
+
+
+class MasterParameters:
+    """Every parameter's master, which the optimizer updates; after its step `publish` updates the parameters.
+
+    Without sharding and another dtype the masters are the parameters. With a wider `dtype` they are copies, which keep
+    updates that are too small for the parameters' dtype (Micikevicius et al. 2018, "Mixed Precision Training", section
+    3.1). Sharded (ZeRO-1: Rajbhandari et al. 2020, "ZeRO", P_os), a replica's masters are its rows (dim 0) of each:
+    views of the parameters, or copies where the dtype differs, so that the optimizer's state is spread over replicas
+    too. A parameter of fewer rows than replicas has no master on some. Frozen parameters are always their own masters.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        data: RankGroup,
+        shard: bool = False,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`parameters` are the rank's, each once; `data` its replicas; a collective exchanges about `bucket_bytes`.
+
+        Raises SlipstreamError where `dtype` can't hold a parameter's values.
+        """
+        self._data, self._dtype, self.bucket_bytes = data, dtype, bucket_bytes
+        self.is_sharded = shard and data.size > 1
+        self._owner = (data.rank, data.size) if self.is_sharded else (0, 1)
+        self._parameters = dict(parameters)
+        self._trained = {name for name, parameter in parameters if parameter.requires_grad}
+        made = {name: self._make(name, parameter) for name, parameter in parameters}
+        self._masters = {name: master for name, master in made.items() if master is not None}
+        trained = [named for named in parameters if named[1].requires_grad]
+        self._buckets = in_buckets(trained, lambda parameter: parameter.dtype, bucket_bytes)
+
+    def named_parameters(self) -> Iterator[NamedParameter]:
+        """Yields what the optimizer updates, under the parameters' names and with their number of dimensions."""
+        return iter(self._masters.items())
+
+    def rows(self, name: str) -> range:
+        """Returns the rows (dim 0; a scalar is one) of the rank's parameter that this replica updates."""
+        return rows_of(self._parameters[name], *(self._owner if name in self._trained else (0, 1)))
+
+    def is_spread(self, name: str) -> bool:
+        """Returns whether each replica has different rows of it, as of parameters that aren't frozen."""
+        return self.is_sharded and name in self._trained
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Returns the dtype of the parameter's master, and so of its gradients."""
+        return self._dtype or parameter.dtype
+
+    def updates(self, name: str, parameter: nn.Parameter) -> bool:
+        """Returns whether the optimizer updates this parameter itself."""
+        return self._masters.get(name) is parameter
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds the gradient of this replica's `rows` to the master's `.grad`; it takes the tensor over."""
+        if name in self._masters:
+            add_gradient(self._masters[name], gradient)
+
+    def add_whole(self, name: str, gradient: Tensor) -> None:
+        """Adds the gradient of all rows like `add`."""
+        if self.is_sharded:
+            gradient = take_rows(gradient, self.rows(name)).clone()  # a copy, so that the other rows' memory is freed
+        self.add(name, gradient)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copies the masters to the parameters after an optimizer's step. Collective over the replicas when sharded."""
+        if self.is_sharded:
+            for bucket in self._buckets:
+                for name, parameter in bucket:
+                    if name in self._masters:
+                        take_rows(parameter, self.rows(name)).copy_(self._masters[name])
+                gather_rows([parameter for _, parameter in bucket], self._data)
+        else:
+            for name in self._trained:
+                if not self.updates(name, self._parameters[name]):
+                    self._parameters[name].copy_(self._masters[name])
+
+    def check_trained(self) -> None:
+        """Raises SlipstreamError where parameters were frozen or unfrozen since the masters were made."""
+        for name, parameter in self._parameters.items():
+            master = self._masters.get(name, parameter)
+            is_made = self.is_sharded or self.dtype_of(parameter) != parameter.dtype
+            if is_made and {parameter.requires_grad, master.requires_grad} != {name in self._trained}:
+                raise SlipstreamError(
+                    f"requires_grad of {name} was changed. With a sharded optimizer or masters of another dtype, "
+                    "freeze parameters of the model before the Pipeline is made of it."
+                )
+
+    def _make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        dtype = self.dtype_of(parameter)
+        if not parameter.requires_grad or (dtype == parameter.dtype and not self.is_sharded):
+            return parameter
+        if torch.promote_types(parameter.dtype, dtype) != dtype:
+            raise SlipstreamError(
+                f"the masters' dtype {dtype} can't hold the values of {name}, which is {parameter.dtype}. "
+                "Give torch.float32, or none: then the optimizer updates the parameters themselves."
+            )
+        rows = rows_of(parameter, *self._owner)
+        # Its separate version counter lets a save that reads the master see changes: `publish` makes none, though it
+        # writes to the parameter.
+        return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None
+
+
+_STATE = ("scale", "num_good", "num_bad", "num_skipped")
+
+
+@dataclass
+class LossScale:
+    """A factor of the loss that keeps small gradients above float16's smallest number, adjusted during training.
+
+    Micikevicius et al. 2018, "Mixed Precision Training", section 3.2: the loss is multiplied by `scale` and every
+    gradient divided by it. A step with a gradient that isn't finite is skipped and counted, and the scale falls; after
+    `growth_interval` good steps in a row it grows. Powers of two change no digit of a gradient.
+
+    bfloat16 and float32 need no scale; there `LossScale.fixed()` still skips and counts.
+    """
+
+    scale: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+    max_bad: int = 20  # bad steps in a row, after which training stops with an error
+
+    def __post_init__(self) -> None:
+        self.num_skipped = 0  # in the whole run
+        self.num_good = self.num_bad = 0  # in a row
+
+    @classmethod
+    def fixed(cls) -> LossScale:
+        """Returns a scale that is always 1."""
+        return cls(1.0, growth=1.0, backoff=1.0)
+
+    def update(self, finite: bool) -> None:
+        """Adjusts the scale after a step; `finite` says whether all gradients are finite, the same on every rank.
+
+        All are finite if their norm is, which `Pipeline.clip_grad_norm_` returns. If not, the optimizer must not step.
+        Raises NonFiniteError after `max_bad` such steps in a row.
+        """
+        if finite:
+            self.num_bad = 0
+            self.num_good += 1
+            if self.num_good == self.growth_interval:
+                self.scale *= self.growth
+                self.num_good = 0
+            return
+        self.scale *= self.backoff
+        self.num_good = 0
+        self.num_bad += 1
+        self.num_skipped += 1
+        if self.num_bad >= self.max_bad:
+            raise NonFiniteError(
+                f"{self.num_bad} steps in a row had gradients that are not finite; the loss scale is now "
+                f"{self.scale:g}. Lower the learning rate, lengthen its warm-up, or train in bfloat16."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what resuming needs, as plain numbers."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from the state that `state_dict` returned."""
+        for name in _STATE:
+            setattr(self, name, state[name])

@@ -1,0 +1,428 @@
+"""The mesh of ranks: pipelines, replicas, ranks that share layers, and how they find and watch each other."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.gpus import TransportName, check_transport, choose_backend, gpu_of, share_gpus_by_nccl
+from slipstream.parallel.rank_group import RankGroup
+from slipstream.schedule import Schedule
+from slipstream.watchdog import WatchSettings, end_watch, is_watched, loopback_address, open_hub, start_watch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the mesh.
+
+    Ranks along an axis that `shares_weights` hold the same parameters and see other tokens, by rows or by parts of
+    rows: their gradients, losses and counts are summed, and their optimizer state may be sharded. Along one that
+    `shares_batch` all are given the same rows.
+    """
+
+    name: str  # as `make_mesh` and a DeviceMesh call it
+    shares_weights: bool
+    shares_batch: bool
+    part_of: Callable[[Any, int, int], Any] | None = None
+    """Where ranks that share a batch work on parts of its tokens: returns a rank's part of a split batch, from that,
+    the rank's number and their number. Neither the batch's number of targets nor its seed changes."""
+
+
+PIPELINE = MeshAxis("pp", shares_weights=False, shares_batch=True)  # each rank has other layers
+DATA = MeshAxis("dp", shares_weights=True, shares_batch=False)
+TENSOR = MeshAxis("tp", shares_weights=False, shares_batch=True)  # each rank has a share of every layer
+
+# By name, in the order of ranks: those along tp are neighbours.
+_axes = {axis.name: axis for axis in (PIPELINE, DATA, TENSOR)}
+
+
+def add_axis(axis: MeshAxis) -> None:
+    """Makes an axis known to meshes, between dp and tp: what it exchanges lies between theirs."""
+    tensor = _axes.pop(TENSOR.name)
+    _axes[axis.name] = axis
+    _axes[TENSOR.name] = tensor
+
+
+def make_mesh(
+    pp: int = 1,
+    dp: int = 1,
+    tp: int = 1,
+    device_type: str = "cpu",
+    transport: TransportName = "auto",
+    **others: int,
+) -> DeviceMesh:
+    """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
+    started it makes that group, where there is none. Collective.
+
+    From here on these processes are watched for the death of one, for which the others would wait in new groups.
+
+    Neighbouring ranks share layers, so that tensor parallelism, which exchanges most, stays inside a node; replicas
+    come next, and the stages of a pipeline, which exchange least, may be on different nodes (Narayanan et al. 2021,
+    PTD-P, takeaway 1):
+
+        rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+
+    Args:
+        pp: the number of pipeline ranks.
+        dp: the number of replicas of every pipeline.
+        tp: the number of ranks that share every layer.
+        device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
+        transport: what connects the processes, as `Runtime(transport=...)` has it, of the group that this makes; of one
+            that is there it is only checked.
+        others: the sizes of further axes, by name.
+
+    Returns:
+        The mesh, for `Pipeline(mesh=...)`.
+
+    Raises:
+        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, it isn't
+            what `transport` asks for, or there is no such transport.
+    """
+    option = "make_mesh: transport"
+    if transport not in get_args(TransportName):
+        raise SlipstreamError(f"{option}={transport!r}: give {', '.join(map(repr, get_args(TransportName)))}.")
+    join_launched_group(device_type, is_provisional=True, transport=transport, option=option)
+    if not dist.is_initialized():
+        raise SlipstreamError(
+            "a mesh is made of the processes of a process group: start the program with torchrun, or call "
+            "torch.distributed.init_process_group first. One process alone needs no mesh."
+        )
+    given = {"pp": pp, "dp": dp, "tp": tp} | others
+    names = list(_axes)
+    if unknown := [name for name in others if name not in names]:
+        raise TypeError(f"make_mesh() got an unexpected keyword argument {unknown[0]!r}")
+    sizes = {name: given[name] for name in names if name in given}
+    world = dist.get_world_size()
+    if min(sizes.values()) < 1 or prod(sizes.values()) != world:
+        raise SlipstreamError(
+            f"the mesh {' x '.join(f'{name}={size}' for name, size in sizes.items())} has {prod(sizes.values())} "
+            f"ranks, but {world} "
+            f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
+        )
+    _watch_everyone()
+    backend = RankGroup(dist.group.WORLD).gpu_backend
+    check_transport(transport, torch.device(device_type), backend, option)
+    if backend != "nccl":
+        device_type = "cpu"  # else torch might choose a GPU for the process, of which there may not be enough
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _watch_everyone() -> None:
+    """Watches the processes of the default group for deaths, until a Pipeline says how else. Collective."""
+    everyone = RankGroup(dist.group.WORLD)
+    if everyone.uses_nccl:  # which can't be used before the mesh has chosen this process's GPU
+        store = dist.distributed_c10d._get_default_store()
+        watch_store(store, everyone.rank, everyone.size, limit=None, is_provisional=True)
+    else:  # gloo sees by itself who dies meanwhile
+        watch_group(everyone, None, is_provisional=True)
+
+
+def _what_fits(world: int, dp: int, tp: int) -> str:
+    if dp >= 1 and tp >= 1 and world % (dp * tp) == 0:
+        return f"With dp={dp} and tp={tp} choose pp={world // (dp * tp)}, or start another number of processes."
+    return f"Choose three numbers whose product is {world}, or start another number of processes."
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """The groups this rank is in: one for each axis, those of a role, and all ranks of the mesh."""
+
+    pipeline: RankGroup
+    data: RankGroup
+    tensor: RankGroup
+    copies: RankGroup
+    """The ranks that hold the same weights and see other tokens, by rows or parts of rows: over them gradients and
+    losses are summed, and optimizer state is sharded."""
+    world: RankGroup
+    pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
+    groups: Mapping[MeshAxis, RankGroup]  # of each axis of the mesh, in the order of ranks
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None = None) -> Self:
+        """Returns a mesh's axes; without a mesh all processes are on pp, and without a process group this one is
+        alone."""
+        if mesh is None:
+            everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+            data = RankGroup()
+            groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
+            return cls(everyone, data, groups[TENSOR], data, everyone, (tuple(everyone.global_ranks),), groups)
+        names = mesh.mesh_dim_names or ()
+        if "pp" not in names or set(names) - set(_axes):
+            raise SlipstreamError(
+                f"the mesh has the axes {list(names)}; expected 'pp', and where they are used 'dp' and 'tp'. "
+                "Make it by slipstream.make_mesh(pp=..., dp=..., tp=...)."
+            )
+        groups = {
+            axis: RankGroup(mesh.get_group(name)) if name in names else RankGroup()
+            for name, axis in _axes.items()
+            if name in names or axis in (PIPELINE, DATA, TENSOR)
+        }
+        alike = [axis for axis in groups if axis.shares_weights]
+        if all(groups[axis].size == 1 for axis in alike if axis is not DATA):
+            copies = groups[DATA]
+        else:
+            copies = _joined(mesh, [axis.name for axis in alike])
+        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies
+        return cls(*own, _whole(mesh), _lines(mesh, ["pp"]), groups)
+
+    def part_of(self, batch: Any) -> Any:
+        """Returns what this rank works on of a split batch that its pipeline's ranks share."""
+        for axis, group in self.groups.items():
+            if axis.part_of is not None and group.size > 1:
+                batch = axis.part_of(batch, group.rank, group.size)
+        return batch
+
+    @property
+    def device(self) -> torch.device:
+        """The device these processes compute on by default: NCCL's current GPU, else the CPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.world.uses_nccl else torch.device("cpu")
+
+
+def _lines(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the global ranks of every group along some axes together."""
+    every = mesh.mesh_dim_names or ()
+    along = [every.index(name) for name in names]
+    last = mesh.mesh.movedim(along, list(range(-len(along), 0)))
+    return tuple(map(tuple, last.reshape(-1, prod(last.shape[-len(along) :])).tolist()))
+
+
+def _joined(mesh: DeviceMesh, names: Sequence[str]) -> RankGroup:
+    """Returns this rank's group along some axes together. Collective: all ranks make all groups, in one order."""
+    here = [name for name in names if name in (mesh.mesh_dim_names or ())]
+    made = {members: dist.new_group(list(members), timeout=NO_LIMIT) for members in _lines(mesh, here)}
+    return RankGroup(next(group for members, group in made.items() if dist.get_rank() in members))
+
+
+def _whole(mesh: DeviceMesh) -> RankGroup:
+    """Returns the group of all ranks of the mesh: the default group if it has them all, as for `make_mesh`."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return RankGroup(dist.group.WORLD)
+    return RankGroup(dist.new_group(ranks, use_local_synchronization=True))
+
+
+class Ranks(MeshAxes):
+    """The axes of a mesh; without one all processes are a pipeline's, and without a process group this one is alone."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that decides and speaks for all."""
+        return self.world.rank == 0
+
+    @property
+    def share_gradients(self) -> bool:
+        """Whether gradients are summed over replicas, or over ranks that share layers."""
+        return self.world.size > self.pipeline.size
+
+    def count(self, num_ranks: int | None, schedule: str | Schedule) -> int:
+        """Returns the number of the pipeline's ranks: its processes, or as many as are wanted in this one."""
+        size = self.pipeline.size
+        if size == 1:
+            return num_ranks or (schedule.num_ranks if isinstance(schedule, Schedule) else 1)
+        if num_ranks not in (None, size):
+            raise SlipstreamError(f"num_ranks={num_ranks}, but {size} processes run: leave it out, each is a rank.")
+        return size
+
+    def here(self, num_ranks: int) -> list[int]:
+        """Returns the pipeline's ranks that this process is: one, or all."""
+        return [self.pipeline.rank] if self.pipeline.size > 1 else list(range(num_ranks))
+
+    def connect(self, ends: Sequence[int]) -> dist.ProcessGroup | None:
+        """Returns a group of these ranks of the pipeline; each other pipeline makes one too. Collective over all ranks.
+
+        Every rank makes all of them, in one order: torch numbers groups, and ranks that made only the groups they are
+        in would give one group several names. None where this rank isn't in one.
+        """
+        mine = None
+        for pipeline in self.pipelines:
+            members = [pipeline[rank] for rank in ends]
+            group = dist.new_group(members, timeout=NO_LIMIT)
+            if dist.get_rank() in members:
+                mine = group
+        return mine
+
+    def follow(self, value: Any) -> Any:
+        """Returns the leader's value on every rank. Collective."""
+        return self.world.gather(value)[0]
+
+    def decided(self, decide: Callable[[], Any]) -> Any:
+        """Returns on every rank what the leader's call returns, as `RankGroup.decided`. Collective."""
+        return self.world.decided(decide)
+
+
+# The variables by which other launchers say how many processes they have started
+_COUNTS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
+_PROCESS = {"srun": "SLURM_PROCID", "mpirun": "OMPI_COMM_WORLD_RANK"}
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_launched_group(
+    device: torch.device | str | None = None,
+    stall_limit: float | Literal["off"] | None = None,
+    is_provisional: bool = False,
+    transport: TransportName = "auto",
+    option: str = "runtime.transport",
+) -> None:
+    """Makes the default process group of the processes that torchrun started, unless there is one: by NCCL where each
+    process of this machine has a GPU of its own and neither `device` nor `transport` says otherwise, else by gloo.
+    Where `device` is CUDA and there are fewer GPUs, processes share them. Nothing for a process that is alone. Its
+    ranks are watched before they make it, as `watch_group` does. Collective.
+
+    Without it, every process would train a whole copy of the model by itself. The group is destroyed when the program
+    ends.
+
+    Raises:
+        SlipstreamError: if another launcher has started several processes, which only it can connect; or if
+            `transport`, which was given as the `option`, can't connect these.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    environment = os.environ
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        if int(environment["WORLD_SIZE"]) > 1:
+            backend = _take_gpu(environment, device, transport, option)
+            _make_group(environment, backend, stall_limit, is_provisional)
+        return
+    for launcher, size in _COUNTS.items():
+        if _PROCESS[launcher] in environment and int(environment.get(size, 1)) > 1:
+            raise SlipstreamError(
+                f"{launcher} started {environment[size]} processes ({size}), but they have no process group, so each "
+                "would train a copy of its own. Start the program with torchrun, or call "
+                "torch.distributed.init_process_group(...) before the Pipeline is made."
+            )
+
+
+def _take_gpu(
+    environment: Mapping[str, str], device: torch.device | str | None, transport: TransportName, option: str
+) -> str:
+    """Makes this process's GPU, if it is to use one, the current one; returns the backend of the group."""
+    num_local = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+    device_type = "cuda" if device is None else torch.device(device).type
+    backend = choose_backend(transport, device_type, num_local, option)
+    if backend == "nccl":
+        share_gpus_by_nccl(int(environment["RANK"]), num_local)
+    if backend == "nccl" or (device is not None and device_type == "cuda"):
+        torch.cuda.set_device(gpu_of(int(environment.get("LOCAL_RANK", environment["RANK"]))))
+    return backend
+
+
+def _make_group(
+    environment: Mapping[str, str],
+    backend: str,
+    stall_limit: float | Literal["off"] | None,
+    is_provisional: bool,
+) -> None:
+    missing = [name for name in _NEEDED if name not in environment]
+    if missing:
+        raise SlipstreamError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes run, but {', '.join(missing)} is "
+            "missing, so they can't be connected. Start them with torchrun, call "
+            "torch.distributed.init_process_group(...) before the Pipeline is made, or, for a process by itself, "
+            "remove WORLD_SIZE."
+        )
+    store, rank, size = next(rendezvous("env://", timeout=NO_LIMIT))
+    watch_store(store, rank, size, stall_limit, is_provisional)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NO_LIMIT)
+    end_group_at_exit()
+
+
+def end_group_at_exit() -> None:
+    """Has the default process group destroyed when the program ends; for one that another library has made."""
+    atexit.unregister(_end_group)
+    atexit.register(_end_group)
+
+
+def _end_group() -> None:
+    """Destroys the group at the end of a program that hasn't failed: else others may wait, and it would with them."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
+
+
+NO_LIMIT = timedelta(days=1)
+"""The limit of a process group itself: its watchers end a run far sooner, and know more."""
+_VARIABLE = "SLIPSTREAM_STALL_LIMIT"
+_meetings = count()  # of this program's ranks at a store, each of which needs keys of its own
+
+
+def watch_group(world: RankGroup, limit: float | Literal["off"] | None, is_provisional: bool = False) -> None:
+    """Starts a watcher for each rank, unless there is one, or `limit` is "off". Where it is None, the environment's
+    SLIPSTREAM_STALL_LIMIT counts. A provisional one notices only deaths, until the next call. Collective over
+    `world`."""
+    _watch(world.gather, world.rank, world.size, limit, is_provisional)
+
+
+def watch_store(
+    store: Store, rank: int, size: int, limit: float | Literal["off"] | None, is_provisional: bool = False
+) -> None:
+    """Starts a watcher for each of `size` ranks, as `watch_group`; they meet at a store, and needn't have a group yet.
+    Collective."""
+    meeting = next(_meetings)
+
+    def gather(value: Any) -> list[Any]:
+        keys = [f"slipstream/watch/{meeting}/{next(rounds)}/{each}" for each in range(size)]
+        store.set(keys[rank], json.dumps(value))
+        return [json.loads(store.get(key)) for key in keys]
+
+    rounds = count()
+    _watch(gather, rank, size, limit, is_provisional)
+
+
+def _watch(
+    gather: Callable[[Any], list[Any]],
+    rank: int,
+    size: int,
+    limit: float | Literal["off"] | None,
+    is_provisional: bool = False,
+) -> None:
+    limit = _limit_of_the_environment() if limit is None else limit
+    if size == 1 or not all(gather(not is_watched(is_provisional) and limit != "off")):
+        if not is_provisional and not is_watched():
+            end_watch()  # a provisional one
+        return
+    assert limit != "off"
+    hosts = gather(socket.gethostname())
+    hub, settings = None, None
+    if rank == 0:
+        hub, settings = open_hub(loopback_address() if len(set(hosts)) == 1 else _address_on_the_network(hosts))
+    found = gather(None if settings is None else vars(settings))[0]
+    start_watch(WatchSettings(**found), rank, size, limit, hub, is_provisional=is_provisional)
+
+
+def _limit_of_the_environment() -> float | Literal["off"] | None:
+    given = os.environ.get(_VARIABLE)
+    if given is None or given == "off":
+        return given  # type: ignore[return-value]
+    try:
+        return float(given)
+    except ValueError:
+        raise SlipstreamError(f"{_VARIABLE}={given} is neither a number of seconds nor off") from None
+
+
+def _address_on_the_network(hosts: list[str]) -> str:
+    """Returns this machine's address on the route to another one. Nothing is sent."""
+    other = next(host for host in hosts if host != socket.gethostname())
+    for target in (os.environ.get("MASTER_ADDR", other), other):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            address = str(probe.getsockname()[0])
+        if not address.startswith("127."):
+            break
+    return address

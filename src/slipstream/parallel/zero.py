@@ -1,0 +1,209 @@
+"""Parameters that are spread over the replicas between steps (ZeRO-3) by FSDP2, each gathered once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import storage_id
+from slipstream.parallel.gpus import refuse_shards
+from slipstream.parallel.gradients import PendingReduction, add_gradient, in_buckets, take_gradients
+from slipstream.parallel.rank_group import RankGroup
+
+
+class ShardedParameters:
+    """Shards parameters, gradients and optimizer state over the replicas; has the methods of GradientReduction and
+    MasterParameters.
+
+    Every step calls `begin`, then `reduce` for each stage after its last backward, then `finish`. Rajbhandari et al.
+    2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step merged into one. A replica keeps its rows
+    (dim 0) of every parameter, its gradient and its optimizer's state:
+
+        begin      all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever
+        reduce     reduce-scatter of the stage's summed gradients; its whole tensors are released
+        finish     the rows' gradients are in `.grad` of what `named_parameters` yields
+
+    A step of any number of slices thus sends 2 (n-1)/n of the parameters' bytes on each of n replicas, as ZeRO-1 does;
+    gathering for each slice's pass instead would send that as often as there are passes. The price is that a stage's
+    weights are whole, with whole gradients, from `begin` to its `reduce`: what is saved is memory between steps, and
+    that of the optimizer and its rows. FSDP2 shards, gathers and releases; its reductions stay off.
+
+    Gradients are summed, never averaged: the loss is divided by the tokens of the whole batch.
+    """
+
+    is_sharded = True
+
+    def __init__(self, stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]], data: RankGroup) -> None:
+        """Collective over the replicas, which hold equal parameters. From now on parameters of the modules are DTensors
+        between steps.
+
+        Args:
+            stages: of each of this rank's stages its model and those layers of it that are gathered by themselves.
+            data: the replicas, two or more.
+
+        Raises SlipstreamError where a parameter has no rows, or is held by two modules.
+        """
+        self._data = data
+        for model, _ in stages.values():
+            _check_can_be_sharded(model)
+        assert data.process_group is not None
+        device = next(next(iter(stages.values()))[0].parameters()).device
+        if device.type == "cuda" and data.gpu_backend != "nccl":
+            refuse_shards()
+        mesh = DeviceMesh.from_group(data.process_group, device.type, mesh_dim_names=("dp",))
+        self._modules = {stage: _shard(*modules, mesh) for stage, modules in stages.items()}
+        self._models = {stage: model for stage, (model, _) in stages.items()}
+        named = [named for model in self._models.values() for named in model.named_parameters()]
+        self._shapes = {name: parameter.shape for name, parameter in named}
+        self._trained = {name for name, parameter in named if parameter.requires_grad}
+        self._masters = {name: master for name, parameter in named if (master := _rows_of(parameter)).numel()}
+        self._missing: set[int] = set()
+        self._started: list[PendingReduction] = []
+        self._scale = 1.0
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields what the optimizer updates, under the parameters' names: this replica's rows, views of FSDP2's shards.
+
+        A parameter of fewer rows than replicas has none on some.
+        """
+        return iter(self._masters.items())
+
+    def rows(self, name: str) -> range:
+        """Returns the rows (dim 0) of the parameter that this replica has, as torch.chunk distributes them."""
+        num_rows = self._shapes[name][0]
+        most = _most_rows(self._shapes[name], self._data.size)
+        return range(min(most * self._data.rank, num_rows), min(most * (self._data.rank + 1), num_rows))
+
+    def is_spread(self, name: str) -> bool:
+        """Returns whether each replica has different rows of it: true of every parameter, including frozen ones."""
+        return name in self._shapes
+
+    def publish(self) -> None:
+        """Releases what was gathered: after an evaluation, and wherever an optimizer may have updated the shards."""
+        for modules in self._modules.values():
+            _reshard(modules)
+
+    def begin(self, scale: float = 1.0, is_divided: bool = False) -> None:
+        """Begins a step whose losses are multiplied by `scale`, by which its gradients are divided; gathers all
+        parameters. Gradients of earlier steps are apart anyway, whether or not `finish` is given a divisor.
+
+        Collective over the replicas. Raises SlipstreamError where one was frozen too late.
+        """
+        self._check_trained()
+        self._scale, self._started, self._missing = scale, [], set(self._modules)
+        self.publish()
+        for modules in self._modules.values():
+            handles = [module.unshard(async_op=True) for module in modules]
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+        for model in self._models.values():
+            model.zero_grad()
+
+    @torch.no_grad()
+    def reduce(self, stage: int) -> None:
+        """Starts reducing a stage's gradients, after its last backward, and releases its whole weights. Collective."""
+        self._missing.discard(stage)
+        trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
+        for bucket in in_buckets(trained, lambda parameter: parameter.dtype):
+            packed = torch.cat([_in_parts(gradient, self._data.size) for gradient in take_gradients(bucket)], 1)
+            shapes = [self._padded(name) for name, _ in bucket]
+            self._started.append(PendingReduction(bucket, shapes, packed, *self._data.start_reduce_scatter(packed)))
+        _reshard(self._modules[stage])
+
+    @torch.no_grad()
+    def finish(self, divisor: float = 1.0) -> None:
+        """Waits for all reductions; adds this step's gradients, divided by `divisor`, to the earlier ones, in the rows'
+        `.grad`."""
+        if self._missing:
+            raise RuntimeError(f"the gradients of stages {sorted(self._missing)} were not reduced in this step")
+        self._scale *= divisor
+        for started in self._started:
+            for name, _, part in started.finish():
+                if name in self._masters:
+                    gradient = part[: len(self.rows(name))]
+                    add_gradient(self._masters[name], gradient if self._scale == 1 else gradient.div_(self._scale))
+        self._started = []
+
+    def _padded(self, name: str) -> tuple[int, ...]:
+        """Returns the shape in which a replica's part is sent: that of the largest part."""
+        shape = self._shapes[name]
+        return (_most_rows(shape, self._data.size), *shape[1:])
+
+    def _check_trained(self) -> None:
+        for name, master in self._masters.items():
+            if master.requires_grad != (name in self._trained):
+                raise SlipstreamError(
+                    f"requires_grad of {name} was changed. With sharded parameters, freeze those of the model before "
+                    "the Pipeline is made of it."
+                )
+
+
+def _check_can_be_sharded(model: nn.Module) -> None:
+    storages: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise SlipstreamError(
+                f"shard_parameters: {name} is a scalar, which has no rows to spread. Use shard_optimizer=True instead."
+            )
+        other = storages.setdefault(storage_id(parameter), name)
+        if other != name:
+            raise SlipstreamError(
+                f"shard_parameters: {other} and {name} are one tied weight, whose shards would be updated separately. "
+                "Use shard_optimizer=True instead, or a model with tie_word_embeddings=False."
+            )
+
+
+def _shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> list[FSDPModule]:
+    """Returns FSDP2's modules, which neither reduce gradients nor release what they gathered until asked to."""
+    modules = [fully_shard(module, mesh=mesh, reshard_after_forward=False) for module in _units(model, layers)]
+    for sharded in modules:
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(False)
+    return modules
+
+
+def _units(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the layers, and what has parameters outside of them, inner modules first.
+
+    It doesn't yield the model: on a stage that isn't the last one its output is a placeholder's, about which FSDP2
+    would warn.
+    """
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in in_layers]
+    yield from (layer for layer in layers if next(layer.parameters(), None) is not None)
+    yield from (module for module in reversed(outside) if next(module.parameters(recurse=False), None) is not None)
+
+
+def _reshard(modules: Sequence[FSDPModule]) -> None:
+    for module in modules:
+        module.reshard()
+    for module in modules:
+        left = [name for name, p in cast(nn.Module, module).named_parameters() if not isinstance(p, DTensor)]
+        if left:  # the next step would compute with weights from before the optimizer's step
+            raise RuntimeError(f"{left[0]} is still whole: a forward that failed has left FSDP2 in the middle of it")
+
+
+def _rows_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns a view of a shard: the optimizer updates FSDP2's own memory."""
+    assert isinstance(parameter, DTensor)
+    return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+
+
+def _most_rows(shape: Sequence[int], size: int) -> int:
+    return -(-shape[0] // size)
+
+
+def _in_parts(gradient: Tensor, size: int) -> Tensor:
+    """Returns (size, numel of the largest part): each replica's rows in a line, padded with zeros."""
+    missing = _most_rows(gradient.shape, size) * size - gradient.shape[0]
+    padded = functional.pad(gradient.flatten(1) if gradient.ndim > 1 else gradient[:, None], (0, 0, 0, missing))
+    return padded.reshape(size, -1)

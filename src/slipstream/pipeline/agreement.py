@@ -1,0 +1,298 @@
+"""Finds out where ranks call different methods of a Pipeline, or give its pipelines different batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.comm import TransportError
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import PendingWork, Ranks
+from slipstream.pipeline.batch import SplitBatch, WholeBatch
+from slipstream.pipeline.sequences import Sequences
+from slipstream.watchdog import explain_loss, waiting
+
+_CALLS = (
+    "step",
+    "evaluate",
+    "logits",
+    "log_probabilities",
+    "clip_grad_norm_",
+    "state_dict",
+    "save_pretrained",
+    "save",
+    "load",
+    "sequence_log_probabilities",
+    "timeline",
+    "memory_table",
+)
+_NUM_VALUES = 4
+_made: Counter[tuple[int, ...]] = Counter()  # Pipelines in this process, by the ranks that share them
+
+
+class RankValues(NamedTuple):
+    """What a rank has sent at the beginning of a call."""
+
+    rank: int
+    replica: int
+    values: list[int]
+
+
+class CallAgreement:
+    """Lets all ranks of a mesh find out together whether they are in one call, and exchange a few numbers.
+
+    Every collective method of a Pipeline begins with this all-gather of six numbers for each rank. It has one shape, so
+    that calls that differ meet in it: a gather of weights that met a sum of losses would end the processes, or wait.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        together = tuple(ranks.world.global_ranks)
+        _made[together] += 1
+        self._number = _made[together]  # of the Pipeline, as these ranks make theirs in one order
+        self.name = _CALLS[0]
+        """The method that a message belongs to. A method whose message has numbers of a batch sets it beforehand."""
+        self._asked: tuple[str, Tensor, PendingWork | None] | None = None  # what is being gathered
+
+    def begin(self, name: str, values: Sequence[int] | Tensor = ()) -> list[RankValues]:
+        """Returns what every rank sends at the beginning of the method of this name. Collective.
+
+        Raises SlipstreamError on every rank where others call other methods, and TransportError where a rank has ended.
+        """
+        self.name = name
+        self.start(values)
+        return self.finish()
+
+    def start(self, values: Sequence[int] | Tensor, of_list: bool = False) -> None:
+        """Starts to exchange some numbers, up to four int64, in the method that runs; `of_list` where they are those of
+        its plan for a list of sequences, which comes before those of the batch. Collective."""
+        self.finish()
+        if self._ranks.world.size == 1:
+            return
+        device = self._ranks.device
+        numbers = values.to(device) if isinstance(values, Tensor) else torch.tensor(values, device=device).long()
+        call = 2 * (self._number * len(_CALLS) + _CALLS.index(self.name)) + of_list
+        head = torch.tensor([call, self._ranks.data.rank, *[0] * (_NUM_VALUES - len(numbers))], device=device)
+        self._asked = self.name, *self._ranks.world.start_all_gather(torch.cat([head[:2], numbers, head[2:]]))
+
+    def finish(self) -> list[RankValues]:
+        """Waits for what has been started; returns it of every rank, nothing where there is nothing to wait for."""
+        if self._asked is None:
+            return []
+        (name, gathered, work), self._asked = self._asked, None
+        world = self._ranks.world
+        try:
+            if work is not None:
+                of_which = f" of Pipeline {self._number}" if self._number > 1 else ""
+                with waiting(f"{name}{of_which}, until every rank calls it".encode()):
+                    work.wait()
+        except RuntimeError as error:
+            raise TransportError(
+                explain_loss(
+                    f"rank {world.global_ranks[world.rank]} waited in {name} for "
+                    f"{named([rank for place, rank in enumerate(world.global_ranks) if place != world.rank])}: every "
+                    f"rank must call it, and one has ended or doesn't answer ({error})"
+                )
+            ) from error
+        found = list(zip(world.global_ranks, gathered.tolist(), strict=True))
+        ranks_of: defaultdict[int, list[int]] = defaultdict(list)
+        for rank, (call, *_) in found:
+            ranks_of[call].append(rank)
+        if len(ranks_of) > 1:
+            raise _difference(ranks_of)
+        return [RankValues(rank, replica, values) for rank, (_, replica, *values) in found]
+
+
+def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
+    """Returns the error that says which ranks are in which call."""
+    texts = {}
+    numbers = {call // 2 // len(_CALLS) for call in ranks_of}
+    for call in ranks_of:
+        number, place = divmod(call // 2, len(_CALLS))
+        texts[call] = f"{_CALLS[place]}{' of a list of sequences' if call % 2 else ''}"
+        if len(numbers) > 1:
+            texts[call] += f" of Pipeline {number}, in the order in which they were made"
+    lines = "\n  ".join(f"{named(ranks)}: {texts[call]}" for call, ranks in ranks_of.items())
+    where = "the Pipeline" if len(numbers) == 1 else "Pipelines"
+    calls = " and ".join(text.partition(",")[0] for text in texts.values())
+    return SlipstreamError(
+        f"the ranks call different methods of {where}, each of which waits for every rank:\n  {lines}\nCall {calls} on "
+        "every rank, in the same order. Under `if pipe.leads:` belongs only what is done with a result, such as "
+        "printing it; save and save_pretrained write on one rank by themselves."
+    )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Returns the ranks in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+_MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
+_REFUSED = -1
+
+
+class _Totals(NamedTuple):
+    """What the batches of all replicas have together, and whether any rank trains something."""
+
+    num_valid: int
+    max_position: int
+    trains: bool
+
+
+_NOTHING = _Totals(num_valid=0, max_position=-1, trains=True)
+
+
+class BatchAgreement:
+    """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, how many targets count
+    in all, which position is the largest, and whether anything is trained.
+
+    The numbers travel in the message with which the call begins. On CPUs, where there are no replicas, no ranks that
+    share layers and no memory limit, it travels while the first stage computes its first slice: call `finish` before
+    anything else is sent. Every method is collective, and called in the same order.
+    """
+
+    def __init__(self, ranks: Ranks, calls: CallAgreement, has_limit: bool) -> None:
+        """`has_limit` where ranks exchange what a step would hold before it sends anything."""
+        self._ranks, self._calls = ranks, calls
+        # Without it a GPU would have to be waited for later, when it has work.
+        self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
+        self._whole: WholeBatch | Sequences | None = None
+
+    def on(
+        self,
+        whole: WholeBatch | Sequences,
+        split: Callable[[], SplitBatch],
+        needs_targets: bool = True,
+        trains: bool = True,
+    ) -> SplitBatch:
+        """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
+        batch with those of the other ranks.
+
+        Raises SlipstreamError on every rank where it can't be split on one, or no target counts that is needed; where a
+        pipeline's ranks differ, or no rank `trains`, this does or `finish`.
+        """
+        try:
+            batch = split()
+        except SlipstreamError:
+            self._refuse()
+            raise
+        totals = self._start(whole, _Totals(batch.num_valid, batch.max_position, trains))
+        if totals.num_valid == 0 and needs_targets:
+            self.finish()  # other ranks may have other batches
+            raise SlipstreamError(
+                "no label of this batch counts: all are -100, a causal LM's after shifting. Leave such batches out."
+            )
+        if totals.max_position > batch.max_position:
+            batch = batch.with_max_position(totals.max_position)
+        return replace(batch, num_valid=totals.num_valid)
+
+    def compare(self, whole: WholeBatch | Sequences) -> None:
+        """Raises SlipstreamError on every rank where a pipeline's ranks have different batches."""
+        self._start(whole, _NOTHING)
+        self.finish()
+
+    def finish(self) -> _Totals:
+        """Waits for the comparison, where that hasn't been done; returns what all replicas have, 0 targets where there
+        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, ranks call
+        different methods or nothing is trained, and TransportError where a rank has ended."""
+        replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        totals: dict[int, _Totals] = {}
+        for rank, replica, (checksum, num_valid, largest, trains) in self._calls.finish():
+            replicas[replica].append((checksum, rank))
+            others = totals.get(replica)
+            totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
+        refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
+        if refused:
+            raise SlipstreamError(f"the step can't run, as {named(refused)} refused its batch: see the message there.")
+        if any(len(dict(found)) > 1 for found in replicas.values()):
+            self._raise_difference(replicas)
+        found = [*totals.values()] or [_NOTHING]
+        _check_trained(any(each.trains for each in found))
+        largest = max(each.max_position for each in found)
+        return _Totals(sum(each.num_valid for each in found), largest, trains=True)
+
+    def _start(self, whole: WholeBatch | Sequences, own: _Totals) -> _Totals:
+        """Begins to compare a batch with those of the other ranks; returns what all replicas have."""
+        if self._ranks.world.size == 1:
+            _check_trained(own.trains)
+            return own
+        self._whole = whole
+        self._ask(_checksum(whole), own)
+        return self.finish() if self._waits else own
+
+    def _refuse(self) -> None:
+        """Takes part for a rank that can't take its batch and raises an error of its own: the others then know it."""
+        if self._ranks.world.size > 1:
+            self._ask(_REFUSED, _NOTHING)
+            self._calls.finish()
+
+    def _ask(self, checksum: int, own: _Totals) -> None:
+        self.finish()
+        self._calls.start([checksum, *own])
+
+    def _raise_difference(self, replicas: dict[int, list[tuple[int, int]]]) -> None:
+        """Raises the error that names the ranks that differ, and what each was given."""
+        assert self._whole is not None
+        texts = dict(zip(self._ranks.world.global_ranks, self._ranks.world.gather(_describe(self._whole)), strict=True))
+        lines = []
+        for found in replicas.values():
+            by_checksum: defaultdict[int, list[int]] = defaultdict(list)
+            for checksum, rank in found:
+                by_checksum[checksum].append(rank)
+            if len(by_checksum) > 1:
+                lines += [f"{named(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
+        raise SlipstreamError(
+            "the ranks of one pipeline were given different batches:\n  "
+            + "\n  ".join(lines)
+            + "\nGive them one batch: a sampler takes num_replicas=pipe.num_replicas and rank=pipe.replica, and the "
+            "same seed on every rank."
+        )
+
+
+def _check_trained(is_trained: bool) -> None:
+    if not is_trained:
+        raise SlipstreamError(
+            "nothing would be trained: requires_grad is False of every parameter. Of an adapter that PEFT has loaded "
+            "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); of any other model call "
+            "requires_grad_() of what is to be trained before the Pipeline is made. pipe.evaluate(...) takes batches "
+            "as step does, and gives the loss alone."
+        )
+
+
+def _tensors(whole: WholeBatch | Sequences) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that a step was given, with what each is."""
+    for name in ("inputs", "targets", "position_ids", "document_ids", "sequence_values"):
+        for tensor in _flat(getattr(whole, name, None)):
+            yield name, tensor
+
+
+def _flat(given: Any) -> Iterable[Tensor]:
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor) else [tensor for each in given for tensor in _flat(each)]
+
+
+def _checksum(whole: WholeBatch | Sequences) -> int:
+    """Returns a number of the shapes, dtypes and contents of a batch."""
+    value = 0
+    for name, tensor in _tensors(whole):
+        value = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), value)
+        flat = tensor.detach().reshape(-1)
+        flat = flat[:: max(1, -(-flat.nbytes // _MOST_BYTES))].contiguous().cpu()
+        value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), value)
+    return value
+
+
+def _describe(whole: WholeBatch | Sequences) -> str:
+    """Returns what a batch looks like: shapes, dtypes, and the sum of the elements, in which contents mostly differ."""
+    if isinstance(whole, Sequences):
+        lengths = [len(targets) for targets in whole.targets]
+        return f"sequences of {lengths} tokens, checksum {_checksum(whole):08x}"
+    tensors = (f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in _tensors(whole))
+    return f"{', '.join(tensors)}, checksum {_checksum(whole):08x}"

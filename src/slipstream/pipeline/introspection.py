@@ -1,0 +1,240 @@
+"""What a Pipeline says of itself: how it is cut, what ran when, and what to call in place of what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
+from slipstream.parallel import RankGroup
+from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.engine import Engine
+from slipstream.pipeline.families import Balance, CausalLMFamily, ExecutedStep, StageLayout
+from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
+from slipstream.pipeline.memory import rehearse
+from slipstream.planner.joint import JointPlan
+from slipstream.planner.steps import StageRates
+from slipstream.schedule import Schedule
+from slipstream.simulator import MemoryTable
+from slipstream.timeline import Timeline
+
+
+class PipelineFacts:
+    """The part of a Pipeline that describes it."""
+
+    _engine: Engine
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The model's configuration. Raises SlipstreamError for an nn.Sequential, which has none."""
+        return causal_lm(self._engine.family, "config").config
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank computes."""
+        return self._engine.device
+
+    @property
+    def rank(self) -> int:
+        """This process's place on the pipeline."""
+        return self._engine.ranks.pipeline.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the pipeline: each a process, or all of them in this one."""
+        return self.layout.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """This pipeline's place among those that share a batch (dp)."""
+        return self._engine.ranks.data.rank
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of pipelines that share a batch (dp)."""
+        return self._engine.ranks.data.size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one rank of all that writes and speaks for them."""
+        return self._engine.ranks.leads
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether a `loss_fn` was given, so that a step's loss isn't cross-entropy."""
+        return self._engine.has_own_loss
+
+    @property
+    def plan(self) -> JointPlan | None:
+        """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
+        return self._engine.plan
+
+    @property
+    def rates(self) -> StageRates | None:
+        """What the stages cost, by which steps on sequences of different lengths are planned: in seconds where it was
+        measured, else in multiplications. None for an nn.Sequential."""
+        return self._engine.rates
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
+        return self._engine.settings.is_tuning
+
+    @property
+    def layout(self) -> StageLayout:
+        """The layers of every stage, and the lowered schedules of the next step and of an evaluation."""
+        return self._engine.layout
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule of the next step as it was given or found: `layout.training` without what lowering added."""
+        return self.layout.order
+
+    @property
+    def last_step(self) -> ExecutedStep:
+        """The layout and the slices of the last step; "auto" may have other plans for the next."""
+        return self._engine.last_step
+
+    @property
+    def axes(self) -> dict[str, RankGroup]:
+        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp."""
+        return {axis.name: group for axis, group in self._engine.ranks.groups.items()}
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that this rank sent to other stages in the last step or evaluation, without headers."""
+        return self._engine.runner.transport.bytes_sent
+
+    @property
+    def random_state(self) -> tuple[int, int]:
+        """The seed, and the number of steps so far, on which dropout depends. May be set."""
+        return self._engine.random_state
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, int]) -> None:
+        self._engine.random_state = state
+
+    @property
+    def balance(self) -> Balance:
+        """The balance of the layers of an nn.Sequential over the ranks, and the layer that limits it.
+
+        Raises SlipstreamError for a causal LM, and where costs aren't known: give `layers` an example or costs.
+        """
+        return layer_sequence(self._engine.family, "balance").balance(self.layout)
+
+    def slices(self, length: int) -> list[int]:
+        """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
+        `microbatches`, in the one with the most slices."""
+        return self._engine.settings.lengths(length)
+
+    def timeline(self) -> Timeline:
+        """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
+        self._engine.calls.begin("timeline")
+        return self._engine.runner.timeline()
+
+    def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
+        """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
+        `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one."""
+        return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter of PEFT that is trained, its name and configuration; None where the model has none."""
+        return self.trained_weights.adapter
+
+    @property
+    def trained_weights(self) -> TrainedWeights:
+        """What was trained of a causal LM when the pipeline was made: all weights, all but some, or an adapter."""
+        return getattr(self._engine.family, "trained", ALL_WEIGHTS)
+
+
+def summarise(engine: Engine) -> str:
+    """Returns the lines, of what this rank knows: it never communicates."""
+    lines = {
+        "layers": _layers(engine),
+        "schedule": _schedule(engine),
+        "mesh": _mesh(engine),
+        "parameters": _parameters(engine),
+    }
+    if engine.runner.graphs is not None:
+        lines["CUDA graphs"] = str(engine.runner.graphs)
+    family = engine.family
+    name = family.config.model_type if isinstance(family, CausalLMFamily) else "an nn.Sequential"
+    return "\n".join([f"Pipeline of {name}", *(f"  {key}: {line}" for key, line in lines.items())])
+
+
+def _layers(engine: Engine) -> str:
+    layout = engine.layout
+    counts = " + ".join(f"{each.stop - each.start:g}" for each in layout.layers)
+    num_stages = len(layout.layers)
+    stages = "1 stage" if num_stages == 1 else f"{num_stages} stages"
+    numbers = ", ".join(map(str, layout.order.placement))
+    ranks = f"rank {numbers}" if num_stages == 1 else f"ranks {numbers}"
+    head = "; the head's rows are spread over all ranks" if layout.spreads_vocabulary else ""
+    return f"{counts} in {stages}, on {ranks}{head}"
+
+
+def _schedule(engine: Engine) -> str:
+    layout, settings = engine.layout, engine.settings
+    number = layout.order.num_microbatches
+    microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
+    slices = settings.slices if isinstance(settings.slices, int) else ", ".join(map(str, settings.slices))
+    name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
+    still = '; "auto" is still to be planned' if settings.is_tuning else ""
+    return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
+
+
+def _mesh(engine: Engine) -> str:
+    ranks = engine.ranks
+    if ranks.world.size == 1:
+        return f"one process, on {engine.device}"
+    sizes = ", ".join(f"{axis.name}={group.size}" for axis, group in ranks.groups.items())
+    mine = ", ".join(f"{group.rank} of {axis.name}" for axis, group in ranks.groups.items())
+    return f"{sizes}; this is rank {mine}, on {engine.device}"
+
+
+def _parameters(engine: Engine) -> str:
+    parameters = [parameter for _, parameter in engine.parameters.named()]
+    here = sum(each.numel() for each in parameters)
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    computes = _dtypes([each for stage in engine.stages.values() for each in stage.model.parameters()])
+    updates = _dtypes(parameters)
+    dtypes = computes if computes == updates else f"{computes}, updated in {updates}"
+    which = "" if trained == here else f", of which {trained:,} are trained"
+    return f"{here:,} on this rank{which}; {dtypes}"
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> str:
+    return " and ".join(sorted({str(each.dtype).removeprefix("torch.") for each in tensors}))
+
+
+_PLACE = (
+    "its parameters are where Pipeline(device=...) puts them, and of the dtype in precision=slipstream.Precision(dtype="
+    "...). accelerate, which calls it, has a loop of its own: write yours around pipe.step(inputs, targets), or use "
+    "`slipstream train`; for transformers' Trainer there is slipstream.extras.hf_trainer.SlipstreamTrainer"
+)
+_LAYERS = "its layers are spread over the ranks, and pipe.named_parameters() yields what this rank's optimizer updates"
+_RECOMPUTE = "give Pipeline(memory=slipstream.Memory(recompute='full')), or 'selective'"
+_FORWARD = (
+    "call pipe.step(inputs, targets), which runs forward and backward and returns the loss, or pipe.evaluate(inputs, "
+    "targets); for logits pipe.logits(inputs)"
+)
+_COMPILE = "for fused norms and activations give Pipeline(runtime=slipstream.Runtime(fused=True))"
+
+ANSWERS = {
+    **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), _PLACE),
+    **dict.fromkeys(("modules", "named_modules", "children"), _LAYERS),
+    **dict.fromkeys(("gradient_checkpointing_enable", "activation_checkpointing_enable"), _RECOMPUTE),
+    **dict.fromkeys(("forward", "__call__"), _FORWARD),
+    **dict.fromkeys(("compile", "_compiled_call_impl"), _COMPILE),
+    "backward": "pipe.step has already run the backward, and its gradients are in .grad",
+    "zero_grad": "call optimizer.zero_grad()",
+    "no_sync": "to add up the gradients of several batches, call pipe.step for each before optimizer.step()",
+    "generate": "save_pretrained(folder), and let AutoModelForCausalLM.from_pretrained(folder) generate",
+    "load_state_dict": "start with Pipeline.from_pretrained(folder), or from a model with these weights; "
+    "pipe.load(folder) loads what pipe.save saved",
+}
+"""What to type instead, by the attribute's name."""

@@ -1,0 +1,389 @@
+"""Saves a pipeline's model, a loop's optimizer and scheduler, and goes on from there."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, Never, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from transformers import PretrainedConfig
+
+from slipstream.checkpoint import (
+    CheckpointFolder,
+    Checkpoints,
+    SavedCheckpoint,
+    TensorShard,
+    kept_parts,
+    load_training,
+    training_shards,
+)
+from slipstream.errors import SlipstreamError
+from slipstream.model import storage_id
+from slipstream.parallel import ParameterShard, ParameterShare, Ranks
+from slipstream.pipeline.engine import Engine
+from slipstream.pipeline.families import CausalLMFamily
+from slipstream.pipeline.families.model_family import causal_lm
+from slipstream.pipeline.introspection import PipelineFacts
+from slipstream.pipeline.weights import save_on_leader, write_adapter, write_merged, write_model
+from slipstream.profile import without_origin
+from slipstream.watchdog import counted_off
+
+
+class PipelineSaving(PipelineFacts):
+    """The part of a Pipeline that saves and loads."""
+
+    def save(
+        self,
+        folder: str | Path,
+        step: int,
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        keep: int = 2,
+        replace: bool = False,
+    ) -> None:
+        """Saves a checkpoint of this step in the folder and returns when it is complete; `load` goes on from it on any
+        mesh. Collective. Of a model with an adapter it has the adapter alone.
+
+        Args:
+            folder: of checkpoints, on a disk that all ranks share.
+            step: the number of steps so far; the checkpoint's name has it.
+            optimizer: of any class, over `parameters()`.
+            scheduler: of the learning rate.
+            facts: anything else that the loop needs to go on: numbers, text, and lists and dicts of them; rank 0's.
+            keep: how many of the newest checkpoints stay.
+            replace: whether checkpoints of this step and later ones are set aside; else they are an error.
+
+        Raises:
+            SlipstreamError: on every rank, where it wasn't saved; earlier checkpoints stay as they are.
+            NonFiniteError: on every rank, where something that is to be saved isn't finite.
+        """
+        save_loop(self._engine, (folder, step), optimizer, scheduler, facts, keep, replace)
+
+    def load(
+        self,
+        folder: str | Path,
+        step: int | Literal["latest", "last-good"] = "latest",
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Loads what `save` saved: this rank's part of the model, the optimizer's state and options, the scheduler and
+        the state of dropout; returns the step and the facts. Collective.
+
+        Args:
+            folder: of checkpoints.
+            step: which one; "last-good": the newest that isn't damaged.
+            optimizer: of the class that was saved, with as many parameter groups. None loads weights alone.
+            scheduler: of the class that was saved.
+
+        Raises:
+            SlipstreamError: on every rank and before anything changes, where there is no checkpoint, it is damaged, or
+                it is of another model.
+        """
+        return load_loop(self._engine, (folder, step), optimizer, scheduler)
+
+    def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
+        """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
+
+        Of a `from_pretrained` folder it has what lies beside the weights, too, such as tokenizer and chat template.
+        Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
+        `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
+        """
+        family = causal_lm(self._engine.family, "save_pretrained")
+        state, config, adapter = self._engine.state_dict("save_pretrained"), family.config, family.adapter
+        stage = next(iter(self._engine.stages.values()))
+        generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
+        beside, ranks = family.beside, self._engine.ranks
+        if adapter is None:
+            save_on_leader(lambda: write_model(folder, config, state, generation, beside), ranks)
+        elif merged:
+            save_on_leader(lambda: write_merged(folder, config, adapter, state, generation, beside), ranks)
+        else:
+            save_on_leader(lambda: write_adapter(folder, config, adapter, state), ranks)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
+        others. Collective."""
+        return self._engine.state_dict()
+
+
+def save_loop(
+    engine: Engine,
+    place: tuple[str | Path, int],
+    optimizer: Optimizer | None,
+    scheduler: Scheduler | None,
+    facts: Mapping[str, Any],
+    keep: int,
+    replace: bool,
+) -> None:
+    """Saves a checkpoint of a folder and a step, and returns when it is complete. Collective; see `Pipeline.save`."""
+    folder, step, ranks = Path(place[0]), place[1], engine.ranks
+    engine.calls.begin("save")
+
+    def prepared() -> tuple[list[TensorShard], dict[str, Any], Any]:
+        if type(step) is not int or step < 0:
+            raise SlipstreamError(f"{step=}: give the number of steps so far, 0 or more")
+        if optimizer is not None:
+            check_parameters(optimizer, (parameter for _, parameter in engine.parameters.named()))
+        rule = describe_rule(optimizer, scheduler)
+        return list(training_shards(_kept(engine), optimizer)), rule, encode(dict(facts), "facts")
+
+    shards, rule, kept = ranks.world.done_by_all(prepared)
+    _check_alike(ranks, {"step": step, **rule})
+    shards += _buffers(engine, writes=True)
+    with counted_off("saving", uses_disk=True):
+        checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
+        checkpoints.prepare()
+        ranks.decided(lambda: _check_step(folder, step, replace))
+        described = {"loop": {**rule, "facts": kept, "random_state": list(engine.random_state)}}
+        checkpoints.save(step, shards, described | {"model": _described(engine)})
+        checkpoints.close()
+
+
+def load_loop(
+    engine: Engine,
+    place: tuple[str | Path, int | Literal["latest", "last-good"]],
+    optimizer: Optimizer | None,
+    scheduler: Scheduler | None,
+) -> tuple[int, dict[str, Any]]:
+    """Loads a checkpoint of a folder; returns its step and facts. Collective; see `Pipeline.load`."""
+    folder, ranks = Path(place[0]), engine.ranks
+    engine.calls.begin("load")
+    with counted_off("loading a checkpoint", uses_disk=True):
+        checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
+        saved = checkpoints.find(place[1])
+        if saved is None:
+            raise SlipstreamError(
+                f"there is no checkpoint in {folder}; pipe.save(folder, step, optimizer=optimizer) makes one. To load "
+                "only where there is one, ask slipstream.checkpoint.CheckpointFolder(folder).steps()."
+            )
+        parts, buffers = list(_kept(engine)), _buffers(engine)
+        mine = {f"model.{part.name}" for part in parts} | {shard.key for shard in buffers}
+        everywhere = {name for names in ranks.world.gather(mine) for name in names}
+
+        def checked() -> None:
+            if optimizer is not None:
+                check_parameters(optimizer, (parameter for _, parameter in engine.parameters.named()))
+            if problem := _problem(saved, engine, everywhere) or check_rule(saved.facts["loop"], optimizer, scheduler):
+                raise SlipstreamError(f"{saved.folder} {problem}.")
+
+        ranks.world.done_by_all(checked)
+        load_training(checkpoints, saved, parts, optimizer, buffers)
+    loop = saved.facts["loop"]
+    restore_rule(loop, optimizer, scheduler)
+    seed, num_steps = loop["random_state"]
+    engine.random_state = seed, num_steps
+    engine.parameters.refresh()
+    return saved.step, decode(loop["facts"])
+
+
+def _problem(saved: SavedCheckpoint, engine: Engine, everywhere: set[str]) -> str:
+    """Returns why the checkpoint isn't of this model, or not of a loop; "" where it is.
+
+    `everywhere` are the keys of the tensors that any rank can load.
+    """
+    if "loop" not in saved.facts:
+        return "was saved by `slipstream train`, which goes on from it with --checkpoint.resume=latest"
+    if differences := saved.describe_other_model(_described(engine)):
+        return f"is a checkpoint of another model: {differences}"
+    names = (name for name in saved.manifest.tensors if name.startswith("model."))
+    lost = [name.removeprefix("model.") for name in names if name not in everywhere]
+    if lost:
+        more = f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""
+        return f"has {lost[0]}{more}, which this model doesn't have: make the Pipeline of the model that was saved"
+    return ""
+
+
+def _kept(engine: Engine) -> Iterator[ParameterShard]:
+    return kept_parts(engine.parameters.shards(), _adapter(engine) is not None)
+
+
+def _buffers(engine: Engine, writes: bool = False) -> list[TensorShard]:
+    """Returns the model's state that isn't parameters, such as the statistics of batch norms. Collective if it is to be
+    written: each by the first rank of those that have it."""
+    if _adapter(engine) is not None:
+        return []
+    stages = engine.stages.values()
+    weights = {storage_id(each) for stage in stages for _, each in stage.named_parameters()}
+    own = {
+        name: tensor
+        for stage in stages
+        for name, tensor in stage.state().items()
+        if name not in engine.parameters.shares
+        and not isinstance(tensor, DTensor)
+        and storage_id(tensor) not in weights  # a tied weight has a second name
+    }
+    world = engine.ranks.world
+    holders = world.gather(list(own)) if writes else []
+    first = {name: rank for rank, names in reversed([*enumerate(holders)]) for name in names}
+    return [
+        TensorShard(
+            f"model.{name}", ParameterShare.whole(tuple(tensor.shape)), tensor, writes=first.get(name) == world.rank
+        )
+        for name, tensor in own.items()
+    ]
+
+
+def _adapter(engine: Engine) -> object:
+    return engine.family.adapter if isinstance(engine.family, CausalLMFamily) else None
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return describe_model(engine.family.config) if isinstance(engine.family, CausalLMFamily) else {}
+
+
+def _check_step(folder: Path, step: int, replace: bool) -> None:
+    newest = next(iter(CheckpointFolder(folder).steps()), None)
+    if newest is not None and newest >= step and not replace:
+        raise SlipstreamError(
+            f"{folder} has a checkpoint of step {newest} already, and step {step} is to be saved. Load it with "
+            "pipe.load and go on from there, give another folder, or replace=True to set it aside."
+        )
+
+
+def _check_alike(ranks: Ranks, mine: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError where ranks have different ones. Collective."""
+    first, *others = ranks.world.gather(dict(mine))
+    for rank, other in enumerate(others, start=1):
+        for what, value in first.items():
+            if other[what] != value:
+                raise SlipstreamError(
+                    f"the {what} of rank {rank} differs from that of rank 0: {other[what]} and {value}. Every rank "
+                    "saves the same step, with an optimizer of equal options and a scheduler of equal progress."
+                )
+
+
+def _refuse(problem: str) -> Never:
+    raise SlipstreamError(problem)
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule: any of PyTorch's, or an object with the same two methods."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns its progress."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Takes over what `state_dict` returned."""
+        ...
+
+
+def describe_rule(optimizer: Optimizer | None, scheduler: Scheduler | None) -> dict[str, Any]:
+    """Returns what a checkpoint keeps of both, as JSON can hold it.
+
+    Raises:
+        SlipstreamError: for an option or progress that it can't hold.
+    """
+    return {
+        "optimizer": None if optimizer is None else _described_rule(optimizer, _options(optimizer)),
+        "scheduler": None if scheduler is None else _described_rule(scheduler, scheduler.state_dict()),
+    }
+
+
+def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises SlipstreamError where the optimizer updates something that isn't among a Pipeline's parameters."""
+    own = {id(parameter) for parameter in parameters}
+    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    if others:
+        raise SlipstreamError(
+            f"the optimizer updates a tensor of shape {tuple(others[0].shape)} that isn't of pipe.parameters(): no "
+            "checkpoint would hold it. Make the optimizer of pipe.parameters(), after the Pipeline."
+        )
+
+
+def check_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: Scheduler | None) -> str:
+    """Returns why what a checkpoint keeps of them can't be taken over by these; "" where it can."""
+    for what, mine in (("optimizer", optimizer), ("scheduler", scheduler)):
+        saved = kept[what]
+        if saved is None and mine is not None:
+            return f"has no {what}: call pipe.load without {what}="
+        if saved is not None and mine is not None and saved["class"] != type(mine).__name__:
+            return f"has the state of a {saved['class']}, and {what}= is a {type(mine).__name__}"
+    if optimizer is not None and kept["scheduler"] is not None and scheduler is None:
+        return "has a scheduler, without which the learning rate would stay: give pipe.load scheduler= as well"
+    if optimizer is not None:
+        saved, here = len(kept["optimizer"]["state"]), len(optimizer.param_groups)
+        return "" if saved == here else f"has an optimizer of {saved} parameter groups, and this one has {here}"
+    return ""
+
+
+def restore_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: Scheduler | None) -> None:
+    """Gives both what `describe_rule` returned, once `check_rule` has found nothing."""
+    if optimizer is not None:
+        for group, options in zip(optimizer.param_groups, decode(kept["optimizer"]["state"]), strict=True):
+            for name, value in options.items():
+                here = group.get(name)
+                if isinstance(here, Tensor) and isinstance(value, Tensor):
+                    here.copy_(value)  # a graph of the GPU may read it there
+                else:
+                    group[name] = value
+    if scheduler is not None:
+        scheduler.load_state_dict(decode(kept["scheduler"]["state"]))
+
+
+def _described_rule(owner: object, state: Any) -> dict[str, Any]:
+    return {"class": type(owner).__name__, "state": encode(state, f"the state of {type(owner).__name__}")}
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+_SEQUENCES: dict[str, type[Any]] = {"tuple": tuple, "set": set, "deque": deque}
+_MAPPINGS: dict[str, type[Any]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+
+
+def encode(value: Any, name: str) -> Any:
+    """Returns the value as JSON can hold it: None, truth values, numbers, text, lists, tuples, sets, dicts and Counters
+    with keys of these, and tensors on the CPU or a GPU.
+
+    Raises:
+        SlipstreamError: for any other value; `name` says what it is.
+    """
+    kind = type(value).__name__
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [encode(each, f"{name}[{place}]") for place, each in enumerate(value)]
+    if type(value) is _SEQUENCES.get(kind):
+        return {kind: [encode(each, f"{name}[{place}]") for place, each in enumerate(value)]}
+    if type(value) is _MAPPINGS.get(kind):
+        return {
+            kind: [[encode(key, f"a key of {name}"), encode(each, f"{name}[{key!r}]")] for key, each in value.items()]
+        }
+    if type(value) is defaultdict:
+        return encode(dict(value), name)
+    if type(value) is Tensor and not value.is_complex():
+        return {"tensor": [value.tolist(), str(value.dtype).removeprefix("torch.")]}
+    raise SlipstreamError(
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold. It holds "
+        "None, numbers, text, tensors, and lists, tuples, sets and dicts of these."
+    )
+
+
+def decode(value: Any) -> Any:
+    """Returns what `encode` was given; tensors are on the CPU."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return torch.tensor(content[0], dtype=getattr(torch, content[1]))
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({decode(key): decode(each) for key, each in content})
+    return _SEQUENCES[kind](decode(each) for each in content)
+
+
+def describe_model(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns what tells models apart: the settings that differ from the defaults of the model's class."""
+    return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}

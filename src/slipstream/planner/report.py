@@ -1,0 +1,339 @@
+"""Presents a plan to people: its wording, and the HTML report."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from math import isfinite
+from pathlib import Path
+from xml.etree import ElementTree
+
+from slipstream.html_parts import Bar, NumberText, bar_chart, details, fact_tiles, html_list, html_page, section, table
+from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
+from slipstream.simulator import MemoryKind
+from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
+from slipstream.units import bytes_text, count_text, seconds_text, share_text
+
+_SMALL = 0.05  # of the largest change: smaller ones aren't named as reasons,
+_TINY = 5e-4  # nor those below this share of the step
+_NUM_REASONS = 3
+_MOST_NUMBERS = 16  # in a list of them
+
+
+# --- a configuration -------------------------------------------------------------------------------------------------
+
+_NAMES = {"num_slices": "slices", "shard_optimizer": "optimizer sharded"}  # of choices; others are named as they are
+
+
+def choice_text(choice: str, configuration: Configuration) -> str:
+    """Returns the value of one field of a configuration."""
+    value = getattr(configuration, choice)
+    if choice == "offload":
+        return f"{value:.0%}" if value else "none"
+    return ("yes" if value else "no") if choice == "shard_optimizer" else str(value)
+
+
+def _named_choice(choice: str, configuration: Configuration) -> str:
+    return f"{_NAMES.get(choice, choice.replace('_', ' '))} {choice_text(choice, configuration)}"
+
+
+def configuration_text(configuration: Configuration) -> str:
+    """Returns the configuration on one line; ways to save memory that it doesn't use are left out."""
+    c = configuration
+    parts = [
+        f"tensor {c.tensor_parallel} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
+        f"schedule {c.schedule}",
+        f"{plural(c.stages_per_rank, 'stage')} per rank",
+        plural(c.num_slices, "exact slice" if c.slicing == "exact" else "slice"),
+        f"{plural(c.microbatch_size, 'sequence')} per microbatch",
+        f"recompute {c.recompute}" if c.recompute != "none" else "",
+        f"{c.offload:.0%} offloaded" if c.offload else "",
+        "optimizer state sharded" if c.shard_optimizer else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def plural(number: int, noun: str) -> str:
+    """Returns a number and its noun: 2 slices, 1 slice."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def slices_text(slices: Sequence[int]) -> str:
+    """Returns the number of slices and their lengths."""
+    lengths = f"{slices[0]:,}" if len(set(slices)) == 1 else ", ".join(f"{length:,}" for length in slices)
+    return f"{plural(len(slices), 'slice')} of {lengths} tokens"
+
+
+def stages_text(placement: Sequence[int]) -> str:
+    """Returns the number of stages on a rank, or the fewest and the most."""
+    counts = {placement.count(rank) for rank in placement}
+    return " or ".join(str(count) for count in sorted(counts, reverse=True))
+
+
+def _numbers(numbers: Sequence[float]) -> str:
+    """Returns the numbers, of many the first and the last."""
+    words = [f"{each:g}" for each in numbers]
+    return " ".join(words if len(words) <= _MOST_NUMBERS else [*words[: _MOST_NUMBERS // 2], "...", words[-1]])
+
+
+def cut_lines(prediction: Prediction) -> list[str]:
+    """Returns which rank has which stage, how many layers stages have, and what was gained over the exact slices."""
+    ranks, layers = (_numbers(row) for row in (prediction.placement, prediction.partition))
+    lines = [f"The best has its stages on ranks {ranks}, with layers {layers}; {slices_text(prediction.slices)}."]
+    found = prediction.joint
+    if found is not None and found.exact is not None and found.exact.slices != found.slices:
+        gain = found.exact.seconds / found.seconds - 1
+        lines.append(
+            f"The {plural(len(found.exact.slices), 'slice')} of the dynamic program for equal stages, with the best "
+            f"cut for them, take {gain:.1%} longer."
+        )
+    return lines
+
+
+COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
+    "tp x pp x dp": lambda p: " x ".join(
+        choice_text(f"{kind}_parallel", p.configuration) for kind in ("tensor", "pipeline", "data")
+    ),
+    "stages per rank": lambda p: stages_text(p.placement),
+    "schedule": lambda p: choice_text("schedule", p.configuration),
+    "slices": lambda p: choice_text("num_slices", p.configuration),
+    "slicing": lambda p: choice_text("slicing", p.configuration),
+    "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
+    "recompute": lambda p: choice_text("recompute", p.configuration),
+    "offload": lambda p: choice_text("offload", p.configuration),
+    "sharded": lambda p: choice_text("shard_optimizer", p.configuration),
+    "step": lambda p: seconds_text(p.step_seconds),
+    "tokens/s": lambda p: count_text(p.tokens_per_second),
+    "MFU": lambda p: share_text(p.mfu),
+    "idle": lambda p: share_text(p.idle_fraction),
+    "memory": lambda p: memory_text(p),
+}
+"""The columns of the table of predictions: heading -> the text of a cell."""
+
+_NUM_CHOSEN = 9  # the first columns are choices, the others predictions
+
+
+def memory_text(prediction: Prediction) -> str:
+    """Returns what the fullest rank holds, and the limit if there is one."""
+    held = bytes_text(prediction.peak_memory)
+    return f"{held} of {bytes_text(prediction.memory_limit)}" if isfinite(prediction.memory_limit) else held
+
+
+def shared_choices(predictions: Sequence[Prediction]) -> dict[str, str]:
+    """Returns heading and value of the choices, other than the degrees, that are the same in every row."""
+    values = {name: {COLUMNS[name](each) for each in predictions} for name in list(COLUMNS)[1:_NUM_CHOSEN]}
+    return {name: found.pop() for name, found in values.items() if len(found) == 1}
+
+
+def shared_text(choices: Mapping[str, str]) -> str:
+    """Returns a line that replaces the columns left out."""
+    return f"In every row: {', '.join(f'{name} {value}' for name, value in choices.items())}."
+
+
+# --- reasons ---------------------------------------------------------------------------------------------------------
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Returns a line for each configuration that is the best with other values of one or more choices.
+
+    It says which choices differ, how much longer a step takes, where that time goes, and what else differs.
+    """
+    best, groups = plan.best, dict[Configuration, list[Alternative]]()
+    for alternative in plan.alternatives:
+        groups.setdefault(alternative.prediction.configuration, []).append(alternative)
+    return [_reason([each.choice for each in group], group[0], best) for group in groups.values()]
+
+
+def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
+    other, mine = alternative.prediction.configuration, best.configuration
+    instead = ", ".join(f"{_named_choice(each, other)} instead of {choice_text(each, mine)}" for each in choices)
+    longer = alternative.prediction.step_seconds / best.step_seconds - 1
+    changes = [f"{seconds_text(abs(s))} {'more' if s > 0 else 'less'} {c}" for c, s in _main_changes(alternative, best)]
+    others = ", ".join(_named_choice(each, other) for each in other.differences(mine) if each not in choices)
+    notes = "; ".join(filter(None, [", ".join(changes), f"with {others}" if others else ""]))
+    how_much = f"{longer:+.1%}" if abs(longer) >= _TINY else "as fast"
+    return f"{instead}: {how_much}" + (f" ({notes})" if notes else "")
+
+
+def _main_changes(alternative: Alternative, best: Prediction) -> list[tuple[str, float]]:
+    changes = alternative.why(best)
+    least = max(_SMALL * abs(changes[0][1]), _TINY * best.step_seconds) if changes else 0.0
+    return [(cause, seconds) for cause, seconds in changes[:_NUM_REASONS] if abs(seconds) > least]
+
+
+def search_text(plan: Plan) -> str:
+    """Returns how many configurations were searched, and whether a better one may have been missed."""
+    faster = f"one of the others could be faster by {plan.gap:.1%} at most"
+    gap = faster if plan.gap > 0 else "no other one can be faster"
+    return (
+        f"searched {plan.num_configurations:,} configurations in {seconds_text(plan.seconds)}: {plan.num_too_large:,} "
+        f"too large for the memory, {plan.num_simulated:,} simulated; {gap}"
+    )
+
+
+MOST_RANKS = 16
+MOST_SPANS = 3000  # as many as a browser shows without delay
+_XLINK = "{http://www.w3.org/1999/xlink}"
+_NAMESPACE = re.compile(r"^\{.*\}")
+# Text stays text in the page's font, and the names of clip paths are the same in every run.
+_PLAIN_TEXT = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "slipstream",
+    "font.family": "sans-serif",
+    "axes.facecolor": "none",
+}
+_ROOT = {  # what matplotlib sets for the whole page, and what the picture is
+    "stroke-linejoin": "round",
+    "stroke-linecap": "butt",
+    "role": "img",
+    "aria-label": "timeline of the step",
+}
+
+
+def timeline_svg(timeline: Timeline) -> tuple[str, str]:
+    """Returns the picture, and a sentence that says what it shows, or "" where it shows everything."""
+    from matplotlib import rc_context
+
+    parts, left_out = shown_parts(timeline)
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, rc_context(_PLAIN_TEXT):
+        path = Path(folder) / "timeline.svg"
+        draw_timelines(path, *parts, memory_name="memory")
+        return _inline(path.read_text(encoding="utf-8")), left_out
+
+
+def shown_parts(timeline: Timeline) -> tuple[tuple[Timeline, ...], str]:
+    """Returns the timeline, or if it is long, the first and the last part of its first ranks."""
+    num_ranks, cut = min(timeline.num_ranks, MOST_RANKS), TimelineWindow.cut
+    spans = [span for span in timeline.compute_spans if span.rank < num_ranks]
+    is_long = len(spans) > MOST_SPANS
+    if num_ranks == timeline.num_ranks and not is_long:
+        return (timeline,), ""
+    ranks = f"the first {num_ranks} of {timeline.num_ranks} ranks" if num_ranks < timeline.num_ranks else "all ranks"
+    start, end = timeline.start, timeline.start + timeline.makespan
+    if not is_long:
+        return (cut(timeline, num_ranks, start, end, timeline.title),), f"The picture shows {ranks}."
+    # the seconds at each end in which as many actions run as can be shown
+    starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
+    half = MOST_SPANS // 2
+    width = min(starts[half] - start, end - ends[-half - 1], timeline.makespan / 2)
+    shown, whole = seconds_text(width), seconds_text(timeline.makespan)
+    parts = (
+        cut(timeline, num_ranks, start, start + width, f"{timeline.name}, the step's first {shown} of {whole}"),
+        cut(timeline, num_ranks, end - width, end, f"{timeline.name}, its last {shown}"),
+    )
+    return parts, f"The picture shows {ranks} in the first and the last {shown} of {whole}, with their times and peaks."
+
+
+def _inline(text: str) -> str:
+    """Returns the `svg` element for use in a page: without namespaces, metadata and style for the whole page."""
+    root = ElementTree.fromstring(text)
+    for parent in list(root.iter()):
+        parent.tag = _NAMESPACE.sub("", str(parent.tag))
+        for name in [name for name in parent.attrib if name.startswith("{")]:
+            value = parent.attrib.pop(name)
+            if name.startswith(_XLINK):
+                parent.set(name.removeprefix(_XLINK), value)
+        for child in list(parent):
+            if _NAMESPACE.sub("", str(child.tag)) in ("metadata", "style"):
+                parent.remove(child)
+    for background in root.findall("./g/g[@id='patch_1']"):  # the page has a background
+        background.set("display", "none")
+    root.attrib.update(_ROOT)
+    for name in ("width", "height"):  # the view box stays, and the page sets the size
+        root.attrib.pop(name, None)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def write_report(plan: Plan, path: Path) -> None:
+    """Writes the report of a plan as one HTML file without scripts; an existing file is replaced."""
+    path.write_text(report_page(plan), encoding="utf-8")
+
+
+def report_page(plan: Plan) -> str:
+    """Returns the HTML of the report."""
+    sections = (_headline, _table, _time, _timeline, _memory, _reasons, _cuts, _notes)
+    body = "\n".join(each(plan) for each in sections)
+    return html_page(f"Plan: {plan.model} on {plan.cluster}", body, "slipstream plan")
+
+
+def _headline(plan: Plan) -> str:
+    best = plan.best
+    room = f"of {bytes_text(best.memory_limit)}" if isfinite(best.memory_limit) else "no known limit"
+    facts = [
+        ("Step", seconds_text(best.step_seconds), "predicted"),
+        ("Tokens per second", count_text(best.tokens_per_second), "over all devices"),
+        ("MFU", share_text(best.mfu), "of the devices' peak" if best.mfu is not None else "unknown peak"),
+        ("Idle", share_text(best.idle_fraction), "of the ranks' time"),
+        ("Memory", bytes_text(best.peak_memory), f"rank {best.fullest_rank}, {room}"),
+    ]
+    tokens, sequences = plural(plan.seq_len, "token"), plural(plan.global_batch, "sequence")
+    task = f"{plural(plan.num_devices, 'device')}, {tokens} per sequence, {sequences} per step"
+    return (
+        f"<h1>{escape(plan.model)} on {escape(plan.cluster)}</h1>\n<p class='soft'>{escape(task)}</p>\n"
+        f"<p>Best: <strong>{escape(configuration_text(best.configuration))}</strong></p>\n"
+        f"{fact_tiles(facts)}"
+    )
+
+
+def _table(plan: Plan) -> str:
+    shared = shared_choices(plan.predictions)
+    columns = {name: cell for name, cell in COLUMNS.items() if name not in shared}
+    columns["memory"] = lambda prediction: bytes_text(prediction.peak_memory)  # the headline has the limit, too
+    cells = [[cell(prediction) for cell in columns.values()] for prediction in plan.predictions]
+    rows = [(f"plan {number}", *row) for number, row in enumerate(cells, 1)]
+    more = f"<p class='soft'>{escape(shared_text(shared))}</p>" if shared else ""
+    return section("The best plans", table(["", *columns], rows, best=0) + more)
+
+
+def _time(plan: Plan) -> str:
+    bars = [Bar(f"plan {number}", each.seconds_by_cause) for number, each in enumerate(plan.predictions, 1)]
+    chart = bar_chart(bars, "time of a step on the rank that ends last", seconds_text)
+    causes = list(dict.fromkeys(cause for bar in bars for cause in bar.parts))
+    return section("Where the step's time goes", chart + _numbers_table(bars, causes, "step", seconds_text))
+
+
+def _timeline(plan: Plan) -> str:
+    picture, left_out = timeline_svg(plan.timeline)
+    after = plan.best.step_seconds - plan.timeline.makespan
+    follows = f"Gradient reduction and the optimizer take the last {seconds_text(after)} of the step."
+    more = f"{left_out} {follows if after > 0 else ''}".strip()
+    below = f"<p class='soft'>{escape(more)}</p>" if more else ""
+    return section("The step of the best plan", f"<div class='scroll timeline'>{picture}</div>{below}")
+
+
+def _memory(plan: Plan) -> str:
+    ranks = plan.best.memory
+    kinds = [kind for kind in MemoryKind if any(held.get(kind) for held in ranks)]
+    bars = [Bar(f"rank {rank}", {k: held[k] for k in kinds if k in held}) for rank, held in enumerate(ranks)]
+    chart = bar_chart(bars, "peak memory of a device", bytes_text, plan.best.memory_limit, "limit")
+    return section("Memory of the best plan's ranks", chart + _numbers_table(bars, kinds, "total", bytes_text))
+
+
+def _numbers_table(bars: Sequence[Bar], parts: Sequence[str], total: str, text: NumberText) -> str:
+    """Returns the table behind a chart."""
+    rows = [(bar.name, *(text(bar.parts.get(part, 0.0)) for part in parts), text(bar.total)) for bar in bars]
+    return details("All numbers", table(["", *parts, total], rows))
+
+
+def _reasons(plan: Plan) -> str:
+    if not plan.alternatives:
+        return section("Why it is the best", "<p>There was no other choice.</p>")
+    intro = "<p class='soft'>The best plan found with another value of one choice, and how much longer it takes.</p>"
+    return section("Why it is the best", intro + html_list(reasons(plan)))
+
+
+def _cuts(plan: Plan) -> str:
+    best = plan.best
+    stages = enumerate(zip(best.placement, best.partition, strict=True))
+    rows = [(f"stage {stage}", f"rank {rank}", f"{layers:g}") for stage, (rank, layers) in stages]
+    layers = details(f"Layers of {len(rows)} stages", table(["", "on", "layers"], rows))
+    sequences = plural(best.configuration.microbatch_size, "sequence")
+    batch = f"{plural(best.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
+    texts = [f"{batch}.", *cut_lines(best)]
+    return section("Stages, slices and microbatches", "".join(f"<p>{escape(text)}</p>" for text in texts) + layers)
+
+
+def _notes(plan: Plan) -> str:
+    return section("What the numbers are based on", html_list([*plan.notes, f"The planner {search_text(plan)}."]))

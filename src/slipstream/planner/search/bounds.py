@@ -1,0 +1,293 @@
+"""Lower bounds of a configuration's step time and memory, which no simulation beats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.array_types import Flags, Floats, Ints
+from slipstream.cost import CostSource, StageCosts, StageParts
+from slipstream.planner.plans import Configuration
+from slipstream.schedule import (
+    NARROWEST_WINDOW,
+    Op,
+    Schedule,
+    add_offload,
+    add_recompute,
+    freeze_stages,
+    make_schedule,
+    split_backwards,
+)
+from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
+from slipstream.simulator.memory_arrays import row_peaks
+
+_KEPT = 32  # schedules; a large one takes 30 MB
+
+
+class ScheduleShape(NamedTuple):
+    """The arguments of `slipstream.make_schedule`, and how many stages have no backwards."""
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    num_slices: int
+    stages_per_rank: int
+    num_frozen: int = 0  # the first stages, of which nothing is trained
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """The ranks, microbatches, slices and stages per rank."""
+        return self.num_ranks, self.num_microbatches, self.num_slices, self.stages_per_rank
+
+
+@lru_cache(maxsize=_KEPT)
+def cached_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+    """Returns a schedule of compute actions, R, OFFLOAD and RELOAD.
+
+    Its backwards are split where they send their result to another rank; frozen stages have none.
+    """
+    if offload:
+        return with_savings(cached_schedule(shape, recompute).schedule, offload=offload)
+    if recompute:
+        return with_savings(cached_schedule(shape).schedule, recompute)
+    schedule = split_backwards(make_schedule(shape.name, *shape.counts))
+    return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
+
+
+def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+    """Returns a schedule of compute actions with R, and with OFFLOAD and RELOAD for a share of the slices."""
+    schedule = add_recompute(schedule) if recompute else schedule
+    return ActionArrays.of(add_offload(schedule, offload) if offload else schedule)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPartition:
+    """The parts of each stage, the rank that holds it, and what stages cost."""
+
+    costs: StageCosts
+    placement: tuple[int, ...]
+    bounds: tuple[int, ...]  # the first part of each stage, and the number of parts
+
+    @cached_property
+    def stages(self) -> list[StageParts]:
+        return StageParts.of_units(self.bounds)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The first stage on each rank."""
+        return [self.placement.index(rank) for rank in range(self.num_ranks)]
+
+    @cached_property
+    def trains(self) -> Flags:
+        """Marks the stages that have backwards."""
+        return np.array([self.costs.has_backward(stage) for stage in self.stages])
+
+    @cached_property
+    def num_frozen(self) -> int:
+        """The number of first stages that have none."""
+        return int(np.argmax(self.trains))
+
+    @cached_property
+    def sends_back(self) -> Flags:
+        """Marks the stages that send their input gradient to another rank."""
+        return np.array([False, *(a != b for a, b in pairwise(self.placement))])
+
+    def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
+        """Returns the value of each stage."""
+        return np.array([value(stage) for stage in self.stages])
+
+    def per_rank(self, values: Sequence[float] | Floats) -> Floats:
+        """Returns the sum over the stages of each rank."""
+        return np.bincount(self.placement, values, self.num_ranks).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """The parameters of each stage, how many of them are trained, and the bytes of one microbatch's keys and values and
+    of what its F keep."""
+
+    parameters: Floats
+    trained: Floats
+    context: Floats
+    kept: dict[str, Floats]  # by kind of recomputation
+    largest: Floats  # without recomputation, of each rank's largest stage
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The seconds of each (stage, slice)."""
+
+    compute: dict[Op, Floats]  # of F, B, I and W; B in one may differ from the sum of its two halves
+    replay: dict[str, Floats]  # by kind of recomputation
+    reduce: dict[Op, Floats]  # the part of F and of I that is all-reduces between tensor-parallel ranks
+    slices: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ConfigurationGroup:
+    """The bounds of configurations that differ only in how they save memory.
+
+    That no simulation beats the bounds is tested (`test_no_simulation_beats_a_bound`).
+    """
+
+    cut: PlacedPartition
+    times: StageTimes
+    sizes: StageSizes
+    source: CostSource
+    num_microbatches: int
+    splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
+
+    def least_seconds(self, configuration: Configuration, tail: Floats) -> float:
+        """Returns a lower bound of the step, where each rank's last action is followed by `tail` seconds.
+
+        It is the longest of the ranks' times: what precedes their first stage's first forward, their work, what follows
+        their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where a
+        backward is split, what follows overlaps with late weight gradients: the larger counts.
+        """
+        ends = float((self._last_action_ends[configuration.recompute] + tail).max())
+        return max(ends, self._copy_seconds(configuration))
+
+    @cached_property
+    def _last_action_ends(self) -> dict[str, Floats]:
+        """The earliest end of each rank's last action, by kind of recomputation."""
+        times, cut = self.times, self.cut
+        forward, inputs = times.compute[Op.F], times.compute[Op.I]
+        split = (self.splits_all | cut.sends_back)[:, None]
+        whole = np.where(split, inputs + times.compute[Op.W], times.compute[Op.B])
+        back = np.where(split, inputs, times.compute[Op.B])
+        before, after = _sums_before(forward[:, 0]), _sums_before(back[:, 0])
+        ends = {}
+        for recompute, seconds in times.replay.items():
+            replay = seconds.copy()
+            replay[-1, -1] = 0  # not recomputed where its backward directly follows its forward
+            critical, everything = (
+                cut.per_rank((forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
+            )
+            ends[recompute] = before[cut.firsts] + np.maximum(critical + after[cut.firsts], everything)
+        return ends
+
+    def _copy_seconds(self, configuration: Configuration) -> float:
+        """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
+        c, host, slices = configuration, self.source.host, self.times.slices
+        if not c.offload or host is None:
+            return 0.0
+        sent = c.offload * self.num_microbatches * self.cut.per_rank(self.sizes.kept[c.recompute]).min()
+        return float(sent * sum(sorted(slices)[:-2]) / sum(slices) / host.bandwidth)
+
+    def least_bytes(self, configuration: Configuration) -> float:
+        """Returns a lower bound of the fullest rank's bytes: its state and one microbatch.
+
+        Between its forwards and its backwards every rank holds a microbatch whole, on the device or on its host. For
+        the first microbatch there are no gradients yet.
+        """
+        sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
+        per_trained = state.gradients if self.num_microbatches > 1 else 0
+        per_trained += state.optimizer / configuration.optimizer_shards
+        # a backward has all of its slice's activations, whatever was dropped or offloaded before
+        slices = self.times.slices
+        activations = sizes.largest * max(slices) / sum(slices)
+        if not configuration.offload:
+            activations = np.maximum(activations, per_rank(sizes.kept[configuration.recompute]))
+        context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
+        kept = state.weights * per_rank(sizes.parameters) + per_trained * per_rank(sizes.trained)
+        return float((kept + context + activations).max())
+
+
+def _sums_before(seconds: Floats) -> Floats:
+    """Returns the sum of all entries before each."""
+    return np.concatenate([[0.0], np.cumsum(seconds)[:-1]])
+
+
+_F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
+_OFFLOAD = OPS.index(Op.OFFLOAD)
+_NOT_AWAY = 4  # slices of a rank that may be on the device
+
+
+@dataclass(frozen=True)
+class MarkedActions:
+    """The actions of a schedule as arrays; rank r's are `firsts[r]` up to `firsts[r + 1]`."""
+
+    firsts: Ints
+    op: Ints
+    stage: Ints
+    slice: Ints
+    opens: Flags  # the first forward of a microbatch on the stage
+    closes: Flags  # the last B or I of one, or the last F of a stage without backwards
+    reduces: Flags  # the first B or W of the stage
+
+
+@lru_cache(maxsize=256)
+def marked_actions(shape: ScheduleShape) -> MarkedActions:
+    """Returns the actions of a named schedule, without the schedule itself, which takes more memory."""
+    arrays = cached_schedule(shape)
+    op, stage, (opens, _, closes) = arrays.op, arrays.stage, arrays.context_marks
+    reduces = first_of(stage, (op == _B) | (op == _W))
+    return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, reduces)
+
+
+def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
+    """Returns a lower bound of each rank's message buffers (see `slipstream.simulator.buffers.pool_bytes`).
+
+    What a forward received stays until its slice's backward is done, unless it is offloaded or no backward comes; and
+    the last few sends of a channel may still be on their way.
+    """
+    awaits, channel, num_channels = arrays.messages
+    received = (arrays.op == _F) & awaits & (arrays.stage >= arrays.schedule.num_frozen_stages)
+    done = (arrays.op == _B) | (arrays.op == _W)
+    key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
+    stays = np.zeros(key.max(axis=0) + 1, bool)
+    stays[tuple(key[received].T)] = True
+    stays[tuple(key[arrays.op == _OFFLOAD].T)] = False
+    changes = (stays[tuple(key.T)] & received).astype(int) - (stays[tuple(key.T)] & done)
+    most = []
+    for first, end in pairwise(arrays.firsts):
+        sent = np.arange(num_channels)[:, None] == channel[first:end]
+        on_their_way = np.minimum(np.cumsum(sent, axis=1), NARROWEST_WINDOW).sum(axis=0)
+        most.append((np.cumsum(changes[first:end]) + on_their_way).max())
+    return np.array(most) * min(message_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """The bytes of activations, keys, values and gradients of a configuration's stages."""
+
+    whole: Floats  # (stage, slice): all activations of F
+    kept: Floats  # (stage, slice): what is kept of them where the slice is recomputed
+    context: Floats  # per stage, of one microbatch
+    gradients: Floats  # per stage
+    offloads: bool  # whether activations may be on the host until their backward; what I keeps for W never is
+
+    def peaks(self, shape: ScheduleShape) -> Floats:
+        """Returns a lower bound of each rank's bytes at its peak."""
+        actions = marked_actions(shape)
+        op, stage = actions.op, actions.stage
+        whole, kept = self.whole[stage, actions.slice], self.kept[stage, actions.slice]
+        backward, last = (op == _B) | (op == _I), (op == _B) | (op == _W)
+        if self.offloads:
+            before, after = np.where(op == _I, whole, 0), np.where(op == _W, whole, 0)
+            during = np.where(op == _B, whole, 0)
+        else:
+            before, after = np.where(op == _F, kept, 0), np.where(last, kept, 0)
+            during = np.where(backward, whole - kept, 0)
+        before = before + actions.opens * self.context[stage]
+        # gradients exist once the backward that makes them has freed its activations
+        after = after + actions.closes * self.context[stage] - actions.reduces * self.gradients[stage]
+        return row_peaks(actions.firsts, before, during, after)
+
+    def away(self, shape: ScheduleShape) -> float:
+        """Returns a lower bound of the most bytes on one rank's host.
+
+        All slices between forward and backward are there but a few, which are needed soon or whose backward follows too
+        soon.
+        """
+        kept = MemoryBound(self.kept, self.kept, 0 * self.context, 0 * self.gradients, offloads=False)
+        return float(kept.peaks(shape).max() - _NOT_AWAY * self.kept.max())

@@ -1,0 +1,15 @@
+"""Measures what the parts of a model cost on the present hardware, and counts their operations."""
+
+from slipstream.profile.cost_cache import find_costs, newest_costs
+from slipstream.profile.counting import count_model
+from slipstream.profile.layer_kinds import why_layers_stay_whole
+from slipstream.profile.measurement_run import FIT_TOLERANCE
+from slipstream.profile.profile_run import (
+    ProfileSettings,
+    identify_hardware,
+    identify_model,
+    profile_model,
+    versions,
+    without_origin,
+)
+from slipstream.profile.stage_bench import MemoryMeter, memory_meter

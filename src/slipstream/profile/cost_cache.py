@@ -1,0 +1,188 @@
+"""Profiles that runs have measured, kept so that a second start of the same model on the same hardware measures none.
+
+They lie in `$XDG_CACHE_HOME/slipstream/costs`, by default in `~/.cache/slipstream/costs`, a file for each model, dtype,
+hardware, number of processes, degree of tensor parallelism and settings. Deleting them is safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.cost import Profile, load_profile
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import Ranks
+from slipstream.profile.link_measurement import measure_link
+from slipstream.profile.profile_run import ProfileSettings, identify_hardware, identify_model, profile_model, versions
+
+_ATTEMPTS = 2
+
+
+def cache_folder() -> Path:
+    """Returns the folder of the kept profiles, which need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "costs"
+
+
+@dataclass(frozen=True)
+class CostCache:
+    """The kept profile of one model with these settings on this hardware."""
+
+    config: PretrainedConfig
+    settings: ProfileSettings
+    device: torch.device
+    num_processes: int
+    tensor_ranks: int = 1  # that share every layer
+
+    @property
+    def path(self) -> Path:
+        """The file of the profile."""
+        hardware = identify_hardware(self.device, self.num_processes)
+        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings), self.tensor_ranks]
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return cache_folder() / f"{self.config.model_type}-{digest[:16]}.json"
+
+    def find(self, say: Callable[[str], None]) -> Profile | None:
+        """Returns the profile; None, after saying why, where it is unreadable or was measured with other versions."""
+        if not self.path.exists():
+            return None
+        try:
+            profile = load_profile(self.path)
+        except SlipstreamError as error:
+            say(f"costs are measured again: {error}")
+            return None
+        here = versions()
+        changed = [f"{name} {old}" for name, old in profile.versions.items() if here.get(name) != old]
+        if changed:
+            say(f"costs are measured again: those in {self.path} are from {', '.join(changed)}")
+            return None
+        if not profile.has_action_bytes:
+            say(f"costs are measured again: those in {self.path} lack the bytes of actions")
+            return None
+        if profile.link is not None and not profile.link.handling:
+            say(f"costs are measured again: those in {self.path} lack the time that messages take from ranks")
+            return None
+        return profile
+
+    def keep(self, profile: Profile, say: Callable[[str], None]) -> None:
+        """Writes the profile under another name and renames it, so that no other run reads half a file."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(f".{os.getpid()}")
+            profile.save(part)
+            part.replace(self.path)
+        except OSError as error:
+            say(f"the measured costs can't be kept in {self.path.parent}: {error.strerror}")
+
+
+def find_costs(
+    config: PretrainedConfig,
+    settings: ProfileSettings,
+    device: torch.device,
+    ranks: Ranks,
+    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> Profile:
+    """Returns the kept profile, or measures one on all ranks at the same time and keeps it. Collective.
+
+    `say` gets a line, on the leader, where something is measured again: a profile of other versions, or one during
+    which another program used the cores. A profile that was disturbed twice is used but not kept. `on_progress` is
+    called, on the leader, with the share of the settings' budget that is spent.
+    """
+    # all of them measure at the same time
+    cache = CostCache(config, settings, device, ranks.world.size, ranks.tensor.size)
+    found: Profile | None = ranks.decided(lambda: cache.find(say))
+    if found is not None:
+        return found
+    tell = on_progress if ranks.leads else lambda share: None
+    profiles: list[Profile] = []
+    for attempt in range(_ATTEMPTS):
+        link = measure_link(device, ranks, settings.sequence_parallel)
+        profiles.append(_leaders(profile_model(config, settings, device, link, tell, ranks), ranks))
+        if not profiles[-1].is_disturbed:
+            break
+        if ranks.leads:
+            last = attempt == _ATTEMPTS - 1
+            next_step = "the costs are used, but not kept" if last else "measuring again"
+            say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
+    best = min(profiles, key=lambda profile: profile.disturbed)
+    if ranks.leads and not best.is_disturbed:
+        cache.keep(best, say)
+    return best
+
+
+def _leaders(mine: Profile, ranks: Ranks) -> Profile:
+    """Returns the leader's profile, with the largest disturbance of any rank."""
+    disturbed = max(ranks.world.gather(mine.disturbed))
+    leader: Profile = ranks.follow(mine)
+    return replace(leader, disturbed=disturbed)
+
+
+def newest_costs(
+    config: PretrainedConfig,
+    seq_len: int,
+    dtype: str | None = None,
+    num_ranks: int | None = None,
+    tensor_parallel: Collection[int] | None = None,
+) -> Profile:
+    """Returns the newest kept profile of this model, measured here with the present software.
+
+    Those of ranks that shared tokens too, or layers otherwise than the model says, are passed over.
+
+    Args:
+        config: the model's config.
+        seq_len: tokens of a sequence; the profile has times of as many at least.
+        dtype: the profile's dtype. None: any.
+        num_ranks: how many ranks the pipelines had that measured at the same time. None: any number.
+        tensor_parallel: over how many ranks layers may have been spread. None: any number.
+
+    Raises:
+        SlipstreamError: where there is none: where it was looked for, and how to measure one.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, here = identify_model(config), identify_hardware(device)
+
+    def suits(profile: Profile) -> bool:
+        there = profile.hardware
+        same_machine = (there.device, there.cpu, there.cores) == (here.device, here.cpu, here.cores)
+        same_software = profile.versions == versions()
+        return (
+            profile.model == model
+            and same_machine
+            and same_software
+            and profile.seq_len >= seq_len
+            and dtype in (None, profile.dtype)
+            and num_ranks in (None, there.processes // profile.tensor_parallel)
+            and (tensor_parallel is None or profile.tensor_parallel in tensor_parallel)
+            and not (profile.sequence_parallel or profile.tensor_plan)
+        )
+
+    files = sorted(cache_folder().glob(f"{config.model_type}-*.json"), key=lambda path: -path.stat().st_mtime)
+    for path in files:
+        try:
+            profile = load_profile(path)
+        except SlipstreamError:  # of another version
+            continue
+        if suits(profile):
+            return profile
+    wanted = (1,) if tensor_parallel is None else tensor_parallel
+    raise SlipstreamError(
+        f"no cluster is given, and {cache_folder()} has no costs of this model in sequences of {seq_len} tokens that "
+        f"were measured on this machine with the installed versions. {_how_to_measure(seq_len, num_ranks, wanted)}, or "
+        "name a cluster such as h100-dgx."
+    )
+
+
+def _how_to_measure(seq_len: int, num_ranks: int | None, tensor_parallel: Collection[int]) -> str:
+    shared = "" if 1 in tensor_parallel else f"--tp={min(tensor_parallel)} "
+    return (
+        f"Measure them with `slipstream profile MODEL --seq-len={seq_len} --ranks={num_ranks or 2} {shared}"
+        "--output=profile.json` and plan with profile.json"
+    )

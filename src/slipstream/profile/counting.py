@@ -1,0 +1,505 @@
+"""Counts what a model computes, moves and saves, by running its code on meta tensors, without memory or hardware.
+
+Each part (a layer of every kind, the embedding, the head with the loss) runs forward and backward at two lengths; the
+difference is the cost of a token, the rest the cost of a slice of any length. Attention's scores are left out of that
+and described instead by heads, widths and the mask's window, as their number depends on what came before the slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+
+from slipstream.attention import ContextStore
+from slipstream.cost import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount, find_windows
+from slipstream.errors import SlipstreamError
+from slipstream.model import (
+    LayerHalf,
+    LayerPart,
+    ModelAnatomy,
+    SavedStorages,
+    causal_cross_entropy,
+    copy_with_shared_weights,
+    keep_half,
+    meta_model,
+)
+from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
+from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states, with_hidden_states
+from slipstream.model.hooks.length_dependent_rope import keep_frequencies
+from slipstream.model.hooks.masks import MaskTables
+from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
+from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward
+from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, trained_parts
+from slipstream.schedule import Op
+
+_LENGTHS = (256, 512)  # tokens of the two counts
+
+
+def count_model(
+    config: PretrainedConfig,
+    seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    trained: TrainedWeights = ALL_WEIGHTS,
+) -> ModelCount:
+    """Returns the operations of a causal LM with this configuration. Not collective; takes seconds and little memory.
+
+    Args:
+        config: the model's configuration.
+        seq_len: the length of a sequence in tokens, up to which attention windows are looked for.
+        dtype: the dtype of parameters and activations.
+        trained: what of it is trained. Layers below the lowest trained one have forwards alone, frozen ones above the
+            input gradient alone; what an adapter computes is counted too.
+
+    Raises:
+        SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its code or its
+            adapter's can't be run without weights.
+    """
+    try:
+        return _counted(config, seq_len, dtype, trained)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # of the model's code on the meta device, or of PEFT's
+        if trained.adapter is None:
+            problem = f"its code doesn't run without values ({type(error).__name__}: {error})"
+            raise SlipstreamError(uncountable(config, problem)) from error
+        raise SlipstreamError(f"an adapter by {trained.adapter.method} can't be counted: {error}") from error
+
+
+def _counted(config: PretrainedConfig, seq_len: int, dtype: torch.dtype, trained: TrainedWeights) -> ModelCount:
+    anatomy = anatomy_with_halves(config)
+    model = counting_model(config, dtype, trained)
+    places = _Places(trained_parts(model, anatomy), 2 if anatomy.halves else 1)
+    structures, names = find_layer_kinds(config, anatomy, model)
+    placed = [(kind, places.of_layer(layer)) for layer, kind in enumerate(structures)]
+    distinct = list(dict.fromkeys(placed))
+    calls = [record_calls(model, anatomy, length, seq_len) for length in _LENGTHS]
+    width, last = config.get_text_config().hidden_size, len(places.trained) - 1
+    layers = {f"{anatomy.layers}.{placed.index(each)}": each for each in distinct}
+    counted = [
+        _count_part(model, names[kind], (layer,), calls, width, gets[0]) for layer, (kind, gets) in layers.items()
+    ]
+    halves = zip(counted, layers.items(), strict=True) if anatomy.halves else ()
+    return ModelCount(
+        kinds=tuple(map(distinct.index, placed)),
+        layers=tuple(counted),
+        embedding=_count_part(model, "embedding", anatomy.before, calls, width, places.gets_gradient(0)),
+        head=_count_part(model, "head", anatomy.after, calls, width, places.gets_gradient(last)),
+        hidden_size=width,
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_bytes=dtype.itemsize,
+        tied=bool(anatomy.tied),
+        halves=tuple(
+            _count_halves(part, model, layer, anatomy.halves, calls, width, gets) for part, (layer, (_, gets)) in halves
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the parts of a model are, above or below the lowest trained one."""
+
+    trained: list[bool]  # of each part whether it has a trained parameter
+    units_per_layer: int
+
+    def gets_gradient(self, part: int) -> bool:
+        """Returns whether the input of a part has a gradient; the embedding, which has none, counts as if it had."""
+        return any(self.trained[:part]) if part else self.trained[0]
+
+    def of_layer(self, layer: int) -> tuple[bool, ...]:
+        """Returns whether the inputs of a layer's units have gradients."""
+        first = 1 + layer * self.units_per_layer
+        return tuple(map(self.gets_gradient, range(first, first + self.units_per_layer)))
+
+
+def _count_part(
+    model: PreTrainedModel,
+    name: str,
+    modules: Sequence[str],
+    recorded: Sequence[ModelCalls],
+    width: int,
+    gets_gradient: bool,
+    cut: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> PartCount:
+    """Returns the counts of a part, whose modules, once cut, run one after the other at both lengths."""
+    short, long = (_PartRun(model, modules, calls, width, name == "head", gets_gradient, cut) for calls in recorded)
+    num_tokens = long.own.length - short.own.length
+
+    def line(op: Op, key: str) -> Amount:
+        less, more = vars(short.ops[op])[key], vars(long.ops[op])[key]
+        per_token = (more - less) / num_tokens
+        return Amount(max(0.0, less - per_token * short.own.length), per_token)
+
+    ops = {}
+    for op, tally in long.ops.items():
+        amounts = line(op, "flops"), line(op, "matmul_bytes"), line(op, "wide_bytes"), line(op, "other_bytes")
+        ops[op] = OpCount(*amounts, tally.num_matmuls, tally.num_kernels)
+    itemsize = long.parameters[0].dtype.itemsize
+    calls = long.own.attentions
+    attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)  # its output and log-sum-exp
+    return PartCount(
+        name=name,
+        num_parameters=sum(p.numel() for p in long.parameters),
+        ops=ops,
+        attentions=tuple(calls),
+        activation_bytes=(long.saved_bytes - short.saved_bytes) / num_tokens,
+        context_bytes=sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in calls) * itemsize,
+        product_bytes=line(Op.F, "product_bytes").per_token + attended,
+        state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
+        num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad),
+        has_backward=long.has_backward,
+    )
+
+
+def _count_halves(
+    whole: PartCount,
+    model: PreTrainedModel,
+    layer: str,
+    parts: Sequence[LayerPart],
+    recorded: Sequence[ModelCalls],
+    width: int,
+    gets: Sequence[bool],
+) -> tuple[PartCount, PartCount]:
+    """Returns the counts of a layer's halves, which add up to those of the whole layer.
+
+    A half that runs alone also adds the -0.0 that stands in for the other one. Both do, so it cancels in
+    (half + whole - other half) / 2.
+    """
+
+    def cut_to(half: LayerHalf, module: nn.Module) -> nn.Module:
+        copied = copy_with_shared_weights(module)
+        keep_half(copied, parts, half)
+        return copied
+
+    attention, other = (
+        _count_part(model, f"{whole.name}, {half.value} half", (layer,), recorded, width, own, partial(cut_to, half))
+        for half, own in zip(LayerHalf, gets, strict=True)
+    )
+    alone = attention.mixed(other, whole, lambda own, others, both: (own + both - others) / 2)
+    rest = other.mixed(alone, whole, lambda _, others, both: both - others)
+    return replace(alone, attentions=whole.attentions, is_half=True), replace(rest, attentions=(), is_half=True)
+
+
+class _PartRun:
+    """A part's F, I and W at one length, alone, on meta tensors.
+
+    W is what a backward to the weights and the input does beyond one to the input. Where the input of the lowest
+    trained part has no gradient, I is what remains of the backward that runs.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        modules: Sequence[str],
+        calls: ModelCalls,
+        width: int,
+        loss: bool,
+        gets_gradient: bool,
+        cut: Callable[[nn.Module], nn.Module],
+    ) -> None:
+        names = [name for name in calls.arguments if name in modules]  # in the order of their calls
+        self._modules = [(cut(model.get_submodule(name)), *calls.arguments[name]) for name in names]
+        self._width, self._loss = width, loss
+        self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
+        # rotary tables and the like, which all layers share
+        self._shared = [t for _, *arguments in self._modules for t in _tensors(arguments)[1:]]
+        self.own = ModelCalls(calls.length, calls.seq_len)
+        self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.has_backward = gets_gradient or bool(self._trained)
+        forward, inputs = self._pass(weights=False)
+        _, backward = self._pass(weights=True)
+        weights = backward - inputs
+        if not gets_gradient:
+            _, backward = self._pass(weights=True, gets_gradient=False)
+            inputs = backward - weights
+        self.ops = {Op.F: forward, Op.I: inputs, Op.W: weights if self._trained else OperationTally()}
+
+    def _pass(self, weights: bool, gets_gradient: bool = True) -> tuple[OperationTally, OperationTally]:
+        """Returns the tallies of the forward and the backward."""
+        self.own.attentions.clear()
+        self._gets_gradient = gets_gradient
+        for parameter in self._trained:
+            parameter.requires_grad_(weights)
+            parameter.grad = torch.zeros_like(parameter) if weights else None
+        saved = SavedStorages([*self.parameters, *self._shared])
+        with (
+            recording(self.own),
+            counted_operations(self._width) as forward,
+            saved_tensors_hooks(saved.pack, lambda tensor: tensor),
+            META,
+        ):
+            output, source = self._forward()
+        if not output.requires_grad:
+            self.saved_bytes = 0
+            return forward, OperationTally()
+        saved.pack(source)
+        self.saved_bytes = saved.num_bytes
+        with counted_operations(self._width) as backward, META:
+            output.backward(torch.empty_like(output))  # type: ignore[no-untyped-call]
+        return forward, backward
+
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        """Returns the part's output and its first input."""
+        results: list[Tensor] = []
+        source = None
+        for module, args, kwargs in self._modules:
+            args, kwargs = _fresh(args, self._gets_gradient), _fresh(kwargs, self._gets_gradient)
+            if self._loss and results:  # the head reads the norm's output
+                args, kwargs = with_hidden_states(args, kwargs, results[-1])
+            source = hidden_states(args, kwargs) if source is None else source
+            results.append(first_output(module(*args, **kwargs)))
+        assert source is not None
+        if self._loss:
+            targets = torch.zeros(results[-1].shape[:-1], dtype=torch.long)
+            return causal_cross_entropy(results[-1], targets)[0], source
+        return results[0] if len(results) == 1 else sum(results[1:], results[0]), source
+
+
+def _fresh(value: Any, gets_gradient: bool) -> Any:
+    """Returns the arguments as leaves, which get a gradient where they can."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(gets_gradient and value.is_floating_point() and value.dim() == 3)
+    if isinstance(value, tuple):
+        fresh = [_fresh(item, gets_gradient) for item in value]
+        return tuple(
+            item.detach() if isinstance(item, Tensor) and len(value) == 2 else new
+            for item, new in zip(value, fresh, strict=True)
+        )
+    return {key: _fresh(item, gets_gradient) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+
+
+NAME = "slipstream-count"
+_ATTENDS_ITSELF = "it doesn't attend through transformers' AttentionInterface"
+META = torch.device("meta")
+
+
+@dataclass
+class ModelCalls:
+    """The arguments of every part of a model in one forward of `length` tokens, and the attention calls."""
+
+    length: int
+    seq_len: int
+    arguments: dict[str, Arguments] = field(default_factory=dict)
+    attentions: list[AttentionCall] = field(default_factory=list)
+    state_bytes: Counter[str] = field(default_factory=Counter)  # by layer: what a slice of one row leaves to the next
+
+
+_current: list[ModelCalls] = []  # the innermost recording is the last
+
+
+@contextmanager
+def recording(calls: ModelCalls) -> Iterator[None]:
+    """Adds the attention calls that are made within it to `calls`."""
+    _current.append(calls)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def counting_model(config: PretrainedConfig, dtype: torch.dtype, trained: TrainedWeights) -> PreTrainedModel:
+    """Returns the model on the meta device, with its adapter, and with attention that `record_calls` sees."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    model = trained.apply(meta_model(config, dtype, attn_implementation=NAME))
+    keep_frequencies(model)
+    return model.train()
+
+
+def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq_len: int) -> ModelCalls:
+    """Runs the whole model once, without computing anything.
+
+    Raises SlipstreamError where it neither attends through transformers' AttentionInterface nor carries states instead.
+    """
+    calls = ModelCalls(length, seq_len)
+    names = [name for name, _ in model.get_submodule(anatomy.layers).named_children()]
+    parts = [*anatomy.before, *(f"{anatomy.layers}.{name}" for name in names), *anatomy.after]
+
+    def record(part: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.arguments[part] = args, kwargs
+
+    zeros = torch.zeros(1, length, dtype=torch.long, device=META)
+    # without a mask transformers would look for packed documents in positions, which have no values
+    ones = torch.ones(1, length, dtype=torch.long, device="cpu")
+    try:
+        with recording(ModelCalls(length, seq_len)), counted_operations(0):
+            states = _states_left(model, zeros, ones)
+        with ExitStack() as hooks, recording(calls), torch.no_grad(), counted_operations(0), META:
+            for part in parts:
+                module = model.get_submodule(part)
+                hooks.enter_context(module.register_forward_pre_hook(partial(record, part), with_kwargs=True))
+            model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
+    except Exception as error:  # of attention that takes a mask apart, which here has no values
+        if anatomy.attends_itself:
+            raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF)) from error
+        raise
+    if not calls.attentions and not states:
+        raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF))
+    for call, state in states.items():
+        calls.state_bytes[f"{anatomy.layers}.{names[call.layer]}"] += state.nbytes
+    return calls
+
+
+def uncountable(config: PretrainedConfig, problem: str) -> str:
+    """Returns what an error says of a model whose operations can't be counted."""
+    return (
+        f"what a model of model_type {config.model_type!r} computes can't be counted, as {problem}: profile it instead "
+        "with `slipstream profile`."
+    )
+
+
+def _states_left(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> dict[CarriedState, Tensor]:
+    """Returns the states that a slice of these tokens leaves to the next one; none where slices can't carry them."""
+    tokens = TokenSlice(ids, ids, None, start=0, length=ids.shape[1], max_position=ids.shape[1] - 1)
+    context = SliceContext(tokens, ContextStore(ids.shape[1]), MaskTables(META))
+    cache = {cache_name(model): SliceCache(context)}
+    with torch.no_grad(), META, active_forward(context), suppress(SlipstreamError):
+        model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False, **cache)
+    return {call: state for call, state in context.states.items() if isinstance(call, CarriedState)}
+
+
+def _mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> AttentionWindow:
+    """Returns a mask's window, found from the first keys that a few queries see; every layer is given it."""
+    with torch.device("cpu"), _MetaAsZeros():  # type: ignore[no-untyped-call]
+        (window,) = find_windows(lambda query: [_first_key(mask_function, query)], _current[-1].seq_len)
+    return window
+
+
+def _first_key(mask_function: Callable[..., Tensor], query: int) -> int:
+    zero, keys = torch.tensor(0), torch.arange(query + 1)
+    return int(torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(query + 1).int().argmax())
+
+
+class _MetaAsZeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces meta tensors in a mask function, which hold the padding on the left of each row, by zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, _without_meta, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _without_meta(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Records the call and returns a (b, T, heads, value width) tensor without computing it."""
+    window = attention_mask if isinstance(attention_mask, AttentionWindow) else AttentionWindow()
+    shapes = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
+    has_gradient = any(each.requires_grad for each in (query, key, value))
+    _current[-1].attentions.append(AttentionCall(*shapes, window, has_gradient))
+    output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.transpose(1, 2), None
+
+
+class _Attention(torch.autograd.Function):
+    """Saves what sliced attention saves: the query, the output and the log-sum-exp; K and V are in the store."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as sliced attention stores it
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, output, logsumexp)
+        ctx.shapes = [key.shape, value.shape]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, *_ = ctx.saved_tensors
+        return (torch.empty_like(query), *(query.new_empty(shape) for shape in ctx.shapes))
+
+
+_aten = torch.ops.aten
+_NO_KERNELS = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
+_NO_KERNELS |= {_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias}
+_GATHERS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
+
+
+@dataclass
+class OperationTally:
+    """Totals of one op at one length."""
+
+    flops: float = 0
+    matmul_bytes: float = 0
+    product_bytes: float = 0  # outputs of matrix products
+    wide_bytes: float = 0
+    other_bytes: float = 0
+    num_matmuls: int = 0
+    num_kernels: int = 0
+
+    def __sub__(self, other: OperationTally) -> OperationTally:
+        return OperationTally(*(max(0, vars(self)[key] - vars(other)[key]) for key in vars(self)))
+
+
+@contextmanager
+def counted_operations(width: int) -> Iterator[OperationTally]:
+    """Returns a tally that is complete when the block ends; tensors whose last dim is `width` count as wide."""
+    tally = OperationTally()
+    flops = FlopCounterMode(display=False, custom_mapping={_aten._grouped_mm: _grouped_flops})
+    with _Traffic(tally, width), flops:
+        yield tally
+    tally.flops = flops.get_total_flops()
+
+
+class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the bytes that each kernel reads and writes; views and allocations are no kernels."""
+
+    def __init__(self, tally: OperationTally, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tally, self._width = tally, width
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        grouped = func._overloadpacket is _aten._grouped_mm
+        result = _grouped_product(*args, **(kwargs or {})) if grouped else func(*args, **(kwargs or {}))
+        if func.is_view or func._overloadpacket in _NO_KERNELS:
+            return result
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
+        if func._overloadpacket in _GATHERS:  # reads as much as it writes, not its whole input
+            tensors = [result, result]
+        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+        tally = self._tally
+        tally.num_kernels += 1
+        if grouped or func._overloadpacket in flop_registry:
+            tally.num_matmuls += 1
+            tally.matmul_bytes += num_bytes
+            products = [each for each in tree_leaves(result) if isinstance(each, Tensor)]  # a convolution's gradients
+            tally.product_bytes += sum(each.numel() * each.element_size() for each in products)
+        elif any(each.dim() and each.shape[-1] == self._width for each in tensors):
+            tally.wide_bytes += num_bytes
+        else:
+            tally.other_bytes += num_bytes
+        return result
+
+
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns an empty result of a grouped product in any dtype, as PyTorch's meta function only takes bfloat16."""
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        return a.new_empty(offs.numel(), a.shape[0], b.shape[1])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
+
+
+def _grouped_flops(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Counts the flops of experts' products: (N,K) x (E,K,M) -> (N,M), one matrix per token, or the gradient of B."""
+    if len(a) == len(b) == 2:
+        return int(2 * a[0] * a[1] * b[1])
+    return int(2 * math.prod(out_shape) * a[-1])

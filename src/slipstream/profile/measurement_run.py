@@ -1,0 +1,443 @@
+"""Measures stages at the points of a grid, fits their times, and refines where the fit is off."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise, product, zip_longest
+from math import sqrt
+from typing import Any, TypeVar
+
+from slipstream.cost import (
+    OPS,
+    ActionBytes,
+    AttentionWindow,
+    MeasuredStage,
+    Measurement,
+    SlicePoint,
+    TimeFit,
+    fit_times,
+)
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import RankGroup, Ranks
+from slipstream.profile.stage_bench import StageBench
+from slipstream.schedule import Op
+
+_DENSE = 8  # the first multiples of the granularity are all in the grid
+_RATIO = 2**0.5  # between longer lengths; times between two of them are interpolated
+_SHORT_RATIO = 4  # the same where a few points are enough
+
+
+@dataclass
+class MeasurementGrid:
+    """The points (slice length, context) to measure: `fitted` make the fit, `held_out` judge it; the extremes come
+    first."""
+
+    fitted: list[SlicePoint]
+    held_out: list[SlicePoint] = field(default_factory=list)
+
+    @property
+    def points(self) -> list[SlicePoint]:
+        """All points, one held out after every three fitted."""
+        held_out = iter(self.held_out)
+        mixed: list[SlicePoint] = []
+        for number, point in enumerate(self.fitted, 1):
+            mixed.append(point)
+            mixed += [next(held_out, point)] if number % 3 == 0 else []
+        return list(dict.fromkeys([*mixed, *held_out]))
+
+    @property
+    def sized(self) -> list[int]:
+        """The slice lengths whose bytes are counted. In between these grow in proportion, or are below that."""
+        lengths = sorted({length for length, _ in self.fitted})
+        return lengths if self.held_out else sorted({*lengths[:2], lengths[-1]})
+
+    def refine(self, off: Sequence[SlicePoint], seq_len: int) -> list[SlicePoint]:
+        """Fits the points that were off, and holds out one near each instead. Returns the points to measure."""
+        again: dict[SlicePoint, None] = {}
+        for length, context in off:
+            again |= {(length, 0): None, (length, context): None}
+            nearby = (length, context // 2) if context > 1 else (max(1, length * 7 // 8), seq_len // 3)
+            nearby = (min(nearby[0], seq_len - nearby[1]), nearby[1])
+            if nearby not in self.points and nearby not in again:
+                self.held_out.append(nearby)
+                again[nearby] = None
+            for point in ((length, 0), (length, context)):
+                if point in self.held_out:
+                    self.held_out.remove(point)
+                if point not in self.fitted:
+                    self.fitted.append(point)
+        return list(again)
+
+
+def make_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
+    """Returns slice lengths, dense where slices are short, with contexts at about every eighth of the sequence.
+
+    All lengths but 1 are multiples of `granularity`, as far as the longest is. Points in between are held out.
+    """
+    lengths = _lengths(longest_slice, granularity)
+    contexts = (seq_len // 2, seq_len - longest_slice // 4, seq_len // 8, seq_len // 4, 3 * seq_len // 4)
+    table = [(length, 0) for length in lengths]
+    crossed = [(length, context) for context in contexts for length in lengths[1::2] if context > 0]
+    between = _between(lengths, granularity)
+    held_out = [(length, seq_len * part // 16) for length, part in zip(between, _scattered(len(between)), strict=True)]
+    held_out += [
+        (length, seq_len * (part + 5) // 32)
+        for length, part in zip(lengths[2::2], _scattered(len(lengths)), strict=False)
+    ]
+    pairs = zip_longest(_extremes_first(table), _extremes_first([p for p in crossed if sum(p) <= seq_len]))
+    fitted = dict.fromkeys(point for pair in pairs for point in pair if point is not None)
+    unseen = [p for p in dict.fromkeys(held_out) if p not in fitted and p[1] > 0 and sum(p) <= seq_len]
+    return MeasurementGrid(list(fitted), unseen)
+
+
+def make_short_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
+    """Returns a few points, all of them fitted: for a plan of this run, within seconds.
+
+    Lengths are 1, for what remains of a sequence after multiples of the granularity, and in steps of four from the
+    granularity to the longest: between them a slice's own scores are known to grow with the square, and all else in
+    proportion. All but the first and the longest are measured twice after a context too, an eighth of what the longest
+    takes: a context adds no more than four terms (`TimeFit`). Short ones come first, with and without a context: what
+    is left where the time runs out has both.
+    """
+    lengths = [min(granularity, longest_slice)]
+    while lengths[-1] < longest_slice:
+        lengths.append(min(_SHORT_RATIO * lengths[-1], longest_slice))
+    points = [(1, 0)]
+    for number, length in enumerate(lengths):
+        inner = length < longest_slice or len(lengths) == 1
+        contexts = (0, seq_len // 4 if number % 2 else seq_len // 2, seq_len - length) if inner else (0,)
+        points += [(length, context) for context in contexts if length + context <= seq_len]
+    return MeasurementGrid([*dict.fromkeys(points)])
+
+
+def _lengths(longest: int, granularity: int) -> list[int]:
+    """Returns 1, the first multiples of the granularity, then lengths in equal ratios up to the longest."""
+    lengths = [1, *range(granularity, _DENSE * granularity + 1, granularity)]
+    while lengths[-1] < longest:
+        lengths.append(max(round(lengths[-1] * _RATIO / granularity), 1) * granularity)
+    return sorted({min(length, longest) for length in lengths})
+
+
+def _between(lengths: Sequence[int], granularity: int) -> list[int]:
+    """Returns a length off the middle between any two neighbours that leave room for one."""
+    room = [(a, b) for a, b in pairwise(lengths) if a > 1 and b - a > granularity]
+    return [a + max(1, (b - a) * 2 // 5 // granularity) * granularity for a, b in room]
+
+
+def _scattered(count: int) -> list[int]:
+    """Returns numbers from 1 to 15 in an irregular order."""
+    return [(5 * k + 3) % 15 + 1 for k in range(count)]
+
+
+def _extremes_first(points: Sequence[SlicePoint]) -> list[SlicePoint]:
+    """Returns the last point, the first, and then the others from coarse to fine."""
+    order = sorted(range(len(points)), key=lambda k: -(k & -k) if k else 0)
+    ends = [len(points) - 1, 0] if points else []
+    return [points[k] for k in dict.fromkeys([*ends, *order])]
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MeasuringTeams:
+    """The teams of this rank's host. A team is one rank, or those that share every layer and measure in step.
+
+    Only teams of one host deal: another host may be faster. Where several have ranks, each host measures everything.
+    """
+
+    world: RankGroup
+    teams: tuple[tuple[int, ...], ...]  # ranks of the world
+    mine: int  # the number of this rank's team
+
+    @classmethod
+    def of(cls, ranks: Ranks, deals: bool = True) -> MeasuringTeams:
+        """Returns the teams of this rank's host; this rank's alone where nothing is to be dealt. Collective."""
+        shared = ranks.tensor.size > 1
+        team = tuple(map(ranks.world.global_ranks.index, ranks.tensor.global_ranks)) if shared else (ranks.world.rank,)
+        everyone = ranks.world.gather((team, socket.gethostname()))
+        hosts = [host for _, host in everyone]
+        here = {hosts[rank] for rank in team}
+        teams = tuple(dict.fromkeys(each for each, _ in everyone if {hosts[rank] for rank in each} == here))
+        if not deals:
+            return cls(ranks.world, ((ranks.world.rank,),), 0)
+        return cls(ranks.world, teams, teams.index(team))
+
+    def share(self, seconds: Mapping[Item, float], turn: int = 0, fills: bool = True) -> list[Item]:
+        """Returns what this rank's team measures.
+
+        Args:
+            seconds: about how long each item takes, equal on all ranks.
+            turn: the number of the round: from one to the next, items go to the next team.
+            fills: whether a team that would be done before others measures some of the items too, so that no core
+                rests while another one measures.
+        """
+        shares: list[list[Item]] = [[] for _ in self.teams]
+        load = [0.0] * len(shares)
+        for item in sorted(seconds, key=lambda item: -seconds[item]):
+            least = load.index(min(load))
+            shares[least].append(item)
+            load[least] += seconds[item]
+        own = (self.mine + turn) % len(shares)
+        if fills:
+            shares[own] += _filling(shares[own], seconds, max(load) - load[own])
+        return shares[own]
+
+    def gather(self, mine: Result) -> list[Result]:
+        """Returns what each team of this host has measured, as its first rank did. Collective."""
+        everyone: list[Any] = self.world.gather(mine)
+        return [everyone[team[0]] for team in self.teams]
+
+
+def _filling(has: list[Item], seconds: Mapping[Item, float], room: float) -> list[Item]:
+    """Returns items for which there is room, those first that a team doesn't have, and each of them at most once."""
+    added: list[Item] = []
+    for item in sorted(seconds, key=lambda item: (item in has, -seconds[item])):
+        if seconds[item] <= room:
+            added.append(item)
+            room -= seconds[item]
+    return added
+
+
+FIT_TOLERANCE = 0.02  # TeraPipe's mean relative error
+_FEWEST_SAMPLES = 2  # of a point, where they agree
+_LEAST_REPEATS = 3  # of points whose samples don't agree, however little time is left
+_NOTABLE = 0.1  # of a point's longest op: one of another op or stage that takes less may differ from sample to sample
+_STEADY = 0.05  # the relative difference of the quartiles of a point, above which it is measured again
+_FURTHER_ROUNDS = 3
+_REFINEMENTS = 2
+_ROUND_SHARE = 0.2  # of the budget: points with which warming up, or a round, would take longer are left out
+_ROUND_SHARE_OF_FEW = 0.3  # the same where none is held out: two rounds are mostly enough then
+_GRID_SHARE = 0.7  # of the budget, the rest is for refinements
+_FEWEST_POINTS = 8
+_Samples = dict[tuple[int, SlicePoint], dict[Op, list[float]]]  # by stage and point
+_Sizes = dict[tuple[int, int], tuple[int, ActionBytes]]  # by stage and length: of activations, and of actions
+
+
+class TimeBudget:
+    """The time that is left, on which all ranks agree."""
+
+    def __init__(self, budget: float, ranks: Ranks, on_progress: Callable[[float], None]) -> None:
+        self.ranks, self._budget, self._on_progress = ranks, budget, on_progress
+        self._began = time.perf_counter()
+
+    def within(self, share: float, planned: float = 0.0) -> bool:
+        """Returns whether less than this fraction of the budget is spent, and also less than it is planned, in seconds,
+        for what follows. Collective: synchronises the ranks."""
+        spent, planned = self.ranks.follow((time.perf_counter() - self._began, planned))
+        self.tell()
+        return bool(max(spent, planned) < share * self._budget)
+
+    def tell(self) -> None:
+        """Tells this rank's progress."""
+        self._on_progress(min(1.0, (time.perf_counter() - self._began) / self._budget))
+
+
+@dataclass
+class MeasurementRun:
+    """Collects seconds for every stage, point and op until the fits are good or the time is over."""
+
+    benches: list[StageBench]
+    parts: Sequence[range]  # of every bench
+    grid: MeasurementGrid
+    budget: TimeBudget
+    teams: MeasuringTeams
+    repeats: int  # rounds, at most
+    doubt: float  # relative, of each point's medians; where none is held out, between the two shortest samples of an op
+    windows: list[tuple[AttentionWindow, ...]] = field(init=False)  # of every bench
+    samples: _Samples = field(default_factory=lambda: defaultdict(lambda: {op: [] for op in OPS}))
+    warm: dict[int, float] = field(default_factory=dict)  # seconds that each length's first slice took in all stages
+    rounds: int = 0  # that were measured
+
+    def run(self) -> tuple[MeasuredStage, ...]:
+        """Warms up, measures the grid, then measures again where the fit is off. Returns the stages. Collective."""
+        self.windows = [bench.windows() for bench in self.benches]
+        contexts = self._context_bytes()
+        self._warm_up()
+        self._repeat(self.grid.points, _GRID_SHARE)
+        if self.grid.held_out:
+            self._measure_unsteady_again()
+        for _ in range(_REFINEMENTS):
+            off = self.budget.ranks.follow(self._off())
+            if not off or not self.budget.within(1.0):
+                break
+            again = self.grid.refine(off, self.benches[0].seq_len)
+            for length, _ in again:
+                self._warm(length)
+            self._repeat(again, 1.0)
+        sizes = self._slice_bytes()
+        return tuple(self._stage(index, contexts[index], sizes) for index in self._indices)
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self.benches))
+
+    def _stage(self, index: int, context: tuple[int, int], sizes: _Sizes) -> MeasuredStage:
+        bench, parts = self.benches[index], self.parts[index]
+        own = {length: each for (stage, length), each in sizes.items() if stage == index}
+        return MeasuredStage(
+            first=parts.start,
+            last=parts.stop - 1,
+            fits={op: self._fit(index, op) for op in OPS},
+            points={op: tuple(self._measurements(index, op)) for op in OPS},
+            activation_bytes=tuple((length, own[length][0]) for length in sorted(own)),
+            context_bytes=context[0],
+            context_gradient_bytes=context[1],
+            actions=tuple((length, own[length][1]) for length in sorted(own)),
+            num_parameters=sum(parameter.numel() for _, parameter in bench.stage.named_parameters()),
+        )
+
+    def _context_bytes(self) -> dict[int, tuple[int, int]]:
+        """Returns the bytes per token of every stage's keys and values, and of their gradients. Collective."""
+        mine = self.teams.share(dict.fromkeys(self._indices, 1.0), fills=False)
+        return dict(ChainMap(*self.teams.gather({index: self.benches[index].context_bytes() for index in mine})))
+
+    def _slice_bytes(self) -> _Sizes:
+        """Returns the bytes of every stage and length: of its activations and of its actions. Collective."""
+        lengths = self.grid.sized
+        mine = self.teams.share({index: float(len(self.parts[index])) for index in self._indices}, fills=False)
+        found: _Sizes = {}
+        for index in mine:
+            bench = self.benches[index]
+            for length, actions in zip(lengths, bench.action_bytes(*lengths), strict=True):
+                found[index, length] = bench.activation_bytes(length), actions
+        return dict(ChainMap(*self.teams.gather(found)))
+
+    def _warm_up(self) -> None:
+        """Warms up every length of the grid; ends the grid where a round of it would take too long."""
+        points = self.grid.points
+        share = _ROUND_SHARE if self.grid.held_out else _ROUND_SHARE_OF_FEW
+        reached: list[SlicePoint] = []
+        for point in points:
+            planned = sum(self._seconds(length) for length, _ in [*reached, point]) / len(self.teams.teams)
+            if not self.budget.within(*((share, planned) if len(reached) >= _FEWEST_POINTS else (1.0,))):
+                break
+            self._warm(point[0])
+            reached.append(point)
+        if len(reached) < min(_FEWEST_POINTS, len(points)):
+            raise SlipstreamError(
+                f"the budget is spent after {len(reached)} of {len(points)} points, too few for a fit. Give more "
+                "time, or a shorter sequence or longest slice."
+            )
+        self.grid.fitted = [point for point in self.grid.fitted if point in reached]
+        self.grid.held_out = [point for point in self.grid.held_out if point in reached]
+
+    def _seconds(self, length: int) -> float:
+        """Returns about how long a length takes to warm up, in proportion to the longest so far."""
+        if length in self.warm or not self.warm:
+            return self.warm.get(length, 0.0)
+        longest = max(self.warm)
+        return self.warm[longest] * max(1.0, length / longest)
+
+    def _warm(self, length: int) -> None:
+        """Runs a slice of a length that hasn't run yet, as a sample does, without counting it.
+
+        It is the one with the longest context: the others of its length compute nothing else, and need no more memory.
+        """
+        if length not in self.warm:
+            context = max(context for each, context in self.grid.points if each == length)
+            began = time.perf_counter()
+            for bench in self.benches:
+                bench.warm_up(length, context)
+            self.warm[length] = time.perf_counter() - began
+
+    def _repeat(self, points: list[SlicePoint], share: float) -> None:
+        """Measures points until little is in doubt, as often as is wanted at most."""
+        for repeat in range(self.repeats):
+            if repeat >= _FEWEST_SAMPLES:
+                points = self.budget.ranks.follow(self._doubtful(points))
+            if not points or (repeat >= _LEAST_REPEATS and not self.budget.within(share)):
+                break
+            self._round(points)
+
+    def _doubtful(self, points: list[SlicePoint]) -> list[SlicePoint]:
+        """Returns the points that are measured again."""
+        in_doubt = self._doubt if self.grid.held_out else self._disagreement
+        return [point for point in points if in_doubt(point) > self.doubt]
+
+    def _disagreement(self, point: SlicePoint) -> float:
+        """Returns by how much, relatively, the two shortest samples of an op differ, of those that take long at all.
+
+        What disturbs a sample makes it longer, such as memory that is new to the process. One op of one stage is enough
+        for a fit to few points to be wrong everywhere.
+        """
+        ops = [sorted(samples) for index in self._indices for samples in self.samples[index, point].values()]
+        least = _NOTABLE * max(shortest for shortest, *_ in ops)
+        return max(second / shortest - 1 for shortest, second, *_ in ops if shortest >= least)
+
+    def _measure_unsteady_again(self) -> None:
+        """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""
+        for _ in range(_FURTHER_ROUNDS):
+            unsteady = self._where(self.grid.points, lambda point: self._spread(point) > _STEADY)
+            if not unsteady or not self.budget.within(_GRID_SHARE):
+                break
+            self._round(unsteady)
+
+    def _where(self, points: Iterable[SlicePoint], wanted: Callable[[SlicePoint], bool]) -> list[SlicePoint]:
+        """Returns the points of which something holds on the leader. Collective."""
+        found: list[SlicePoint] = self.budget.ranks.follow([point for point in points if wanted(point)])
+        return found
+
+    def _spread(self, point: SlicePoint) -> float:
+        """Returns the largest relative difference of the quartiles of a stage's ops together."""
+        return max(_relative_spread(each)[1] for each in self._totals(point))
+
+    def _doubt(self, point: SlicePoint) -> float:
+        """Returns by how much, relatively, the least certain of the stages' medians may be off."""
+        return max(_relative_spread(each)[1] / sqrt(len(each)) for each in self._totals(point))
+
+    def _totals(self, point: SlicePoint) -> list[list[float]]:
+        """Returns the samples of every stage, of its ops together."""
+        return [list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices]
+
+    def _round(self, points: Iterable[SlicePoint]) -> None:
+        """Measures all stages at this rank's share of the points, and takes in what other teams measure. Collective.
+
+        A point's stages are measured one after another on one rank, so that other load on the machine, or a slower
+        core, affects all of them alike: parts are differences of stages.
+        """
+        warm = self.budget.ranks.follow(self.warm)
+        mine = self.teams.share({point: warm[point[0]] for point in points}, self.rounds)
+        self.rounds += 1
+        found: list[tuple[int, SlicePoint, dict[Op, float]]] = []
+        for point in mine:
+            self.budget.tell()
+            found += [(index, point, bench.run(*point)) for index, bench in enumerate(self.benches)]
+        for index, point, seconds in chain.from_iterable(self.teams.gather(found)):
+            for op in OPS:
+                self.samples[index, point][op].append(seconds[op])
+
+    def _off(self) -> list[SlicePoint]:
+        """Returns the points where an op is off by more than allowed; none where the mean error is within it."""
+        worst: dict[SlicePoint, float] = {}
+        held_out: list[float] = []
+        for index, op in product(self._indices, OPS):
+            fit = self._fit(index, op)
+            for point in self.grid.points:
+                seconds = statistics.median(self.samples[index, point][op])
+                error = abs(fit(*point) - seconds) / seconds
+                worst[point] = max(error, worst.get(point, 0.0))
+                held_out += [error] if point in self.grid.held_out else []
+        if not held_out or statistics.mean(held_out) <= FIT_TOLERANCE:
+            return []
+        return [point for point, error in worst.items() if error > FIT_TOLERANCE]
+
+    def _fit(self, index: int, op: Op) -> TimeFit:
+        medians = {point: statistics.median(self.samples[index, point][op]) for point in self.grid.fitted}
+        return fit_times(medians, self.windows[index])
+
+    def _measurements(self, index: int, op: Op) -> Iterator[Measurement]:
+        for point in self.grid.points:
+            yield Measurement(*point, *_relative_spread(self.samples[index, point][op]), point in self.grid.held_out)
+
+
+def _relative_spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """Returns the median, and the difference of the quartiles over it."""
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return middle, (high - low) / middle

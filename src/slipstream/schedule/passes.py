@@ -1,0 +1,346 @@
+"""Passes over schedules: recomputation, offload, several flushes per step, and a spread vocabulary.
+
+The pass that spreads the vocabulary over all ranks: where V, L and VW, E and EW stand among the other actions.
+
+Vocabulary parallelism for pipelines, with one exchange before the backward (Yeung et al. 2024, "Balancing Pipeline
+Parallelism with Vocabulary Parallelism", algorithm 2, whose passes S and T are V and VW here, and its section on the
+input layer, whose passes are E and EW).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
+
+from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, ScheduleError
+from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
+from slipstream.schedule.rules import predecessors
+from slipstream.schedule.schedule import Schedule
+from slipstream.schedule.validation import validate
+
+
+def add_recompute(
+    schedule: Schedule, stages: Collection[int] | None = None, alive: int = 1, seconds: Seconds = unit_seconds
+) -> Schedule:
+    """Adds an R for the backwards of `stages` (default: all), as early as waiting time allows (GPipe section 2.3).
+
+    R needs nothing from other ranks. So where its rank would wait for as long as R takes, in a run with times `seconds`
+    and messages that take none, R stands before that wait; else right before its B or I. At most `alive` slices of a
+    rank have all their activations at the same time. A slice whose backward directly follows its forward gets no R:
+    its activations would be dropped and computed again immediately. One microbatch of three slices:
+
+        rank 0  F0.0 F0.1 F0.2                B0.2----- R0.1 B0.1----- R0.0 B0.0-----
+        rank 1       F0.0 F0.1 F0.2 B0.2----- R0.1 B0.1----- R0.0 B0.0-----
+
+    Raises:
+        ScheduleError: the schedule is not valid, or has communication or recomputation already.
+    """
+    order = _check(schedule, Op.R)
+    if alive < 1:
+        raise ScheduleError(f"alive={alive}: a number of slices, 1 or more.")
+    chosen = range(schedule.num_stages) if stages is None else stages
+    rows = [_Row(row, chosen, alive, seconds) for row in schedule.actions]
+    ends: dict[Action, float] = {}
+    for action in order:
+        row = rows[schedule.placement[action.stage]]
+        ready = max((ends[before] for before in predecessors(action, schedule)), default=0)
+        while row.has_time(ready) and all(before in ends for before in predecessors(row.next_recompute, schedule)):
+            row.recompute()
+        ends[action] = row.run(action, ready)
+    return replace(schedule, actions=tuple(tuple(row.actions) for row in rows))
+
+
+class _Row:
+    """One rank's actions that have run so far, with R's among them."""
+
+    def __init__(self, row: tuple[Action, ...], stages: Collection[int], alive: int, seconds: Seconds) -> None:
+        self.actions: list[Action] = []
+        self._ahead = deque(row)
+        self._waiting: deque[Action] = deque()  # backwards whose R's have not run
+        self._whole: set[Action] = set()  # F's of chosen slices that need no R
+        self._most_alive, self._alive = alive, 0  # slices that are chosen and have all their activations
+        self._seconds = seconds
+        self._free: float = 0  # when the last action ends
+        self._chosen = {action for action in row if action.op in (Op.B, Op.I) and action.stage in stages}
+        for before, action in pairwise(row):
+            if action in self._chosen and before == action.with_op(Op.F):
+                self._whole.add(before)
+            elif action in self._chosen:
+                self._waiting.append(action)
+
+    @property
+    def next_recompute(self) -> Action:
+        return self._waiting[0].with_op(Op.R)
+
+    def has_time(self, ready: float) -> bool:
+        """Returns whether the next R fits before an action that can start at `ready`, in time and in memory."""
+        if not self._waiting or self._free + self._seconds(self.next_recompute) > ready:
+            return False
+        until_backward = takewhile(lambda action: action != self._waiting[0], self._ahead)
+        return self._alive + any(action in self._whole for action in until_backward) < self._most_alive
+
+    def recompute(self) -> None:
+        self._alive += 1
+        self._append(self.next_recompute, 0)
+        self._waiting.popleft()
+
+    def run(self, action: Action, ready: float) -> float:
+        """Runs an action, after its R if that is due, and returns when it ends."""
+        self._ahead.popleft()
+        if self._waiting and self._waiting[0] == action:
+            self.recompute()
+        self._alive += (action in self._whole) - (action in self._chosen)
+        return self._append(action, ready)
+
+    def _append(self, action: Action, ready: float) -> float:
+        self.actions.append(action)
+        self._free = max(self._free, ready) + self._seconds(action)
+        return self._free
+
+
+def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds: Seconds = unit_seconds) -> Schedule:
+    """Moves the saved activations of a `share` of each rank's slices to the host between forward and backward.
+
+    Those that wait longest are chosen, in a run with times `seconds` and messages that take none. OFFLOAD stands right
+    after F; RELOAD stands `ahead` compute actions before the first that needs it (R, B or I), so that the copy runs
+    alongside them. A slice without an action between the two stays on the device. One rank, ahead=1:
+
+        F0.0 OFFLOAD0.0 F0.1 F0.2 B0.2 RELOAD0.0 B0.1 B0.0
+
+    Raises:
+        ScheduleError: the schedule is not valid, or has communication or offloading already.
+    """
+    order = _check(schedule, Op.OFFLOAD)
+    if not 0 <= share <= 1 or ahead < 0:
+        raise ScheduleError(f"share={share}, ahead={ahead}: a share from 0 to 1, and 0 or more actions ahead.")
+    starts, ends = run_times(schedule, seconds, order)
+    rows = []
+    for row in schedule.actions:
+        forwards = [action for action in row if action.op is Op.F and schedule.trains(action.stage)]
+        needed = {forward: _first_use(forward, schedule) for forward in forwards}
+        # Only where anything runs while the activations are away.
+        possible = [f for f in forwards if needed[f] - ahead > schedule.positions[f][1] + 1]
+        possible.sort(key=lambda forward: ends[forward] - starts[row[needed[forward]]])
+        chosen = set(possible[: round(share * len(forwards))])
+        reloads: defaultdict[int, list[Action]] = defaultdict(list)
+        for forward in sorted(chosen, key=needed.__getitem__):
+            reloads[needed[forward] - ahead].append(forward.with_op(Op.RELOAD))
+        actions: list[Action] = []
+        for index, action in enumerate(row):
+            actions += [*reloads[index], action, *([action.with_op(Op.OFFLOAD)] if action in chosen else [])]
+        rows.append(tuple(actions))
+    return replace(schedule, actions=tuple(rows))
+
+
+def _first_use(forward: Action, schedule: Schedule) -> int:
+    """Returns the place, in its rank's row, of the first action that needs what a forward saves."""
+    users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
+    return min(schedule.positions[user][1] for user in users if user in schedule.positions)
+
+
+def in_flushes(schedule: Schedule, num_flushes: int) -> Schedule:
+    """Returns the schedule repeated `num_flushes` times, with consecutive microbatches (TeraPipe, appendix A).
+
+    Each rank finishes a flush before it starts the next, so it never keeps more activations than one flush has, while
+    ranks that finish early start the next flush early. GPipe over two ranks, two flushes of two microbatches:
+
+        rank 0  F0 F1       B0 B1 F2 F3       B2 B3
+        rank 1     F0 F1 B0 B1       F2 F3 B2 B3
+
+    REDUCE_GRAD runs after the last flush only; documents (`reach`) repeat with the microbatches.
+
+    Raises:
+        ScheduleError: there is less than one flush, or the schedule has sends and receives, which are added later.
+    """
+    if num_flushes < 1:
+        raise ScheduleError(f"num_flushes={num_flushes}: give 1 or more.")
+    if schedule.is_lowered:
+        raise ScheduleError(f"{schedule.name} has sends and receives already; repeat it before they are added.")
+
+    num_microbatches = num_flushes * schedule.num_microbatches
+
+    def row(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        passes = [action for action in actions if action.op is not Op.REDUCE_GRAD]
+        firsts = range(0, num_microbatches, schedule.num_microbatches)
+        repeated = (action._replace(microbatch=first + action.microbatch) for first in firsts for action in passes)
+        return (*repeated, *(action for action in actions if action.op is Op.REDUCE_GRAD))
+
+    rows, reach = tuple(map(row, schedule.actions)), schedule.reach and schedule.reach * num_flushes
+    counts = schedule.slice_counts * num_flushes
+    return replace(schedule, actions=rows, num_microbatches=num_microbatches, reach=reach, slice_counts=counts)
+
+
+def _check(schedule: Schedule, op: Op) -> list[Action]:
+    """Returns an order in which the schedule runs; raises ScheduleError if `op` can't be added to it."""
+    order = validate(schedule)
+    if schedule.is_lowered:
+        raise ScheduleError(f"{schedule.name} has sends and receives already; add {op} before they are.")
+    present = next((action for action in schedule.positions if action.op is op), None)
+    if present is not None:
+        raise ScheduleError(f"{schedule.name} has {schedule.text(present)} already, so {op} can't be added.")
+    if not schedule.has_backward:
+        raise ScheduleError(f"{schedule.name} has no backward that {op} could serve.")
+    return order
+
+
+_Rank = Callable[[Action, bool], int]  # the smaller, the earlier: of an action, given whether its microbatch is through
+
+
+def spread_vocabulary(
+    schedule: Schedule,
+    seconds: Seconds = unit_seconds,
+    link: Seconds = lambda _: 0,
+    embedding: bool = False,
+) -> Schedule:
+    """Adds V, L and VW to a schedule with compute actions only, so that every rank has its rows of the head.
+
+    The other actions keep their order. In a run with times `seconds`, and messages that travel `link` seconds after
+    the action that sends them, V and VW fill the time in which their rank waits. V's are also tried before other
+    actions, always or from when their microbatch has gone through all stages; the shortest of the three runs counts.
+    One microbatch of three slices on two ranks:
+
+        rank 0  F0.0 F0.1 F0.2 V0.0 V0.1 V0.2           VW0.2 B0.2----- ...
+        rank 1       F0.0 F0.1 F0.2 V0.2 V0.1 L0.2 B0.2-----  ...
+
+    With `embedding`, for a head whose weight embeds too, E and EW are added: an E runs as soon as the first stage is
+    within two slices a rank of its own, and an EW where its rank waits, or when more than two a rank are left over.
+
+    A schedule of forwards alone gets V and L, and E.
+
+    Raises:
+        ScheduleError: the schedule is not valid, or has communication or a spread vocabulary already.
+    """
+    validate(schedule)
+    if empty := set(range(schedule.num_ranks)) - set(schedule.placement):
+        raise ScheduleError(f"{schedule.name} has no stage on rank {min(empty)}, next to which it could have its rows.")
+    if not schedule.ops.isdisjoint(COMMUNICATION | VOCABULARY):
+        raise ScheduleError(f"{schedule.name} has sends and receives, or V's, already: spread the vocabulary before.")
+    wider = _with_vocabulary_last(schedule, embedding)
+    runs = [_Run(wider, schedule, seconds, link, rank) for rank in (_in_waits, _once_through, _at_once)]
+    rows = min((run.finished() for run in runs), key=lambda run: run.makespan).rows
+    return replace(schedule, actions=tuple(map(tuple, rows)))
+
+
+def _in_waits(action: Action, is_through: bool) -> int:
+    return _ORDER.get(action.op, 1)
+
+
+def _once_through(action: Action, is_through: bool) -> int:
+    return 0 if action.op is Op.V and is_through else _ORDER.get(action.op, 1)
+
+
+def _at_once(action: Action, is_through: bool) -> int:
+    return 0 if action.op is Op.V else _ORDER.get(action.op, 1)
+
+
+_ORDER = {Op.E: -1, Op.L: 0, Op.V: 2, Op.VW: 3, Op.EW: 4}
+_AHEAD = 2  # slices for each rank by which an E may be ahead of its F, and an EW behind its backward
+
+
+def _with_vocabulary_last(schedule: Schedule, embedding: bool) -> Schedule:
+    """Returns the schedule with the new actions at the ends of rows: the rules of order need to know of them."""
+    ops = [Op.V, *([Op.E] if embedding else [])]
+    if schedule.has_backward:
+        ops += [Op.VW, *([Op.EW] if embedding else [])]
+    last = schedule.num_stages - 1
+    rows = [
+        (*row, *(Action(op, stage, *each) for op in ops for each in schedule.microbatch_slices))
+        for row, stage in zip(schedule.actions, schedule.vocabulary_stages, strict=True)
+    ]
+    rows[schedule.placement[last]] += tuple(Action(Op.L, last, *each) for each in schedule.microbatch_slices)
+    return replace(schedule, actions=tuple(rows))
+
+
+@dataclass
+class _Run:
+    """Runs all ranks at the same time, each as soon as it can, and notes what each runs."""
+
+    wider: Schedule  # with the new actions somewhere
+    schedule: Schedule
+    seconds: Seconds
+    link: Seconds
+    priority: _Rank
+    makespan: float = 0
+    rows: list[list[Action]] = field(default_factory=list)
+
+    def finished(self) -> _Run:
+        """Runs to the end: always what starts first, and of that what comes first by priority."""
+        num_ranks = self.schedule.num_ranks
+        self.rows = [[] for _ in range(num_ranks)]
+        self._ends: dict[Action, float] = {}
+        self._free: list[float] = [0] * num_ranks
+        self._before = {action: predecessors(action, self.wider) for action in self.wider.positions}
+        self._before |= self._not_too_early()
+        self._after = defaultdict(list)
+        for action, before in self._before.items():
+            for each in before:
+                self._after[each].append(action)
+        self._ready: list[dict[Action, float]] = [{} for _ in range(num_ranks)]  # the new ones: when they may start
+        self._note(action for action, before in self._before.items() if not before)
+        while (chosen := min(self._choices(), default=None)) is not None:
+            start, _, rank, _, action = chosen
+            self._run(action, rank, start)
+        self.makespan = max(self._free)
+        return self
+
+    def _not_too_early(self) -> dict[Action, tuple[Action, ...]]:
+        """Returns for each E the forward of the first stage after which it may run, so that few results wait there."""
+        ahead = _AHEAD * self.schedule.num_ranks
+        row = self.schedule.actions[self.schedule.placement[0]]
+        forwards = [action for action in row if action.op is Op.F and action.stage == 0]
+        pairs = zip(forwards, forwards[ahead:], strict=False)
+        stages = self.schedule.vocabulary_stages if self.wider.spreads_embedding else ()
+        return {later.with_op(Op.E)._replace(stage=g): (earlier,) for earlier, later in pairs for g in stages}
+
+    def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
+        """Yields for every rank what it could run next: start, priority, rank, order of slices, action."""
+        for rank, ready in enumerate(self._ready):
+            has_many = sum(action.op is Op.EW for action in ready) > _AHEAD * self.schedule.num_ranks
+            for action, since in ready.items():
+                through = (
+                    Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)) in self._ends
+                )
+                order = -action.slice if through else action.slice
+                if action.op is Op.E:
+                    _, order = self.schedule.positions[Action(Op.F, 0, action.microbatch, action.slice)]
+                priority = 0 if has_many and action.op is Op.EW else self.priority(action, through)
+                yield max(since, self._free[rank]), priority, rank, order, action
+
+    def _last(self, action: Action) -> int:
+        return self.schedule.slice_counts[action.microbatch] - 1
+
+    def _run(self, action: Action, rank: int, start: float) -> None:
+        self._free[rank] = self._ends[action] = start + self.seconds(action)
+        del self._ready[rank][action]
+        self.rows[rank].append(action)
+        following = self._following(action)
+        self._note([*self._after[action], *([] if following is None else [following])])
+
+    def _following(self, action: Action) -> Action | None:
+        """Returns the next action of the rank's own order."""
+        if action.op in VOCABULARY:
+            return None
+        rank, index = self.schedule.positions[action]
+        row = self.schedule.actions[rank]
+        return row[index + 1] if index + 1 < len(row) else None
+
+    def _note(self, actions: Iterable[Action]) -> None:
+        """Makes those of the actions ready for which all that must come before has run."""
+        for action in actions:
+            rank = self.schedule.placement[action.stage]
+            if action in self._ends or not self._is_next(action, rank):
+                continue
+            if all(before in self._ends for before in self._before[action]):
+                self._ready[rank][action] = max((self._arrival(b, rank) for b in self._before[action]), default=0)
+
+    def _is_next(self, action: Action, rank: int) -> bool:
+        if action.op in VOCABULARY:
+            return True
+        _, index = self.schedule.positions[action]
+        return index == 0 or self.schedule.actions[rank][index - 1] in self._ends
+
+    def _arrival(self, before: Action, rank: int) -> float:
+        here = self.schedule.placement[before.stage] == rank
+        return self._ends[before] + (0 if here else self.link(before))

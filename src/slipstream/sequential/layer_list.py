@@ -1,0 +1,405 @@
+"""Turns an nn.Sequential into a list of layers: flattened, with its skip connections found and checked."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from types import CellType, FunctionType, MethodType
+from typing import Any
+from weakref import ReferenceType
+
+from torch import Tensor, nn
+from torch.nn.modules import module as module_of_torch
+from torch.nn.parameter import is_lazy
+
+from slipstream.attention import ContextStore
+from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import keyed_seed
+from slipstream.model.attached_code import HOOKS
+from slipstream.model.tensors import Tensors
+from slipstream.model.weight_gradients import is_compiled
+from slipstream.sequential.batch_norm import mixes_batch
+
+_HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
+_HOOK_NAMES |= {
+    "_state_dict_pre_hooks": "hook before state_dict",
+    "_state_dict_hooks": "hook after state_dict",
+    "_load_state_dict_pre_hooks": "hook before load_state_dict",
+    "_load_state_dict_post_hooks": "hook after load_state_dict",
+}
+_GLOBAL_HOOKS = [f"_global{kind}" for kind in HOOKS]
+_MAY_DEFINE = {"__init__", "__repr__", "_get_name", "extra_repr", "_version"}  # what no forward or state depends on
+
+
+@dataclass(frozen=True)
+class SequentialLayer:
+    """One layer of the flattened sequence; `name` is its module's name in the unsplit model, such as "3.1"."""
+
+    name: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        return f"layer {self.name} ({type(self.module).__name__})"
+
+
+@dataclass(frozen=True)
+class SkipRoute:
+    """The numbers of the layers where a skip connection begins and ends."""
+
+    name: str
+    stash: int
+    pop: int
+
+
+def flatten_layers(model: nn.Sequential) -> list[SequentialLayer]:
+    """Returns the layers of nested sequences, in the order in which they run.
+
+    A nested sequence that does more than to call its children is one layer. Raises SlipstreamError, naming the layer,
+    for what can't be a layer of a pipeline.
+    """
+    layers = list(_flattened(model, ""))
+    if not layers:
+        raise SlipstreamError("the nn.Sequential has no layers: there is nothing to train.")
+    for layer in layers:
+        for module in layer.module.modules():
+            reason = mixes_batch(module) or _refusal(module)
+            if reason is not None:
+                raise SlipstreamError(f"{layer}: {reason}")
+        if isinstance(layer.module, SkipStash | SkipPop):
+            check_runs_as_written(layer, "a pipeline carries the tensor itself")
+    return layers
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Returns why a module can't be in a pipeline because of its weights or its state; None where it can."""
+    if any(map(is_lazy, module.parameters(recurse=False))):
+        name = type(module).__name__
+        return f"{name} has no weights yet. Run the model once on a batch, or use {name.removeprefix('Lazy')}."
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        state = module.get_extra_state()
+        if not isinstance(state, Tensor):
+            return (
+                f"{type(module).__name__} has an extra state, a {type(state).__name__}, but a pipeline saves tensors. "
+                "Return a tensor from get_extra_state, or keep it elsewhere."
+            )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+        return (
+            f"{type(module).__name__}(scale_grad_by_freq=True) divides gradients by how often an id is in a batch, "
+            "here in a microbatch. Use scale_grad_by_freq=False."
+        )
+    return None
+
+
+def own_behaviour(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Returns what a module has or does beyond its class `kind` of this library or of PyTorch; None for nothing."""
+    for name, what in _HOOK_NAMES.items():
+        if getattr(module, name, None):
+            return f"has a {what}"
+    for name in _GLOBAL_HOOKS:
+        if getattr(module_of_torch, name):
+            return "has a hook of all modules (torch.nn.modules.module.register_module_...)"
+    for name in vars(module):
+        if callable(getattr(kind, name, None)):
+            return f"has a {name} that was set on it"
+    for each in type(module).__mro__[: type(module).__mro__.index(kind)]:
+        for name in vars(each).keys() - _MAY_DEFINE:
+            if callable(getattr(kind, name, None)):
+                return f"has a {name} that its class {each.__name__} defines"
+    for each in kind.__mro__:
+        for name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__iter__"):
+            if name in vars(each) and not _is_defined_with(each, vars(each)[name]):
+                return f"has a {name} that was set on {each.__name__}"
+    for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None:
+            return f"has {name}, a tensor of its own"
+    return "is compiled" if is_compiled(module) else None
+
+
+def _is_defined_with(kind: type, function: object) -> bool:
+    """Returns whether a class's function stands in the file that defines the class."""
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return not isinstance(function, FunctionType) or function.__code__.co_filename == home
+
+
+def check_runs_as_written(layer: SequentialLayer, instead: str) -> None:
+    """Raises SlipstreamError where one of this library's layers was changed, which a pipeline wouldn't run."""
+    kind = next(each for each in type(layer.module).__mro__ if each.__module__.startswith("slipstream."))
+    found = own_behaviour(layer.module, kind)
+    if found is not None:
+        raise SlipstreamError(f"{layer} {found}, which wouldn't run: {instead}. Put it on a layer next to it.")
+
+
+def check_runs_its_children(model: nn.Sequential) -> None:
+    """Raises SlipstreamError where a sequence does more than to call its children one after the other."""
+    found = own_behaviour(model, nn.Sequential)
+    if found is not None:
+        raise SlipstreamError(
+            f"the nn.Sequential {found}, which wouldn't run: its layers run one by one, on several ranks. Put it on a "
+            "layer, or make the sequence one layer of another: nn.Sequential(model)."
+        )
+
+
+def nested_sequences(model: nn.Sequential) -> list[nn.Sequential]:
+    """Returns the sequences whose children are layers, the model first."""
+    inner = (child for child in model._modules.values() if child is not None)
+    plain = (
+        child for child in inner if isinstance(child, nn.Sequential) and own_behaviour(child, nn.Sequential) is None
+    )
+    return [model, *chain.from_iterable(map(nested_sequences, plain))]
+
+
+def _flattened(module: nn.Module, prefix: str) -> Iterator[SequentialLayer]:
+    for name, child in module._modules.items():  # with repetitions: a layer may run twice
+        assert child is not None
+        if isinstance(child, nn.Sequential) and own_behaviour(child, nn.Sequential) is None:
+            yield from _flattened(child, f"{prefix}{name}.")
+        else:
+            yield SequentialLayer(f"{prefix}{name}", child)
+
+
+def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence[range]) -> None:
+    """Raises SlipstreamError where layers of two stages have the same weight."""
+    first: dict[int, tuple[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for index in stage:
+            for name, parameter in layers[index].module.named_parameters():
+                other, owner = first.setdefault(id(parameter), (number, f"{layers[index].name}.{name}"))
+                if other != number:
+                    raise SlipstreamError(
+                        f"{layers[index]}: its {name} is also {owner}, but they are on stages {other} and {number}. "
+                        "Give a partition that has both on one stage, or give each layer a separate weight."
+                    )
+
+
+def check_reads_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence[range]) -> None:
+    """Raises SlipstreamError where a layer holds a module or tensor of a layer on another stage, of which it isn't the
+    parent."""
+    owners: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for module in layer.module.modules():
+            for each in (module, *module._parameters.values(), *module._buffers.values()):
+                owners.setdefault(id(each), index)
+    place = {index: number for number, stage in enumerate(stages) for index in stage}
+    shared = {id(None)} | _ids_of_several(layers)
+    for index, layer in enumerate(layers):
+        for found in _references(layer.module):
+            other = owners.get(id(found), index)
+            if place[other] != place[index] and id(found) not in shared:
+                raise SlipstreamError(
+                    f"{layer} reads {layers[other]}, but they are on stages {place[index]} and {place[other]}. Give a "
+                    "partition that has both on one stage, or hand on what it reads in the tuple."
+                )
+
+
+def _ids_of_several(layers: Sequence[SequentialLayer]) -> set[int]:
+    """Returns the ids of modules, and tensors, that are parts of several layers: each stage has them."""
+    seen: set[int] = set()
+    several: set[int] = set()
+    for module in dict.fromkeys(layer.module for layer in layers):
+        parts = {
+            id(part)
+            for each in module.modules()
+            for part in (each, *each._parameters.values(), *each._buffers.values())
+        }
+        several |= seen & parts
+        seen |= parts
+    return several
+
+
+def _references(module: nn.Module) -> Iterator[object]:
+    """Yields the modules and tensors that a module and its parts hold: in attributes, containers, hooks, closures."""
+    seen: set[int] = set()
+    waiting: list[Any] = [value for each in module.modules() for value in vars(each).values()]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module | Tensor):
+            yield value
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += value
+        elif isinstance(value, FunctionType):
+            waiting += [*(value.__closure__ or ()), *(value.__defaults__ or ()), value.__dict__]
+        elif isinstance(value, MethodType):
+            waiting += [value.__self__, value.__func__]
+        elif isinstance(value, partial):
+            waiting += [value.func, value.args, value.keywords]
+        elif isinstance(value, ReferenceType):
+            waiting.append(value())
+        elif isinstance(value, CellType):
+            waiting += _cell_contents(value)
+
+
+def _cell_contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing is assigned yet
+        return []
+
+
+def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
+    """Returns the skip connections. Raises SlipstreamError where one lacks an end, or its ends are reversed or
+    repeated."""
+    _check_hidden_ends(layers)
+    stashed, popped = _ends(layers, SkipStash, "stashed"), _ends(layers, SkipPop, "popped")
+    for name, (number, _) in stashed.items():
+        if name not in popped:
+            raise SlipstreamError(
+                f"{layers[number]}: the skip {name!r} is never consumed. Add a layer skip.pop() after it, or leave it "
+                "out."
+            )
+    for name, (number, skip) in popped.items():
+        begin, other = stashed.get(name, (number, skip))
+        if begin >= number:
+            raise SlipstreamError(
+                f"{layers[number]}: the skip {name!r} is popped before it is stashed. Put skip.stash() before it."
+            )
+        if other is not skip:
+            raise SlipstreamError(
+                f"{layers[number]}: two skips are called {name!r}. Give each its own name, and use one Skip's "
+                "stash() and pop() together."
+            )
+    return [SkipRoute(name, number, popped[name][0]) for name, (number, _) in stashed.items()]
+
+
+def _check_hidden_ends(layers: Sequence[SequentialLayer]) -> None:
+    """Raises SlipstreamError where a skip begins or ends inside a layer, but not both."""
+    for layer in layers:
+        inner = [each for each in layer.module.modules() if each is not layer.module]
+        begins = {each.skip for each in inner if isinstance(each, SkipStash)}
+        ends = {each.skip for each in inner if isinstance(each, SkipPop)}
+        for skip in begins ^ ends:
+            raise SlipstreamError(
+                f"{layer}: the skip {skip.name!r} {'begins' if skip in begins else 'ends'} in it, but not both. Put "
+                "stash() and pop() into one layer, or into plain nn.Sequentials."
+            )
+
+
+def _ends(
+    layers: Sequence[SequentialLayer], kind: type[SkipStash] | type[SkipPop], what: str
+) -> dict[str, tuple[int, Skip]]:
+    """Returns the layer's number and the skip by the skip's name."""
+    found: dict[str, tuple[int, Skip]] = {}
+    for number, layer in enumerate(layers):
+        if isinstance(layer.module, kind):
+            skip = layer.module.skip
+            if skip.name in found:
+                raise SlipstreamError(
+                    f"{layer}: the skip {skip.name!r} is {what} twice. Make a Skip of another name for it."
+                )
+            found[skip.name] = number, skip
+    return found
+
+
+class Skip:
+    """A skip connection. `stash` and `pop` make its two ends, each a layer that is used once.
+
+        skip = Skip("residual")
+        nn.Sequential(a, skip.stash(), b, skip.pop(), c)  # c gets (output of b, output of a)
+
+    The model remains an ordinary `nn.Sequential`. In a pipeline the tensor goes directly from the stage of one end to
+    the stage of the other, and no stage between them holds it.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` identifies it in errors and in the timeline; it must be unique in a model."""
+        self.name = name
+        self.tensor: Tensor | None = None  # on its way from the stash to the pop
+
+    def stash(self, index: int = 0) -> SkipStash:
+        """Returns the layer where it begins, which passes on its input and keeps it, or element `index` of a tuple."""
+        return SkipStash(self, index)
+
+    def pop(self) -> SkipPop:
+        """Returns the layer where it ends, which returns a tuple of its input and, after that, the stashed tensor."""
+        return SkipPop(self)
+
+
+class SkipStash(nn.Module):
+    """The beginning of a Skip."""
+
+    def __init__(self, skip: Skip, index: int) -> None:
+        super().__init__()
+        self.skip, self.index = skip, index
+
+    def forward(self, inputs: LayerValue) -> LayerValue:
+        self.skip.tensor = inputs[self.index] if isinstance(inputs, tuple) else inputs
+        return inputs
+
+    def extra_repr(self) -> str:
+        return repr(self.skip.name)
+
+
+class SkipPop(nn.Module):
+    """The end of a Skip."""
+
+    def __init__(self, skip: Skip) -> None:
+        super().__init__()
+        self.skip = skip
+
+    def forward(self, inputs: LayerValue) -> Tensors:
+        tensor, self.skip.tensor = self.skip.tensor, None
+        if tensor is None:
+            raise RuntimeError(f"the skip {self.skip.name!r} is popped before it is stashed")
+        return (*as_tuple(inputs), tensor)
+
+    def extra_repr(self) -> str:
+        return repr(self.skip.name)
+
+
+LayerValue = Tensor | Tensors  # a layer's input or output
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """One microbatch of a batch, or one token slice of it: the first layer's input.
+
+    Of the token slices, only the first runs the layers before CutTokens.
+    """
+
+    value: LayerValue
+    microbatch: int = 0
+    index: int = 0  # the number of the token slice
+    seed: int = 0  # the step's seed
+    tokens: range | None = None  # the slice's; None: the microbatch isn't sliced
+    length: int = 1  # tokens of all slices together
+
+    @property
+    def tensors(self) -> Tensors:
+        return as_tuple(self.value)
+
+
+@dataclass
+class LayerContext:
+    """A stage's forward of one microbatch or token slice while it runs."""
+
+    piece: BatchSlice
+    store: ContextStore  # keys and values of the microbatch's slices
+    tokens: range | None = None  # those that the layers work on; None: all of the input
+    layer: int = -1  # the layer that runs, counted over the whole sequence
+    calls: Counter[int] = field(default_factory=Counter)  # calls of attention, by layer
+
+    def seed(self) -> int:
+        """Returns a seed keyed by step, layer, microbatch and slice, so every split and schedule draws the same (rule
+        10)."""
+        return keyed_seed(self.piece.seed, self.layer, self.piece.microbatch, self.piece.index)
+
+    def next_call(self) -> tuple[int, int]:
+        """Returns the store's key: a layer may attend several times in one forward."""
+        self.calls[self.layer] += 1
+        return self.layer, self.calls[self.layer]
+
+
+def as_tuple(value: LayerValue) -> Tensors:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def as_value(tensors: Tensors, is_tuple: bool) -> LayerValue:
+    return tensors if is_tuple else tensors[0]

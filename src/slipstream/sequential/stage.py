@@ -1,0 +1,377 @@
+"""Runs one stage of an nn.Sequential, some consecutive layers, on a microbatch or a token slice at a time.
+
+Recomputation in segments: a stage keeps what enters each of them, and computes the rest again in its backward.
+
+Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
+A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import sqrt
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from slipstream.attention import ContextError, ContextStore
+from slipstream.model.autograd_memory import OutputChecks, SavedTensors, replay_checked, without_saved_tensors_hooks
+from slipstream.model.hooks.token_slice import active_forward, note_output
+from slipstream.model.tensors import Tensors, TensorSpec, copied_from_messages
+from slipstream.model.vocabulary import TiedWeight
+from slipstream.model.weight_gradients import add_weight_gradients_in_place, left_to_autograd
+from slipstream.planner.partition import partition_layers
+from slipstream.sequential.batch_norm import MiniBatchStatistics
+from slipstream.sequential.cut_tokens import find_cut
+from slipstream.sequential.layer_list import (
+    BatchSlice,
+    LayerContext,
+    LayerValue,
+    SkipPop,
+    SkipRoute,
+    SkipStash,
+    as_tuple,
+    as_value,
+)
+from slipstream.sequential.shape_trace import LayerBoundary, ShapeTrace, ShapeTracer
+
+Skips = dict[str, Tensor]  # stashed and not yet popped, by name
+
+
+class SequentialStage:
+    """Layers `stages[number]` of a sequence.
+
+    It receives the output of the layer before, then the skips that end here and began on other stages, and sends
+    likewise. Of token slices, the first runs the layers before CutTokens, and brings what CutTokens leaves whole:
+
+        slice 0   encoder -> cut -> decoder        messages: all of a boundary
+        slice 1             tokens -> decoder      messages: nothing before the cut; after it what isn't whole
+    """
+
+    def __init__(
+        self,
+        number: int,
+        stages: Sequence[range],
+        routes: Sequence[SkipRoute],
+        tracer: ShapeTracer,
+        has_segments: bool,
+        is_checked: bool,
+    ) -> None:
+        """With `has_segments` it keeps only what enters some segments of its layers, and recomputes them in its
+        backward, which `is_checked` or not."""
+        self._number, self.layers_here = number, stages[number]  # the numbers of its layers
+        self.is_first, self.is_last = number == 0, number == len(stages) - 1
+        self.has_loss = self.is_last
+        self.vocabulary: None = None  # it has no head whose rows could be spread
+        own = [tracer.layers[index] for index in self.layers_here]
+        self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
+        self.model = nn.ModuleList(self.layers).to(tracer.device)
+        self.tied: list[TiedWeight] = []
+        self._tracer, self._has_segments, self._is_checked = tracer, has_segments, is_checked
+        self._routes = {route.name: route for route in routes}
+        place = {index: owner for owner, owned in enumerate(stages) for index in owned}
+        ends = [(route.name, place[route.stash], place[route.pop]) for route in routes]
+        self._arrivals = self._in_order((name, begin) for name, begin, end in ends if begin < end == number)
+        self._departures = self._in_order((name, end) for name, begin, end in ends if number == begin < end)
+        cut = find_cut(tracer.layers)
+        self._cut = len(tracer.layers) if cut is None else cut
+        add_weight_gradients_in_place(self.model)
+        self.statistics = MiniBatchStatistics(self.layers)
+
+    def _in_order(self, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Sorts (skip, stage at its other end): first what goes with the regular message, then stage by stage."""
+        return sorted(ends, key=lambda end: (abs(end[1] - self._number) > 1, end[1]))
+
+    def receives(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that come from other stages, in order."""
+        return () if self.is_first else self._specs(self.layers_here.start, self._arrivals, piece)
+
+    def sends(self, piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that go to other stages, in order."""
+        return () if self.is_last else self._specs(self.layers_here.stop, self._departures, piece)
+
+    def compute(self, piece: BatchSlice, inputs: Tensors, store: ContextStore) -> Any:
+        """Runs the layers' forward and returns what is sent; the last stage returns its last layer's output."""
+        names = [name for name, _ in self._travelling_skips(self._arrivals, piece)]
+        num_regular = len(inputs) - len(names)
+        tensors = piece.tensors if self.is_first else inputs[:num_regular]
+        skips, context = dict(zip(names, inputs[num_regular:], strict=True)), LayerContext(piece, store)
+        if piece.tokens is None:
+            tensors, skips = self._through(self.layers_here, tensors, skips, context)
+        else:
+            tensors, skips = self._sliced(tensors, skips, inputs, context)
+        if self.is_last:
+            return as_value(tensors, self._trace(piece).boundaries[-1].is_tuple)
+        main = [tensors[number] for number in self._travelling(self.layers_here.stop, piece)]
+        return (*main, *(skips[name] for name, _ in self._travelling_skips(self._departures, piece)))
+
+    def _sliced(self, tensors: Tensors, skips: Skips, inputs: Tensors, context: LayerContext) -> tuple[Tensors, Skips]:
+        """Runs `_through` for a token slice: the layers before the cut, for the first slice, and those after it."""
+        start, stop = self.layers_here.start, self.layers_here.stop
+        if context.piece.index == 0:
+            tensors, skips = self._through(range(start, min(stop, self._cut)), tensors, skips, context)
+        if stop <= self._cut:
+            return tensors, skips
+        tensors = self._with_shared(tensors, inputs, context)
+        return self._through(range(max(start, self._cut + 1), stop), tensors, skips, context)
+
+    def _with_shared(self, tensors: Tensors, inputs: Tensors, context: LayerContext) -> Tensors:
+        """Returns the input of the first layer after the cut, or of the stage.
+
+        The first slice brings what all slices share, which stays here until its backward.
+        """
+        piece, store = context.piece, context.store
+        assert piece.tokens is not None
+        begins_here = self.layers_here.start <= self._cut
+        boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self.layers_here.start]
+        numbers = [n for n, is_shared in enumerate(boundary.is_shared) if is_shared or (begins_here and n == 0)]
+        brought, own = None, [*tensors]
+        if piece.index == 0:
+            brought = tuple(tensors[number] for number in numbers)
+            own = [tensor for number, tensor in enumerate(tensors) if number not in numbers]
+            if not store.is_replaying:
+                is_cut = [begins_here and number == 0 for number in numbers]
+                store.shared = SharedTensors(copied_from_messages(brought, inputs), is_cut)
+        assert isinstance(store.shared, SharedTensors)
+        shared, others = iter(store.shared.read(piece.tokens, brought)), iter(own)
+        return tuple(next(shared if number in numbers else others) for number in range(len(boundary.specs)))
+
+    def _through(self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext) -> tuple[Tensors, Skips]:
+        """Runs these layers on the output of the one before and on skips; returns their output and the skips left."""
+        if not layers:
+            return tensors, skips
+        if not self._has_segments or not torch.is_grad_enabled():
+            return self._run(layers, tensors, skips, context)
+        for segment in choose_segments(layers, self._trace(context.piece)):
+            tensors, skips = self._run_recomputed(segment, tensors, skips, context)
+        return tensors, skips
+
+    def _run_recomputed(
+        self, segment: range, tensors: Tensors, skips: Skips, context: LayerContext
+    ) -> tuple[Tensors, Skips]:
+        """Runs `_run`, keeping only its inputs."""
+        popped, num_tensors = [name for name in skips if self._routes[name].pop in segment], len(tensors)
+
+        def run(inputs: Tensors, again: bool) -> tuple[Tensors, Skips]:
+            entered = dict(zip(popped, inputs[num_tensors:], strict=True))
+            with context.store.replay() if again else nullcontext():
+                return self._run(segment, inputs[:num_tensors], entered, context, again)
+
+        inputs = (*tensors, *(skips[name] for name in popped))
+        outputs, stashed = recompute_in_backward(run, inputs, self._is_checked)
+        return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
+
+    def _run(
+        self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext, again: bool = False
+    ) -> tuple[Tensors, Skips]:
+        piece, trace = context.piece, self._trace(context.piece)
+        context = LayerContext(piece, context.store, piece.tokens if layers.start > self._cut else None)
+        came, skips = trace.boundaries[layers.start], dict(skips)
+        value = as_value(_own(tensors, came.changed), came.is_tuple)
+        is_random = any(trace.work[index].is_random for index in layers)
+        fork = torch.random.fork_rng(enabled=is_random)
+        with active_forward(context), fork, self.statistics.seeing(piece.microbatch, again):
+            for index in layers:
+                context.layer = index
+                if trace.work[index].is_random:
+                    torch.manual_seed(context.seed())
+                value = self._call(index, value, skips, trace)
+                note_output(str(self._tracer.layers[index]), value)
+        return as_tuple(value), skips
+
+    def _call(self, index: int, value: LayerValue, skips: Skips, trace: ShapeTrace) -> LayerValue:
+        layer = self.layers[index - self.layers_here.start]
+        if isinstance(layer, SkipStash):
+            return _stash(layer, value, skips, trace.boundaries[index + 1])
+        if isinstance(layer, SkipPop):
+            name = layer.skip.name
+            return (*as_tuple(value), *_own((skips.pop(name),), (trace.skips[name][1],)))
+        if not trace.work[index].differentiates:
+            return layer(value)  # type: ignore[no-any-return]
+        # What it saves is kept, since it needs that in its forward.
+        with left_to_autograd(), without_saved_tensors_hooks():
+            return layer(value)  # type: ignore[no-any-return]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters under the unsplit model's names."""
+        names: dict[nn.Parameter, str] = {}
+        for name, layer in zip(self._names, self.layers, strict=True):
+            for key, parameter in layer.named_parameters(prefix=name):
+                names.setdefault(parameter, key)
+        return ((name, parameter) for parameter, name in names.items())
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns this stage's part of the unsplit model's state dict, by the same names."""
+        states = (layer.state_dict(prefix=f"{name}.") for name, layer in zip(self._names, self.layers, strict=True))
+        return {key: tensor.detach() for state in states for key, tensor in state.items()}
+
+    def _trace(self, piece: BatchSlice) -> ShapeTrace:
+        return self._tracer.trace(piece, self.model.training)
+
+    def _specs(self, number: int, skips: list[tuple[str, int]], piece: BatchSlice) -> tuple[TensorSpec, ...]:
+        """Returns the tensors of a boundary and of skips. Skips between neighbours go with the regular message."""
+        trace = self._trace(piece)
+        regular = [trace.boundaries[number].specs[index] for index in self._travelling(number, piece)]
+        ends = self._travelling_skips(skips, piece)
+        peers = [(name, None if abs(other - self._number) == 1 else other) for name, other in ends]
+        return (*regular, *(trace.skips[name][0]._replace(peer=peer) for name, peer in peers))
+
+    def _travelling(self, number: int, piece: BatchSlice) -> list[int]:
+        """Returns which tensors of a boundary go from stage to stage: with the first slice all of them."""
+        is_own, is_shared = number > self._cut, self._trace(piece).boundaries[number].is_shared
+        return [index for index, shared in enumerate(is_shared) if piece.index == 0 or (is_own and not shared)]
+
+    def _travelling_skips(self, skips: list[tuple[str, int]], piece: BatchSlice) -> list[tuple[str, int]]:
+        return [end for end in skips if piece.index == 0 or self._routes[end[0]].stash > self._cut]
+
+
+def _own(tensors: Tensors, changed: Sequence[bool]) -> Tensors:
+    """Returns the tensors, with copies of those changed in place: their memory may be a message's or the caller's."""
+    return tuple(tensor.clone() if is_changed else tensor for tensor, is_changed in zip(tensors, changed, strict=True))
+
+
+def _stash(layer: SkipStash, value: LayerValue, skips: Skips, after: LayerBoundary) -> LayerValue:
+    """Gives the skip and the layer's output separate gradients, which are added here, wherever the skip ends.
+
+    The sum of more than two would depend on the split.
+    """
+    tensors = list(as_tuple(value))
+    kept = main = tensors[layer.index]
+    if torch.is_grad_enabled() and main.requires_grad:
+        main, kept = _Fork.apply(main)  # type: ignore[no-untyped-call]
+    skips[layer.skip.name] = kept
+    tensors[layer.index] = main
+    return as_value(_own(tuple(tensors), after.changed), after.is_tuple)
+
+
+class _Fork(torch.autograd.Function):
+    """Returns one tensor as two."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor), tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, main: Tensor | None, skip: Tensor | None) -> Tensor | None:
+        if main is None or skip is None:
+            return skip if main is None else main
+        return main + skip
+
+
+class SharedTensors:
+    """Tensors of which each slice reads its tokens (dim 1), if they are cut, or the whole.
+
+        forward    slice 0 brings them        slices 1, 2, ... read them
+        backward   slices ..., 2, 1 leave gradients        slice 0 takes the sums, and its backward continues with them
+
+    Sums are in float32, or in the tensors' dtype where that is wider.
+    """
+
+    def __init__(self, tensors: Tensors, is_cut: Sequence[bool]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._is_cut = is_cut
+        self._numbers = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+        self._gradients: dict[int, Tensor] = {}
+
+    def read(self, tokens: range, brought: Tensors | None = None) -> Tensors:
+        """Returns what a slice reads: slice 0's is connected to the graph of the tensors that it brings, and a later
+        one's graph begins here."""
+        views = [self._view(number, tokens) for number in range(len(self._tensors))]
+        if self._numbers and torch.is_grad_enabled():
+            begin = (torch.empty(0, requires_grad=True),)
+            ends = begin if brought is None else tuple(brought[number] for number in self._numbers)
+            found: Tensors = _Reading.apply(self, tokens, brought is not None, *ends)  # type: ignore[no-untyped-call]
+            for number, tensor in zip(self._numbers, found, strict=True):
+                views[number] = tensor
+        return tuple(views)
+
+    def close(self) -> None:
+        """Raises ContextError where gradients were never taken, because slice 0's backward didn't come here."""
+        if self._gradients:
+            raise ContextError(
+                "token slices left gradients for what the first of them brought, but its own loss depends on none of "
+                "it. loss_fn must return a sum that depends on the outputs, even where no target counts."
+            )
+
+    def differentiable(self, tokens: range) -> Tensors:
+        """Returns the tensors that have a gradient, as a slice reads them."""
+        return tuple(self._view(number, tokens) for number in self._numbers)
+
+    def add(self, gradients: Sequence[Tensor | None], tokens: range) -> None:
+        """Adds a slice's gradients to the sums."""
+        for number, gradient in zip(self._numbers, gradients, strict=True):
+            if gradient is not None:
+                like = self._tensors[number]
+                if number not in self._gradients:
+                    wide = torch.promote_types(like.dtype, torch.float32)
+                    self._gradients[number] = torch.zeros_like(like, dtype=wide)
+                self._part(self._gradients[number], number, tokens).add_(gradient)
+
+    def take(self) -> list[Tensor | None]:
+        """Returns the complete sums and forgets them."""
+        sums = [(self._gradients.pop(number, None), self._tensors[number].dtype) for number in self._numbers]
+        return [None if total is None else total.to(dtype) for total, dtype in sums]
+
+    def _view(self, number: int, tokens: range) -> Tensor:
+        """Returns a slice's view, contiguous where it is cut, as if it came in a message: layers may `view` it."""
+        part = self._part(self._tensors[number], number, tokens)
+        return part.contiguous() if self._is_cut[number] else part
+
+    def _part(self, tensor: Tensor, number: int, tokens: range) -> Tensor:
+        return tensor[:, tokens.start : tokens.stop] if self._is_cut[number] else tensor.view_as(tensor)
+
+
+class _Reading(torch.autograd.Function):
+    """Connects all tensors at the same time, so that every sum is taken if slice 0's loss depends on any of them."""
+
+    @staticmethod
+    def forward(ctx: Any, shared: SharedTensors, tokens: range, is_first: bool, *ends: Tensor) -> Tensors:
+        ctx.shared, ctx.tokens, ctx.is_first = shared, tokens, is_first
+        ctx.set_materialize_grads(False)
+        return shared.differentiable(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.shared.add(gradients, ctx.tokens)
+        return None, None, None, *(ctx.shared.take() if ctx.is_first else [None])
+
+
+_Outputs = TypeVar("_Outputs")
+
+
+@lru_cache(maxsize=256)
+def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
+    """Returns the best number of segments of a stage's layers, each with about as many bytes to recompute."""
+    inputs = [sum(spec.num_bytes for spec in trace.boundaries[index].specs) for index in owned]
+    intermediate = [float(trace.work[index].saved_bytes) for index in owned]
+    ratio = len(owned) * sum(intermediate) / max(sum(inputs), 1)  # l A_intermediate / A_input, of the mean layer
+    num_segments = min(max(round(sqrt(ratio)), 1), len(owned))
+    bounds = accumulate(partition_layers(intermediate, num_segments), initial=owned.start)
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def recompute_in_backward(run: Callable[[Tensors, bool], _Outputs], inputs: Tensors, is_checked: bool) -> _Outputs:
+    """Returns `run(inputs, False)`, keeping only the inputs; `run(inputs, True)` computes the rest again in the
+    backward, and it is compared where that `is_checked`.
+
+    The backward uses the same autocast. `run` is responsible for its random state.
+    """
+    saved, kept, checks = SavedTensors(set()), [inputs], OutputChecks() if is_checked else None
+    device = inputs[0].device.type
+    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def refill() -> None:
+        again = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept.pop())
+        with torch.enable_grad(), torch.autocast(*autocast):
+            replay_checked(saved, lambda: run(again, True), checks)
+
+    with checks.keeping() if checks else nullcontext(), saved.saving(lambda tensor: False, refill):
+        return run(inputs, False)

@@ -1,0 +1,116 @@
+"""Decides what becomes of a step whose numbers aren't finite, or far above those of the steps before."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.errors import NonFiniteError
+from slipstream.parallel import RankGroup
+from slipstream.train.config import Config
+
+_FINE, _SPIKE, _NON_FINITE = range(3)  # of several ranks the largest counts
+_REASONS = {_SPIKE: "spike", _NON_FINITE: "not finite"}
+_REMEMBERED = 64  # good steps, of whose values the median is taken
+_FEWEST = 10  # good steps before one can be a spike
+_MOST_IN_A_ROW = 10  # bad steps; then the run ends whatever the policy
+
+
+class BadSteps:
+    """Judges every step before it changes the weights, alike on all ranks where any may go on after a bad one, and acts
+    on one as configured.
+
+    Args:
+        config: has `training.bad_numbers` and `training.spike_factor`.
+        world: all ranks.
+        device: where their exchange takes place.
+        has_copies: whether ranks of the same work exist, as replicas and tensor ranks are. Without any, loss and norm
+            are sums over all ranks, on which these needn't agree.
+        roll_back: loads the last good checkpoint and returns its step; None where there is none. Collective.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: RankGroup,
+        device: torch.device,
+        has_copies: bool,
+        roll_back: Callable[[], int | None],
+    ) -> None:
+        training = config.training
+        # Where every rank would stop, one that does so alone ends the run for the others, too.
+        may_go_on = training.bad_numbers != "stop" or training.precision == "fp16"
+        self._agrees = has_copies and (may_go_on or training.spike_factor is not None)
+        self._config, self._world, self._device, self._roll_back = config, world, device, roll_back
+        self._values: dict[str, deque[float]] = {
+            name: deque(maxlen=_REMEMBERED) for name in ("loss", "norm of its gradient")
+        }
+        self._verdict, self._num_in_a_row = _FINE, 0
+        self.steps: list[int] = []  # that were bad
+
+    def accepts(self, loss: float, norm: float) -> bool:
+        """Returns whether the optimizer may update with this loss and this norm of the gradient. Collective."""
+        values = dict(zip(self._values, (loss, norm), strict=True))
+        mine = _SPIKE if self._describe_spikes(values) else _FINE
+        if not all(map(math.isfinite, values.values())):
+            mine = _NON_FINITE
+        self._verdict = self._worst(mine) if self._agrees else mine
+        if self._verdict == _FINE:
+            for name, value in values.items():
+                self._values[name].append(value)
+        return self._verdict == _FINE
+
+    def _worst(self, mine: int) -> int:
+        return int(self._world.max(torch.tensor([mine], dtype=torch.int32, device=self._device)))
+
+    def act(self, step: int, loss: float, norm: float, samples: tuple[int, int]) -> dict[str, Any] | None:
+        """Does what is configured after a step; returns what the metrics say of a bad one. Collective.
+
+        Raises NonFiniteError, on all ranks, where the run is to stop.
+        """
+        if self._verdict == _FINE:
+            self._num_in_a_row = 0
+            return None
+        training, record = self._config.training, {"why": _REASONS[self._verdict], "samples": list(samples)}
+        self.steps.append(step)
+        if training.precision == "fp16" and self._verdict == _NON_FINITE:  # the loss scale looks for the largest
+            return record | {"done": "skipped, with a smaller loss scale after it"}
+        self._num_in_a_row += 1
+        if training.bad_numbers == "stop" or self._num_in_a_row == _MOST_IN_A_ROW:
+            raise NonFiniteError(self._describe(step, loss, norm))
+        earlier = self._roll_back() if training.bad_numbers == "rollback" else None
+        return record | {"done": "skipped" if earlier is None else f"rolled back to step {earlier}"}
+
+    def facts(self) -> dict[str, list[float]]:
+        """Returns what a checkpoint keeps, so that a resumed run judges alike."""
+        return {name: list(values) for name, values in self._values.items()}
+
+    def restore(self, facts: dict[str, list[float]]) -> None:
+        """Goes on from what `facts` returned."""
+        for name, values in facts.items():
+            self._values[name].extend(values)
+
+    def _describe_spikes(self, values: dict[str, float]) -> str:
+        factor, found = self._config.training.spike_factor, []
+        for name, value in values.items():
+            before = self._values[name]
+            if factor is not None and len(before) >= _FEWEST and value > factor * statistics.median(before):
+                found.append(
+                    f"the {name} is {value / statistics.median(before):.3g} times the median of the last steps"
+                )
+        return " and ".join(found)
+
+    def _describe(self, step: int, loss: float, norm: float) -> str:
+        optimizer, values = self._config.optimizer, dict(zip(self._values, (loss, norm), strict=True))
+        in_a_row = f"{self._num_in_a_row} steps in a row were bad; " if self._num_in_a_row > 1 else ""
+        spikes = f" ({found})" if (found := self._describe_spikes(values)) and self._verdict == _SPIKE else ""
+        return (
+            f"{in_a_row}the loss of step {step} is {loss}, the norm of its gradient {norm}{spikes}; lower optimizer.lr "
+            f"(now {optimizer.lr or 'the default of its class'}), lengthen optimizer.warmup_steps, or clip with "
+            "optimizer.clip_norm; training.bad_numbers=skip or rollback goes on"
+        )

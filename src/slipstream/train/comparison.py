@@ -1,0 +1,145 @@
+"""Compares the run with one process that trains the same model on the same batches, alone on the same machine."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.launch import reported_to_the_launcher
+from slipstream.model import trust_remote_code
+from slipstream.model.adapters import find_frozen, freeze
+from slipstream.pipeline import Pipeline
+from slipstream.train.config import Config, load_config
+from slipstream.train.configured_pipeline import make_pipeline
+from slipstream.train.data import load_texts, sequences_of
+from slipstream.train.device_choice import choose_device
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.optimizers import make_optimizer, make_scheduler
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.training_step import train_step
+from slipstream.units import seconds_text
+
+_WARM_UP = 2  # steps that pay for first touches of memory
+
+
+class UnslicedModel(torch.nn.Module):
+    """The whole model as transformers loads it.
+
+    Attention runs over whole sequences, across documents: that is its fastest way.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        super().__init__()
+        if config.model.pretrained:
+            self.model = AutoModelForCausalLM.from_pretrained(
+                config.model.path, dtype=torch.float32, trust_remote_code=False
+            )
+        else:
+            model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
+            self.model = AutoModelForCausalLM.from_config(model_config)
+        freeze(self.model, find_frozen(self.model, config.model.freeze, "model.freeze"))
+        self.model.to(device).train()
+        self.device = device
+
+    def step(self, inputs: Tensor, targets: Tensor, document_ids: Tensor) -> Tensor:
+        """Runs forward and backward of the whole batch and returns the loss; documents are ignored."""
+        loss = self.model(input_ids=inputs.to(self.device), labels=targets.to(self.device), use_cache=False).loss
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients to a norm of at most `max_norm` and returns the norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+
+
+def measure(config: Config) -> dict[str, float]:
+    """Returns the median seconds of a step in this process, for each way of running it."""
+    device = choose_device(config)
+    slices, given = config.pipeline.slices, config.pipeline.microbatches
+    if given is not None:
+        longest: list[int] = max((lengths for _, lengths in given), key=len)
+        slices = longest
+    alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "microbatches": None}
+    alone["vocabulary"] = "whole"
+    alone["memory"] = config.memory.model_copy(update={"limit": None})
+    ways: dict[str, Callable[[], Any]] = {
+        "unsliced, by transformers": lambda: UnslicedModel(config, device),
+        "unsliced": lambda: make_pipeline(config, device, slices=1, **alone),
+        "sliced": lambda: make_pipeline(config, device, slices=8 if slices == "auto" else slices, **alone),
+    }
+    seconds = {}
+    for name, make in ways.items():
+        seconds[name] = statistics.median(_time_steps(config, make(), device))
+        gc.collect()
+    return seconds
+
+
+def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.device) -> list[float]:
+    training = config.training
+    train = load_texts(RunFolder(training.output).inputs, "train")
+    sequences = sequences_of(train, "fixed", training.seq_len, training.seed, config.data.weights)
+    optimizer = make_optimizer(model.parameters(), config.optimizer)
+    scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
+    seconds = []
+    for index in range(_WARM_UP + training.single_process_steps):
+        batch = sequences.batch(index * training.batch_size, training.batch_size)
+        seconds.append(train_step(model, scheduler, batch, config, device).seconds)
+    return seconds[_WARM_UP:]
+
+
+def compare(folder: RunFolder) -> str:
+    """Compares the run's steps with what `measure` found, in words, and keeps both in `comparison.json`."""
+    alone: dict[str, float] = json.loads(folder.comparison.read_text())
+    steps = steps_of(folder)
+    together = statistics.median(step["step_seconds"] for step in steps[min(_WARM_UP, len(steps) - 1) :])
+    num_ranks = len(steps[0]["peak_memory"])
+    best = min(alone, key=lambda name: alone[name])
+    result = {"num_ranks": num_ranks, "seconds_per_step": together, "one_process": alone}
+    with folder.replaced(folder.comparison) as part:
+        part.write_text(json.dumps(result, indent=2) + "\n")
+    others = ", ".join(f"{name} {seconds_text(value)}" for name, value in alone.items())
+    return (
+        f"{num_ranks} ranks: {seconds_text(together)} per step; one process: {others}\n"
+        f"{alone[best] / together:.2f}x the best single process ({best})"
+    )
+
+
+def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """Returns the metrics of the steps since the run last started: before it was resumed, it may have had other ranks.
+
+    Leaves out the steps in which "auto" was trying what to run, unless there are no others. The list is empty where a
+    run was resumed that had already reached its end.
+    """
+    if not folder.metrics.exists():
+        return []
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    # Each start leaves a line of figures.
+    start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
+    steps = [line for line in lines[start:] if "step_seconds" in line]
+    return [step for step in steps if "trial" not in step] or steps
+
+
+def main() -> None:
+    """Measures one process: `python -m slipstream.train.comparison config.yaml OWNER`."""
+    with reported_to_the_launcher():
+        config = load_config(Path(sys.argv[1]))
+        if config.model.trust_remote_code:
+            trust_remote_code(str(config.model.path))
+        folder = RunFolder(config.training.output)
+        FolderLock(folder.path, print).join(sys.argv[2], beats=False)
+        folder.listed.add(folder.comparison)
+        with folder.replaced(folder.comparison) as part:
+            part.write_text(json.dumps(measure(config)))
+
+
+if __name__ == "__main__":
+    main()

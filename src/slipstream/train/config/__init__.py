@@ -1,0 +1,13 @@
+"""The configuration of `slipstream train`: its sections and its file."""
+
+from slipstream.train.config.data_section import DataSection, PreferenceSection, SourceSection
+from slipstream.train.config.rules import named_schedule
+from slipstream.train.config.run_config import DECIDED_BY_PLAN, Config, dump_config, load_config, precision_named
+from slipstream.train.config.sections import (
+    LoraSection,
+    ModelSection,
+    OptimizerSection,
+    ParallelSection,
+    SampleSection,
+    TrainingSection,
+)

@@ -1,0 +1,286 @@
+"""Checks whether the sections of a configuration fit together, and knows what other libraries call them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
+from slipstream.options import Memory
+from slipstream.pipeline.pipeline_options import check_microbatches, given_microbatches
+from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
+from slipstream.train.config.data_section import DataSection
+from slipstream.train.config.sections import (
+    CheckpointSection,
+    ModelSection,
+    ParallelSection,
+    PipelineSection,
+    PlanSection,
+    TrainingSection,
+)
+
+
+def named_schedule(pipeline: PipelineSection) -> str | Schedule:
+    """Returns the schedule in the text file that `pipeline.schedule` names, or the name itself."""
+    path = Path(pipeline.schedule)
+    if path.suffix != ".txt":
+        return pipeline.schedule
+    try:
+        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
+        validate(schedule)
+    except (OSError, UnicodeDecodeError, ScheduleError) as error:
+        raise ScheduleError(f"schedule={path} can't be used: {error}") from None
+    return schedule
+
+
+def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> None:
+    """Raises ValueError where slices don't add up to the sequence, or microbatches to a replica's rows."""
+    if pipeline.microbatches is None:
+        _check_slices(pipeline.slices, seq_len)
+    else:
+        _check_microbatches(pipeline.microbatches, num_rows, seq_len)
+
+
+def check_partition(pipeline: PipelineSection) -> None:
+    """Raises ValueError where the layers given for each stage aren't those of as many stages."""
+    partition, num_stages = pipeline.partition, pipeline.num_ranks * pipeline.stages_per_rank
+    if partition == "auto":
+        return
+    with suppress(ScheduleError):  # which is reported where the schedule is checked
+        schedule = named_schedule(pipeline)
+        num_stages = schedule.num_stages if isinstance(schedule, Schedule) else num_stages
+    if not are_allowed_layer_counts(partition):
+        raise ValueError(
+            f"pipeline.partition={partition} must give stages of {ALLOWED_LAYER_COUNTS}; such as [4.5, 3.5]"
+        )
+    if len(partition) != num_stages:
+        raise ValueError(
+            f"pipeline.partition={partition} names {len(partition)} stages, but pipeline.num_ranks * stages_per_rank = "
+            f"{num_stages}; give one number of layers per stage"
+        )
+
+
+def check_schedule(pipeline: PipelineSection, num_flushes: int, places_only: bool) -> None:
+    """Raises the schedule's own error: the nearest name, the stages per rank it can have, a file's impossible order.
+
+    Of a plan for documents of any length the schedule only says where stages are: it has its own microbatches.
+    """
+    if pipeline.num_microbatches % num_flushes:
+        raise ValueError(
+            f"pipeline.num_microbatches={pipeline.num_microbatches} don't divide into memory.num_flushes={num_flushes}"
+        )
+    try:
+        schedule = named_schedule(pipeline)
+        if isinstance(schedule, Schedule):
+            _check_counts(schedule, pipeline, num_flushes, places_only)
+        else:
+            check_name(schedule, besides=AUTOMATIC)
+            stages = pipeline.stages_per_rank
+            make_schedule(placed_as(schedule, stages), pipeline.num_ranks, 1, 1, stages)
+    except ScheduleError as error:
+        raise ValueError(f"pipeline.{error}") from None
+
+
+def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
+    if isinstance(slices, int) and slices > seq_len:
+        raise ValueError(
+            f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
+        )
+    if not isinstance(slices, (int, str)) and sum(slices) != seq_len:
+        raise ValueError(
+            f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
+            f"make them add up, or give a count such as pipeline.slices={len(slices)}"
+        )
+
+
+def _check_microbatches(microbatches: object, num_rows: int, seq_len: int) -> None:
+    """Raises ValueError where microbatches don't add up to a replica's rows, or their slices to the sequence."""
+    try:
+        check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", "training.seq_len")
+    except SlipstreamError as error:
+        raise ValueError(f"pipeline.{error}") from None
+
+
+def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: int, places_only: bool) -> None:
+    slices = pipeline.slices
+    counts: dict[str, tuple[int | str, int | str]]
+    counts = {"pipeline.num_ranks": (schedule.num_ranks, pipeline.num_ranks), "memory.num_flushes": (1, num_flushes)}
+    if pipeline.microbatches is None and not schedule.is_ragged and not places_only:
+        counts |= {
+            "pipeline.num_microbatches": (schedule.num_microbatches, pipeline.num_microbatches),
+            "pipeline.slices": (schedule.num_slices, slices if isinstance(slices, (int, str)) else len(slices)),
+        }
+    elif not places_only and [len(lengths) for _, lengths in pipeline.microbatches or ()] != [*schedule.slice_counts]:
+        raise ValueError(
+            f"pipeline.schedule={pipeline.schedule} has microbatches of {[*schedule.slice_counts]} slices; give "
+            "pipeline.microbatches with as many slices"
+        )
+    for name, (wanted, given) in counts.items():
+        if wanted != given:
+            raise ValueError(
+                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={given}; "
+                f"set --{name}={wanted}"
+            )
+
+
+def check_batch(
+    training: TrainingSection, data: DataSection, pipeline: PipelineSection, parallel: ParallelSection, are_pairs: bool
+) -> None:
+    """Raises ValueError where the rows or the tokens of a step can't be divided into those of all replicas."""
+    if training.batch_tokens is None:
+        _check_rows(training.batch_size, parallel.data, pipeline.num_microbatches)
+    else:
+        _check_batch_tokens(training.batch_tokens, training.seq_len, parallel.data, data.packing, are_pairs)
+
+
+def _check_rows(batch_size: int, replicas: int, num_microbatches: int) -> None:
+    if batch_size % replicas:
+        below = batch_size - batch_size % replicas
+        raise ValueError(
+            f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
+            + (f"{below} or {below + replicas}" if below else f"{replicas}")
+        )
+    each = batch_size // replicas
+    if each < num_microbatches:
+        of_each = "" if replicas == 1 else f" of {each} for each of parallel.data={replicas} replicas"
+        raise ValueError(
+            f"training.batch_size={batch_size}{of_each} can't be cut into "
+            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
+        )
+
+
+def _check_batch_tokens(batch_tokens: int, seq_len: int, replicas: int, packing: str, are_pairs: bool) -> None:
+    """Raises ValueError where a step takes no documents of any length, or may have none for a replica."""
+    least = seq_len * replicas * (2 if are_pairs else 1)
+    if packing != "none":
+        raise ValueError(
+            f"training.batch_tokens={batch_tokens} with data.packing={packing}: it counts the tokens of documents that "
+            f"differ in length. Choose data.packing=none, or training.batch_size={max(1, batch_tokens // seq_len)} "
+            f"sequences of training.seq_len={seq_len}"
+        )
+    if batch_tokens < least:
+        of_each = "" if replicas == 1 else f" for each of parallel.data={replicas} replicas"
+        raise ValueError(
+            f"training.batch_tokens={batch_tokens} has no room for {'two answers' if are_pairs else 'a document'} of "
+            f"training.seq_len={seq_len} tokens{of_each}; choose {least} or more, or a smaller "
+            "training.seq_len, at which longer documents are cut"
+        )
+
+
+def check_stream(training: TrainingSection, data: DataSection, model: ModelSection) -> None:
+    """Raises ValueError for settings that need the whole data set before the first step."""
+    needs_all = {
+        f"training.epochs={training.epochs}": (training.epochs is not None, "give training.steps"),
+        f"training.eval_every={training.eval_every}": (
+            training.eval_every > 0 and data.validation is None,
+            "name a file or a split in data.validation",
+        ),
+        f"training.single_process_steps={training.single_process_steps}": (
+            training.single_process_steps > 0,
+            "leave it out",
+        ),
+        "a model without a tokenizer": (
+            data.vocab_size is not None or (data.tokenizer or model.path) is None,
+            "name one in data.tokenizer",
+        ),
+    }
+    for setting, (is_given, instead) in needs_all.items():
+        if is_given:
+            raise ValueError(f"{setting} with data.streaming=true, which reads while it trains: {instead}")
+
+
+def check_unpacked(pipeline: PipelineSection, memory: Memory, training: TrainingSection, plan: PlanSection) -> None:
+    """Raises ValueError for settings of sequences that have one length."""
+    flushes, compared = memory.num_flushes, training.single_process_steps
+    is_for_one_length = {
+        f"pipeline.schedule={pipeline.schedule}": pipeline.schedule.endswith(".txt") and plan.rates is None,
+        f"pipeline.slices={pipeline.slices}": isinstance(pipeline.slices, list),
+        "pipeline.microbatches": pipeline.microbatches is not None,
+        f"memory.num_flushes={flushes}": flushes != 1,
+        f"training.single_process_steps={compared}": compared > 0,
+    }
+    for setting in filter(is_for_one_length.get, is_for_one_length):
+        raise ValueError(
+            f"{setting} with data.packing=none: it is for sequences of one length. Leave it out, or choose "
+            "data.packing=fixed"
+        )
+
+
+def check_validations(training: TrainingSection, checkpoint: CheckpointSection, data: DataSection) -> None:
+    """Raises ValueError for settings that go by the best validation where there are none, or it isn't kept."""
+    by_validation = {
+        "checkpoint.keep_best=true": checkpoint.keep_best,
+        f"training.patience={training.patience}": training.patience is not None,
+    }
+    for setting in filter(by_validation.get, by_validation):
+        if not training.eval_every:
+            raise ValueError(f"{setting} goes by validations; give --training.eval_every=100, or leave it out")
+        if data.validation is None and not data.validation_fraction:
+            raise ValueError(
+                f"{setting} goes by validations, and data.validation_fraction=0 holds no text out; give a larger "
+                "share, such as --data.validation_fraction=0.05, or name a text in data.validation"
+            )
+    if training.export == "best" and not checkpoint.keep_best:
+        raise ValueError("training.export=best exports the checkpoint that checkpoint.keep_best=true keeps; give that")
+
+
+OTHER_NAMES: Mapping[str, str] = {
+    "learning_rate": "optimizer.lr",
+    "warmup": "optimizer.warmup_steps",
+    "max_grad_norm": "optimizer.clip_norm",
+    "grad_clip": "optimizer.clip_norm",
+    "max_steps": "training.steps",
+    "num_steps": "training.steps",
+    "num_epochs": "training.epochs",
+    "num_train_epochs": "training.epochs",
+    "global_batch_size": "training.batch_size",
+    "train_batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "gradient_accumulation_steps": "pipeline.num_microbatches",
+    "max_seq_length": "training.seq_len",
+    "sequence_length": "training.seq_len",
+    "context_length": "training.seq_len",
+    "output_dir": "training.output",
+    "dtype": "training.precision",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "eval_steps": "training.eval_every",
+    "save_steps": "checkpoint.every",
+    "early_stopping_patience": "training.patience",
+    "save_best": "checkpoint.keep_best",
+    "load_best_model_at_end": "training.export",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "report_to": "tracking.to",
+    "model_name_or_path": "model.path",
+    "num_stages": "pipeline.num_ranks",
+    "tensor_parallel": "parallel.tensor",
+    "data_parallel": "parallel.data",
+    "gradient_checkpointing": "memory.recompute",
+    "rank": "lora.r",
+    "lora_alpha": "lora.alpha",
+}
+"""The setting that is meant by another name: by its last part, whatever section was typed."""
+
+OTHER_VALUES: Mapping[str, Mapping[Any, str]] = {
+    "training.precision": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "mixed": "bf16",
+        "fp32": "float32",
+        "32": "float32",
+        32: "float32",
+        16: "bf16",
+    },
+    "training.device": {"gpu": "cuda", "cuda:0": "cuda"},
+    "memory.recompute": {True: "full", False: "none"},
+    "checkpoint.resume": {True: "latest", False: "no", "auto": "latest"},
+    "training.export": {True: "best", False: "last"},
+    "data.packing": {True: "fixed", False: "none"},
+    "data.corpus": {"python": "python-stdlib"},
+    "pipeline.vocabulary": {True: "spread", False: "whole"},
+}
+"""The value of a setting that is meant by another one, which is in lower case."""

@@ -1,0 +1,329 @@
+"""The configuration of a whole training run: its sections, whether they fit together, and its file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+from pydantic import ValidationError, model_validator
+
+from slipstream.errors import SlipstreamError
+from slipstream.option_problems import describe_problems
+from slipstream.options import Memory, Precision, Record, Runtime
+from slipstream.planner.steps import StageRates
+from slipstream.train.config import sections
+from slipstream.train.config.data_section import DataSection, PreferenceSection, check_preference
+from slipstream.train.config.rules import (
+    OTHER_NAMES,
+    OTHER_VALUES,
+    check_batch,
+    check_lengths,
+    check_partition,
+    check_schedule,
+    check_stream,
+    check_unpacked,
+    check_validations,
+    named_schedule,
+)
+from slipstream.train.config.sections import LoraSection, OptimizerSection
+
+_LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
+# Of a section and of a Pipeline
+_PIPELINE_OPTIONS = ("num_microbatches", "slices", "stages_per_rank", "partition", "vocabulary", "router_loss")
+# The Pipeline's dtypes by training.precision
+_PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32")}
+
+
+def precision_named(name: str) -> Precision:
+    """Returns the dtypes of the Pipeline by what `training.precision` says."""
+    return _PRECISIONS.get(name, Precision(dtype="float32"))
+
+
+# The settings by section that a plan decides, or keeps as they are by default
+DECIDED_BY_PLAN = {
+    "pipeline": dict.fromkeys(("schedule", "slices", "microbatches", "partition", "stages_per_rank")).keys(),
+    "memory": dict.fromkeys(("recompute", "offload", "num_flushes")).keys(),
+}
+
+
+class Config(Record):
+    """A whole training run."""
+
+    other_names: ClassVar = OTHER_NAMES
+    other_values: ClassVar = OTHER_VALUES
+
+    model: sections.ModelSection
+    data: DataSection
+    pipeline: sections.PipelineSection = sections.PipelineSection()
+    memory: Memory = Memory()
+    parallel: sections.ParallelSection = sections.ParallelSection()
+    runtime: Runtime = Runtime()
+    lora: LoraSection | None = None
+    preference: PreferenceSection | None = None
+    optimizer: OptimizerSection = OptimizerSection()
+    training: sections.TrainingSection
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
+    tracking: sections.TrackingSection = sections.TrackingSection()
+    sample: sections.SampleSection = sections.SampleSection()
+    plan: sections.PlanSection = sections.PlanSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_open_what_is_not_named(cls, values: Any) -> Any:
+        """Leaves order, slices and cut to a plan where the configuration names none of what a plan decides."""
+        if not isinstance(values, dict):
+            return values
+        pipeline, memory = ((values.get(name) or {}) for name in ("pipeline", "memory"))
+        if not all(isinstance(section, dict) for section in (pipeline, memory)):
+            return values
+        named = DECIDED_BY_PLAN["pipeline"] & pipeline.keys() | DECIDED_BY_PLAN["memory"] & memory.keys()
+        if named or pipeline.get("num_ranks") == 1:
+            return values
+        return values | {"pipeline": pipeline | {"schedule": "auto", "slices": "auto"}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_answers_apart(cls, values: Any) -> Any:
+        """Takes answers as long as they are, unless the configuration asks for something else."""
+        if isinstance(values, dict) and values.get("preference") is not None and isinstance(values.get("data"), dict):
+            return values | {"data": {"packing": "none"} | values["data"]}
+        return values
+
+    @model_validator(mode="after")
+    def _preference_fits(self) -> Self:
+        if self.preference is not None:
+            check_preference(self.data, self.pipeline)
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_fits(self) -> Self:
+        if self.lora is None:
+            return self
+        if self.model.freeze:
+            raise ValueError(
+                f"model.freeze={self.model.freeze} with lora, which freezes all of the model's weights; leave "
+                "model.freeze out, and choose what gets an adapter by lora.target_modules and lora.layers_to_transform"
+            )
+        if not self.model.pretrained:
+            raise ValueError("lora trains an adapter of given weights; give model.path, and no model.init=random")
+        if self.parallel.shard_parameters:
+            raise ValueError(
+                "lora with parallel.shard_parameters=true, which hasn't been shown to be exact; leave it out"
+            )
+        if self.training.single_process_steps:
+            raise ValueError("training.single_process_steps compares with training all weights; leave it out with lora")
+        if self.lora.export == "adapter" and self.sample.prompt is not None:
+            raise ValueError("sample.prompt needs the merged model; give lora.export=both, or leave sample.prompt out")
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_add_up(self) -> Self:
+        self.runtime.refuse(["stall_limit"], "a run takes it as training.stall_limit.")
+        if self.memory.limit is not None and self.memory.limit < _LEAST_MEMORY:
+            given = self.memory.limit
+            raise ValueError(
+                f"memory.limit={given:g} is in bytes, of which no model trains in so few; give "
+                f"--memory.limit={given:g}e9 if gigabytes were meant"
+            )
+        if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
+            raise ValueError(
+                "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"
+            )
+        if self.data.streaming:
+            check_stream(self.training, self.data, self.model)
+        check_validations(self.training, self.checkpoint, self.data)
+        are_pairs = self.preference is not None
+        check_batch(self.training, self.data, self.pipeline, self.parallel, are_pairs)
+        try:
+            self._check_pipeline()
+        except ValueError as error:
+            if not self.plan.predicted or self.pipeline.stages_per_rank > 1:
+                raise
+            anew = "--pipeline.schedule=auto --pipeline.slices=auto --pipeline.partition=auto"
+            anew += " --memory.recompute=none" if self.memory.recompute != "none" else ""
+            raise ValueError(f"{error}. The configuration is a plan for others; to plan for these: {anew}") from None
+        return self
+
+    def _check_pipeline(self) -> None:
+        """Raises ValueError where slices, order and cut don't fit the sequences, the ranks or each other."""
+        pipeline, training = self.pipeline, self.training
+        check_lengths(pipeline, training.batch_size // self.parallel.data, training.seq_len)
+        if self.data.packing == "none":
+            check_unpacked(pipeline, self.memory, training, self.plan)
+        check_partition(pipeline)
+        check_schedule(pipeline, self.memory.num_flushes, places_only=self._given_rates() is not None)
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """Returns the arguments of the Pipeline that the configuration gives."""
+        microbatches = self.pipeline.microbatches
+        given = {name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS}
+        if microbatches is not None:
+            given |= {"microbatches": microbatches, "num_microbatches": 1, "slices": None}
+        if self.preference is not None:  # `spread` is refused, and a plan mustn't choose it
+            given["vocabulary"] = "whole"
+        return {
+            **given,
+            "schedule": named_schedule(self.pipeline),
+            # Of sequences of any length the cut is by weights alone, unless a plan is made for the typical one.
+            "seq_len": self.training.seq_len if self.data.packing == "fixed" else None,
+            "rates": self._given_rates(),
+            "memory": self.memory,
+            "parallel": self.parallel,
+            "precision": precision_named(self.training.precision),
+            "runtime": self.runtime,
+        }
+
+    def _given_rates(self) -> StageRates | None:
+        """Returns what the stages cost, where the configuration is a plan for documents of any length."""
+        if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.schedule.endswith(".txt"):
+            return None
+        try:
+            return StageRates.from_json(self.plan.rates)
+        except SlipstreamError as error:
+            raise ValueError(f"plan.rates: {error}") from None
+
+    @property
+    def has_models_tokenizer(self) -> bool:
+        """Whether the tokenizer is the one that comes with the model."""
+        return self.data.vocab_size is None and self.data.tokenizer in (None, self.model.path)
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as it is typed."""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
+
+
+class _TwiceError(Exception):
+    """A key is given twice in one section."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.tag != "tag:yaml.org,2002:merge" and (first := lines.setdefault(key.value, line)) != line:
+                raise _TwiceError(f"{key.value} is given in line {first} and again in line {line}; leave one out")
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Returns the configuration of a YAML file, with `section.key=value` overrides (values are YAML).
+
+    A schedule's text file is looked for in the folder of the configuration that names it; one that an override names,
+    in the working folder.
+
+    Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
+    """
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except _TwiceError as error:
+        raise SlipstreamError(f"{path}: {error}") from None
+    except OSError as error:
+        raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
+    _locate_schedule(values, path.parent)
+    for override in overrides:
+        set_override(values, override)
+    _locate_schedule(values, Path())
+    _fill_mesh(values)
+    return parse_config(values)
+
+
+def parse_config(values: dict[str, Any]) -> Config:
+    """Returns a checked configuration from nested dictionaries; SlipstreamError lists everything that is wrong."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise SlipstreamError("\n".join(describe_problems(error, Config))) from None
+
+
+def dump_config(config: Config) -> str:
+    """Returns the configuration as YAML that `load_config` reads back."""
+    values = config.model_dump(mode="json")
+    left_out = ("microbatches",) if config.pipeline.microbatches is None else ("num_microbatches", "slices")
+    for name in left_out:
+        del values["pipeline"][name]
+    if config.training.batch_tokens is not None:
+        del values["training"]["batch_size"]
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
+    """Makes the path of a schedule's text file absolute: the run's own configuration is in another folder."""
+    pipeline = values.get("pipeline")
+    name = pipeline.get("schedule") if isinstance(pipeline, dict) else None
+    if isinstance(name, str) and name.endswith(".txt"):
+        values["pipeline"]["schedule"] = str((folder / name).absolute())
+
+
+# The axes of the mesh, as they are typed, and the settings that they are
+_MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
+
+
+def _fill_mesh(values: dict[str, Any]) -> None:
+    """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU."""
+    given = {
+        axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
+        for axis, (section, name) in _MESH.items()
+    }
+    automatic = [axis for axis, size in given.items() if size == "auto"]
+    if not automatic:
+        return
+    if len(automatic) > 1:
+        raise SlipstreamError(
+            f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
+            "one, or let `slipstream plan` choose all three."
+        )
+    others = prod(int(size) for axis, size in given.items() if axis not in automatic)
+    world = _num_processes(automatic[0])
+    if world % others:
+        raise SlipstreamError(
+            f"--{automatic[0]}=auto: {world} processes don't divide by the {others} of the other axes; start a "
+            f"multiple of {others}, or change them"
+        )
+    section, name = _MESH[automatic[0]]
+    values.setdefault(section, {})[name] = world // others
+
+
+def _num_processes(axis: str) -> int:
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    import torch
+
+    if not torch.cuda.device_count():
+        raise SlipstreamError(
+            f"--{axis}=auto: there is no launcher and no GPU to count; give a number, such as --{axis}=2"
+        )
+    return torch.cuda.device_count()
+
+
+def set_override(values: dict[str, Any], override: str) -> None:
+    """Sets `--a.b=value` or `a.b=value` in nested dictionaries. Raises SlipstreamError where it can't be read."""
+    name, equals, text = override.removeprefix("--").partition("=")
+    if not equals or not name:
+        raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")
+    *path, key = _MESH.get(name) or name.split(".")
+    section = values
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise SlipstreamError(f"can't set {name}: {part} is the value {section!r}, not a section")
+    try:
+        section[key] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {error}") from error

@@ -1,0 +1,174 @@
+"""A source that has been opened: the form of its rows, and how they become tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.train.config import SourceSection
+from slipstream.train.data.samples import ChatTemplate, SampleReader, tokenise_samples
+from slipstream.train.data.sources import Documents, read_documents, read_rows, with_given_keys
+from slipstream.train.data.tokenised_text import TokenisedText, tokenise
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """The rows of a source, of one form; of texts the documents that hold any."""
+
+    source: SourceSection
+    form: str
+    loss: str
+    rows: Any  # Documents, or a datasets.Dataset
+
+    @classmethod
+    def of(cls, source: SourceSection, say: Callable[[str], None]) -> OpenSource:
+        """Opens a source. `say` gets a line about documents without text.
+
+        Raises:
+            SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
+        """
+        rows = read_rows(source) if source.has_rows else None
+        form = "text" if rows is None else find_form(source, rows.column_names)
+        loss = find_loss(source, form)
+        return cls(source, form, loss, read_documents(source, say, rows) if form == "text" else rows)
+
+    def describe(self) -> str:
+        """Returns how many rows there are, of what form, and which tokens count."""
+        if isinstance(self.rows, Documents):
+            noun = "document" if len(self.rows) == 1 else "documents"
+            return f"text: {len(self.rows):,} {noun}, {self.rows.num_characters:,} characters"
+        counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
+        counted |= {"completion": "the completion counts" if self.form != "messages" else "the last turn counts"}
+        what = "what the labels say counts" if "labels" in self.rows.column_names else counted[self.loss]
+        return f"{self.form}: {len(self.rows):,} samples, of which {what}"
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether rows need a chat template."""
+        return self.form == "messages" or (self.form == "prompt-completion" and not self._is_plain)
+
+    @property
+    def num_closed(self) -> int:
+        """The rows that should be closed by an end-of-text token; a chat template closes the turns by itself."""
+        return len(self.rows) if self.form == "text" or self._is_plain else 0
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.form == "prompt-completion" and not is_list(self.rows.features["completion"])
+
+    def texts(self) -> Iterator[str]:
+        """Yields the texts in all rows, for a tokenizer to be trained on."""
+        columns = {"messages": [self.source.messages_column], "prompt-completion": ["prompt", "completion"]}
+        for row in self.rows:
+            if self.form == "text":
+                yield row
+            for column in columns.get(self.form, ()):
+                yield from texts_in(row[column])
+
+    def tokenise(
+        self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
+    ) -> TokenisedText:
+        """Returns the tokens of all rows.
+
+        Raises:
+            SlipstreamError: with the number of a row that hasn't the form of the others.
+        """
+        if isinstance(self.rows, Documents):
+            return tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
+        reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
+        with progress.counting("tokenising", total=len(self.rows)) as show:
+            rows = with_given_keys(self.rows, self.rows.features)
+            return tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)
+
+
+def is_list(feature: Any) -> bool:
+    """Returns whether a column, by what `datasets` says of it, holds lists, such as of messages."""
+    from datasets import LargeList, List
+
+    return isinstance(feature, (list, List, LargeList))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yields a text, or the contents of messages."""
+    if isinstance(value, str):
+        yield value
+    for message in value if isinstance(value, list) else ():
+        if isinstance(message, dict) and isinstance(message.get("content"), str):
+            yield message["content"]
+
+
+# Which tokens of a form can count; the first is the default.
+_LOSSES = {
+    "text": ("all",),
+    "messages": ("assistant", "completion", "all"),
+    "prompt-completion": ("completion", "assistant", "all"),
+    "tokens": ("all",),
+}
+
+# The forms that may be conversations.
+WITH_ANSWERS = ("messages", "prompt-completion")
+
+_SHAREGPT = "conversations"
+
+
+def columns_of(source: SourceSection) -> dict[str, tuple[str, ...]]:
+    """Returns the columns that each form needs."""
+    return {
+        "messages": (source.messages_column,),
+        "prompt-completion": ("prompt", "completion"),
+        "tokens": ("input_ids",),
+        "text": (source.text_column,),
+    }
+
+
+def find_form(source: SourceSection, columns: Sequence[str]) -> str:
+    """Returns the form of a data set with these columns, as it is named or as the columns say.
+
+    Raises:
+        SlipstreamError: where they fit no form, or several.
+    """
+    wanted = columns_of(source)
+    if source.form is not None:
+        missing = [name for name in wanted[source.form] if name not in columns]
+        if missing:
+            raise SlipstreamError(_without(source, missing[0], columns))
+        return source.form
+    fitting = [form for form, needed in wanted.items() if set(needed) <= {*columns}]
+    if len(fitting) > 1:
+        raise SlipstreamError(
+            f"{source.name} has the columns of several forms ({', '.join(columns)}); choose one with data.form: "
+            + " or ".join(fitting)
+        )
+    if not fitting:
+        raise SlipstreamError(_without(source, source.text_column, columns))
+    return fitting[0]
+
+
+def find_loss(source: SourceSection, form: str) -> str:
+    """Returns which tokens count. Raises SlipstreamError where rows of that form have no such tokens."""
+    allowed = _LOSSES[form]
+    if source.loss is not None and source.loss not in allowed:
+        why = "the column labels says which tokens count" if form == "tokens" else f"it is of the form {form}"
+        raise SlipstreamError(f"data.loss={source.loss} for {source.name}: {why}; choose {' or '.join(allowed)}")
+    return source.loss or allowed[0]
+
+
+def _without(source: SourceSection, missing: str, columns: Sequence[str]) -> str:
+    lines = [
+        f"{source.name} has no column {missing!r}; choose data.text_column, or --column of `slipstream eval`, from: "
+        + ", ".join(columns)
+    ]
+    if _SHAREGPT in columns:
+        lines.append(
+            f"The column {_SHAREGPT} may be of ShareGPT's kind, whose turns have from and value: rename these to role "
+            f"and content, with the roles system, user and assistant, and give data.messages_column={_SHAREGPT}"
+        )
+    elif source.form is None:
+        lines.append(
+            "Rows that aren't text have the columns messages (else: data.messages_column), prompt and completion, or "
+            "input_ids"
+        )
+    return ". ".join(lines)

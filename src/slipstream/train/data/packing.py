@@ -1,0 +1,342 @@
+"""Tokenised documents as sequences: packed and cut, packed whole, alone, in pairs, and of several sources."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import IGNORED
+from slipstream.train.data.sequences import PADDING, Row, Shuffled, TrainingSequences
+from slipstream.train.data.tokenised_text import Array, TokenisedText
+
+
+class PackedSequences(TrainingSequences):
+    """Documents in a row, cut every `seq_len` tokens.
+
+        documents   |aaaaaaaa|bbb|ccccccccccc|dd|
+        sequences   [aaaaaa|aabbbc|cccccc|ccccdd]     a document continues in the next sequence
+
+    For each epoch, `seed` draws the order of the documents, and the order in which the sequences are visited, so that
+    the parts of a long document don't follow each other. `None` keeps both orders. Nothing is dropped except the end of
+    an epoch, less than one sequence; with `pads` that becomes a sequence, too, whose rest is padding.
+    """
+
+    packing = "fixed"
+
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None, pads: bool = False) -> None:
+        self.text, self.seq_len, self.seed = text, seq_len, seed
+        self.texts = [text]
+        self.num_sequences = -(-len(text.tokens) // seq_len) if pads else len(text.tokens) // seq_len
+        if self.num_sequences == 0:
+            raise SlipstreamError(
+                f"the text has {len(text.tokens)} tokens, less than one sequence of {seq_len}; "
+                f"give more text or a smaller training.seq_len"
+            )
+        self._epoch = -1
+        self._order = self._starts = self._visits = np.zeros(0, dtype=np.int64)
+
+    @property
+    def mean_length(self) -> float:
+        """The tokens of each sequence."""
+        return float(self.seq_len)
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence: all have as many."""
+        return self.seq_len
+
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+        epoch, position = divmod(index, self.num_sequences)
+        self._enter(epoch)
+        start = int(self._visits[position]) * self.seq_len
+        stop = start + self.seq_len
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        places = range(first, last)  # in this epoch's order, of the documents that are in the sequence
+        parts = [
+            self.text.document(int(self._order[place]))[max(start - begin, 0) : stop - begin]
+            for place, begin in zip(places, self._starts[first:last], strict=True)
+        ]
+        tokens, documents = np.concatenate(parts).astype(np.int64), np.repeat(places, [len(part) for part in parts])
+        rest = (0, self.seq_len - len(tokens))
+        labels, padding = (
+            np.pad(tokens, rest, constant_values=IGNORED),
+            np.pad(documents, rest, constant_values=PADDING),
+        )
+        return Row(np.pad(tokens, rest), labels, padding)
+
+    def _enter(self, epoch: int) -> None:
+        """Draws the orders of an epoch, and computes where each document starts in it."""
+        if epoch == self._epoch:
+            return
+        self._order, self._visits = np.arange(self.text.num_documents), np.arange(self.num_sequences)
+        if self.seed is not None:
+            random = np.random.default_rng([self.seed, epoch])
+            self._order, self._visits = random.permutation(self._order), random.permutation(self._visits)
+        lengths = self.text.lengths[self._order]
+        self._starts, self._epoch = np.cumsum(lengths) - lengths, epoch
+
+
+class PackedSamples(TrainingSequences):
+    """Whole samples, each a document of its own, in sequences of `seq_len` tokens whose rest is padding.
+
+        samples     |aaaa|bbb|ccccc|d|     seq_len 6
+        sequences   [cccccd] [aaaa..] [bbb...]
+
+    The samples of a sequence are always the same; `seed` draws for each epoch the order in which sequences are visited,
+    `None` keeps it. No sample may be longer than `seq_len`.
+    """
+
+    packing = "fixed"
+
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
+        self.text, self.seq_len, self.seed = text, seq_len, seed
+        self.texts = [text]
+        self._contents = best_fit(text.lengths, seq_len)
+        self.num_sequences = len(self._contents)
+        if self.num_sequences == 0:
+            raise SlipstreamError("there is no sample to train on; give more of them")
+        self._visits = Shuffled(self.num_sequences, seed)
+
+    @property
+    def mean_length(self) -> float:
+        """The tokens of each sequence, padding included."""
+        return float(self.seq_len)
+
+    @property
+    def filled(self) -> float:
+        """The share of tokens that aren't padding."""
+        return len(self.text.tokens) / (self.num_sequences * self.seq_len)
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence: all have as many, padding included."""
+        return self.seq_len
+
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+        samples = self._contents[self._visits[index]]
+        tokens = np.zeros(self.seq_len, dtype=np.int64)  # any token will do as padding: nothing attends to it
+        labels, documents = np.full_like(tokens, IGNORED), np.full_like(tokens, PADDING)
+        begin = 0
+        for place, sample in enumerate(samples):
+            end = begin + len(self.text.document(sample))
+            tokens[begin:end], labels[begin:end] = self.text.document(sample), self.text.labels_of(sample)
+            documents[begin:end] = place
+            begin = end
+        return Row(tokens, labels, documents)
+
+
+def best_fit(lengths: Array, room: int) -> list[list[int]]:
+    """Returns the samples of each sequence: the longest first, each to the sequence that has the least room for it
+    (best-fit decreasing)."""
+    contents: list[list[int]] = []
+    sizes: list[int] = []  # rooms that some sequence has left, ascending
+    with_room: dict[int, list[int]] = {}  # the sequences with each of these rooms
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[sample])
+        at = bisect_left(sizes, length)
+        if at < len(sizes):
+            size = sizes[at]
+            sequence = with_room[size].pop()
+            if not with_room[size]:
+                del sizes[at], with_room[size]
+        else:
+            size, sequence = room, len(contents)
+            contents.append([])
+        contents[sequence].append(sample)
+        if size > length:
+            if size - length not in with_room:
+                insort(sizes, size - length)
+            with_room.setdefault(size - length, []).append(sequence)
+    return contents
+
+
+_FEWEST = 2  # tokens of a sequence, so that one is predicted
+
+
+class WholeDocuments(TrainingSequences):
+    """Documents as they are, those of more than `seq_len` tokens cut every `seq_len`.
+
+        documents   |aaaaaaaa|bbb|ccccccccccc|dd|      seq_len 6
+        sequences   [aaaaaa] [aa] [bbb] [cccccc] [ccccc] [dd]
+
+    Every sequence is visited once in an epoch, in an order that `seed` draws for it; `None` keeps that of the text. A
+    single token at the end of a document is left out, as it predicts nothing.
+    """
+
+    packing = "none"
+
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
+        self.text, self.seq_len, self.seed = text, seq_len, seed
+        self.texts = [text]
+        self._begins, self._lengths = _cut(text.offsets, seq_len)
+        self.num_sequences = len(self._begins)
+        if self.num_sequences == 0:
+            raise SlipstreamError("no document of the text has two tokens or more; give more text")
+        self._visits = Shuffled(self.num_sequences, seed)
+
+    @property
+    def mean_length(self) -> float:
+        """The mean tokens of a sequence."""
+        return float(self._lengths.mean())
+
+    @property
+    def typical_length(self) -> float:
+        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
+        return float((self._lengths**2).sum() / self._lengths.sum())
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence."""
+        return int(self._lengths[self._visits[index]])
+
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+        piece = self._visits[index]
+        begin = int(self._begins[piece])
+        end = begin + int(self._lengths[piece])
+        tokens = self.text.tokens[begin:end].astype(np.int64)
+        labels = tokens.copy() if self.text.labels is None else self.text.labels[begin:end].astype(np.int64)
+        return Row(tokens, labels, None)
+
+
+def _cut(offsets: Array, seq_len: int) -> tuple[Array, Array]:
+    """Returns where each sequence begins in the text, and its tokens."""
+    pieces = [(np.arange(begin, end, seq_len), end) for begin, end in pairwise(offsets.tolist())]
+    nothing = np.zeros(0, dtype=np.int64)
+    begins = np.concatenate([nothing, *(each for each, _ in pieces)])
+    lengths = np.concatenate([nothing, *(np.minimum(seq_len, end - each) for each, end in pieces)])
+    predicts = lengths >= _FEWEST
+    return begins[predicts], lengths[predicts]
+
+
+class PreferencePairs(TrainingSequences):
+    """Pairs of documents that follow each other in the text, each a prompt with an answer.
+
+        documents   |ppccc|ppr|qqqc|qqqrr|      p, q: prompts; c: chosen; r: rejected
+        sequences   [ppccc ppr] [qqqc qqqrr]    of which a batch has both answers, each by itself
+
+    Every pair is visited once in an epoch, in an order that `seed` draws for it; `None` keeps that of the text.
+    """
+
+    packing, group_size = "none", 2
+
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
+        """Takes a text whose documents have at most `seq_len` tokens, chosen and rejected in turn."""
+        self.text, self.seq_len, self.seed = text, seq_len, seed
+        self.texts = [text]
+        self._lengths = text.lengths.reshape(-1, 2)
+        self.num_sequences = len(self._lengths)
+        self._visits = Shuffled(self.num_sequences, seed)
+
+    @property
+    def mean_length(self) -> float:
+        """The mean tokens of a pair."""
+        return float(self._lengths.sum(1).mean())
+
+    @property
+    def typical_length(self) -> float:
+        """The mean tokens of the pairs in which tokens are: long ones count by their tokens."""
+        both = self._lengths.sum(1)
+        return float((both**2).sum() / both.sum())
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of both documents of a pair."""
+        return sum(self.document_lengths(index))
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Returns the tokens of the chosen and of the rejected document."""
+        lengths: list[int] = self._lengths[self._visits[index]].tolist()
+        return lengths
+
+    def row(self, index: int) -> Row:
+        """Returns one pair, with what is known of its two documents."""
+        first = 2 * self._visits[index]
+        both = slice(int(self.text.offsets[first]), int(self.text.offsets[first + 2]))
+        labels = self.text.tokens if self.text.labels is None else self.text.labels
+        values = None if self.text.values is None else self.text.values[first : first + 2]
+        documents = np.repeat(np.arange(2), self.text.lengths[first : first + 2])
+        return Row(self.text.tokens[both].astype(np.int64), labels[both].astype(np.int64), documents, values)
+
+
+class MixedSequences(TrainingSequences):
+    """Sequences of several sources. An epoch has as many as the sources have together.
+
+        sources     aaaa bb, weights 1 and 2
+        epoch 0     b a b b a b      a third of a; each source goes on where it was, in epochs of its own
+        epoch 1     a b b b a b
+
+    Without weights an epoch has each sequence of each source once. `seed` draws for each epoch the order of the
+    sources; `None` puts them one after the other.
+    """
+
+    def __init__(
+        self, parts: Sequence[TrainingSequences], seed: int | None, weights: Sequence[float] | None = None
+    ) -> None:
+        """Takes sequences of one packing and one `seq_len`, one for each source."""
+        self.parts, self.weights, self.seed = parts, weights, seed
+        self.packing, self.seq_len, self.group_size = parts[0].packing, parts[0].seq_len, parts[0].group_size
+        self.texts = [text for part in parts for text in part.texts]
+        self.num_sequences = sum(part.num_sequences for part in parts)
+        self._counts = _counts([part.num_sequences for part in parts], weights)  # in an epoch, of each source
+        if 0 in self._counts:
+            number, total = self._counts.index(0) + 1, self.num_sequences
+            raise SlipstreamError(
+                f"data.sources: number {number} has so small a weight that none of an epoch's {total} sequences would "
+                "be from it; give it a larger one, or leave it out"
+            )
+        self._epoch, self._order, self._places = -1, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+    @property
+    def mean_length(self) -> float:
+        """The mean tokens of a sequence."""
+        lengths = [part.mean_length for part in self.parts]
+        return float(np.average(lengths, weights=self._counts))
+
+    @property
+    def typical_length(self) -> float:
+        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
+        tokens = [count * part.mean_length for count, part in zip(self._counts, self.parts, strict=True)]
+        return float(np.average([part.typical_length for part in self.parts], weights=tokens))
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence."""
+        source, place = self._find(index)
+        return self.parts[source].length(place)
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Returns the tokens of each document of a sequence without packing."""
+        source, place = self._find(index)
+        return self.parts[source].document_lengths(place)
+
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+        source, place = self._find(index)
+        return self.parts[source].row(place)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Returns the source of a sequence, and the sequence's number there."""
+        epoch, position = divmod(index, self.num_sequences)
+        if epoch != self._epoch:
+            self._enter(epoch)
+        return int(self._order[position]), int(self._places[position])
+
+    def _enter(self, epoch: int) -> None:
+        """Draws the order of the sources in an epoch."""
+        self._epoch, self._order = epoch, np.repeat(np.arange(len(self.parts)), self._counts)
+        if self.seed is not None:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self._order)
+        self._places = np.zeros_like(self._order)
+        for source, count in enumerate(self._counts):
+            self._places[self._order == source] = np.arange(epoch * count, (epoch + 1) * count)
+
+
+def _counts(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
+    """Returns how many sequences of an epoch are from each source; together as many as all have."""
+    if weights is None:
+        return [*sizes]
+    ends = np.cumsum(weights) / np.sum(weights) * sum(sizes)
+    return [int(count) for count in np.diff(np.rint(ends).astype(np.int64), prepend=0)]

@@ -1,0 +1,379 @@
+"""Turns rows of a data set into samples: their tokens, and labels that say which of them count."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import IGNORED
+from slipstream.train.config import SourceSection
+from slipstream.train.data.tokenised_text import DocumentWriter, TokenisedText
+
+Sample = tuple[list[int], list[int]]  # tokens and labels
+_NULL, _EMPTY, _NOTHING, _CUT = "without content (null)", "empty", "in which no token counts", "cut"
+
+
+class UnusableRowError(Exception):
+    """A row that can't be trained on, and why."""
+
+
+class SampleReader:
+    """Reads the rows of one source, of one form."""
+
+    def __init__(self, source: SourceSection, form: str, loss: str, tokenizer: Any, template: ChatTemplate | None):
+        self._source, self._form, self._loss = source, form, loss
+        self._tokenizer, self._template = tokenizer, template
+        start = tokenizer("")["input_ids"]
+        self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
+
+    def read(self, row: Mapping[str, Any]) -> Sample:
+        """Returns the tokens and the labels of a row.
+
+        Raises:
+            UnusableRowError: where nothing can be trained on.
+            SlipstreamError: where it hasn't the form of the source.
+        """
+        if self._form == "messages":
+            tokens, counts = self._conversation(row)
+        elif self._form == "prompt-completion":
+            tokens, counts = self._completion(row)
+        else:
+            return _given_tokens(row)
+        return tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)]
+
+    def _conversation(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        messages = _checked_messages(row[self._source.messages_column], self._source.messages_column)
+        return self._counted(messages, len(messages) - 1, _tools(row.get("tools")))
+
+    def _completion(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        prompt, completion = row["prompt"], row["completion"]
+        if prompt is None or completion is None:
+            raise UnusableRowError(_NULL)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if not completion:
+                raise UnusableRowError(_EMPTY)
+            return self._text_completion(prompt, completion)
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise SlipstreamError("prompt and completion must both be texts or both lists of messages")
+        first, last = _checked_messages(prompt, "prompt"), _checked_messages(completion, "completion")
+        return self._counted([*first, *last], len(first), _tools(row.get("tools")))
+
+    def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
+        template = self._template = self._template or ChatTemplate(self._tokenizer)
+        if self._loss == "assistant":
+            return template.assistant_turns(messages, tools)
+        tokens = template.tokens(messages, tools)
+        if self._loss == "all":
+            return tokens, [True] * len(tokens)
+        speaks = messages[num_prompt].get("role") == "assistant"
+        begin = len(template.prefix(tokens, messages[:num_prompt], tools, prompt=speaks))
+        return tokens, [False] * begin + [True] * (len(tokens) - begin)
+
+    def _text_completion(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        """Returns the prompt's tokens, as a generation would begin with them, and those of the completion."""
+        if self._loss == "assistant":
+            raise SlipstreamError("data.loss=assistant needs messages, but prompt and completion are texts")
+        begin, whole = self._ids(prompt), self._ids(prompt + completion)
+        if whole[: len(begin)] != begin:  # a token would be half of the prompt and half of the completion
+            whole = begin + self._tokenizer(completion, add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        tokens = whole if end is None or whole[-1] == end else [*whole, end]
+        num_prompt = 0 if self._loss == "all" else len(begin)
+        return tokens, [place >= num_prompt for place in range(len(tokens))]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        return ids[:-1] if self._adds_end else ids
+
+
+def _tools(given: Any) -> Any:
+    """Returns the tools of a row, also where they are JSON text. Raises SlipstreamError for other text."""
+    if not isinstance(given, str) or not given:
+        return given or None
+    try:
+        return json.loads(given)
+    except ValueError as error:
+        raise SlipstreamError(f"tools must be a list of tools, or JSON text of one, and this isn't: {error}") from error
+
+
+def _checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:
+    """Returns messages without their empty fields. Raises UnusableRowError and SlipstreamError as `read` does."""
+    if messages is None:
+        raise UnusableRowError(_NULL)
+    if len(messages) == 0:
+        raise UnusableRowError(_EMPTY)
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise SlipstreamError(f"{column} must be a list of messages like {{role: user, content: ...}}")
+    given = [{name: value for name, value in each.items() if value is not None} for each in messages]
+    for each in given:
+        if "role" not in each:
+            hint = "; rename from and value" if "from" in each else ""
+            raise SlipstreamError(
+                f"each message in {column} needs a role and a content, but one has {', '.join(each) or 'nothing'}{hint}"
+            )
+        if len(each) == 1:
+            raise UnusableRowError(_NULL)
+    return given
+
+
+def _given_tokens(row: Mapping[str, Any]) -> Sample:
+    tokens = row["input_ids"]
+    labels = row.get("labels", tokens)
+    if tokens is None or labels is None:
+        raise UnusableRowError(_NULL)
+    if len(tokens) == 0:
+        raise UnusableRowError(_EMPTY)
+    if len(labels) != len(tokens):
+        raise SlipstreamError(f"labels has {len(labels)} tokens, but input_ids {len(tokens)}; give as many")
+    if any(not isinstance(each, int) or each < 0 for each in tokens):
+        raise SlipstreamError("input_ids must be lists of token ids, whole numbers from 0")
+    if any(not isinstance(each, int) or (each < 0 and each != IGNORED) for each in labels):
+        raise SlipstreamError(f"labels must be lists of token ids, or {IGNORED} where a token doesn't count")
+    return tokens, labels
+
+
+def tokenise_samples(
+    rows: Iterable[Mapping[str, Any]],
+    reader: SampleReader,
+    name: str,
+    seq_len: int,
+    say: Callable[[str], None],
+    show: Callable[[float], None] = lambda _done: None,
+) -> TokenisedText:
+    """Returns the samples of all rows, as `read_samples` does. `say` gets a line about those left out or cut.
+
+    Raises:
+        SlipstreamError: with the number of the row, where one hasn't the form of the others, or none is left.
+    """
+    text, report = read_samples(rows, reader, name, seq_len, show)
+    if not text.num_documents:
+        raise SlipstreamError(f"{name} holds no sample to train on{': ' + report if report else ''}")
+    if report:
+        say(f"{name}: {report}")
+    return text
+
+
+def read_samples(
+    rows: Iterable[Mapping[str, Any]],
+    reader: SampleReader,
+    name: str,
+    seq_len: int,
+    show: Callable[[float], None] = lambda _done: None,
+) -> tuple[TokenisedText, str]:
+    """Returns the samples of rows, cut after `seq_len` tokens, and what was left out or cut, if anything. `show` gets
+    the number of rows that are done.
+
+    Raises:
+        SlipstreamError: with the number of the row, where one hasn't the form of the others.
+    """
+    writer, found = DocumentWriter(), Counter[str]()
+    for number, row in enumerate(rows, start=1):
+        try:
+            ids, counted = reader.read(row)
+            if all(label == IGNORED for label in counted[1:seq_len]):
+                raise UnusableRowError(_NOTHING)
+        except UnusableRowError as reason:
+            found[str(reason)] += 1
+        except SlipstreamError as error:
+            raise SlipstreamError(f"{name}, row {number}: {error}") from error
+        else:
+            found[_CUT] += len(ids) > seq_len
+            both = (np.asarray(each[:seq_len], dtype=np.int32) for each in (ids, counted))
+            writer.add(*both)
+        show(number)
+    report = _report(found, sum(found.values()) - found[_CUT] + len(writer), seq_len)
+    return writer.finish(has_labels=True), report
+
+
+def _report(found: Counter[str], total: int, seq_len: int) -> str:
+    """Returns what was left out and what was cut, with counts; nothing where neither was."""
+    parts = []
+    if left_out := {reason: found[reason] for reason in (_NULL, _EMPTY, _NOTHING) if found[reason]}:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+        if _NOTHING in left_out:
+            reasons += f" (of the first {seq_len:,})"
+        parts.append(f"left out {sum(left_out.values()):,} of {total:,} samples: {reasons}")
+    if found[_CUT]:
+        parts.append(
+            f"{found[_CUT]:,} of {total:,} samples have more than training.seq_len={seq_len} tokens: what comes after "
+            "them is left out"
+        )
+    return "; ".join(parts)
+
+
+Messages = Sequence[Mapping[str, Any]]
+LOOKED_AT = 100  # conversations
+# Or what is left of one whose beginning is in the header.
+_NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
+_MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, or the one of a file, which becomes the tokenizer's."""
+
+    def __init__(self, tokenizer: Any, file: Path | None = None) -> None:
+        """Raises SlipstreamError where there is none, or the file can't be read."""
+        self._tokenizer = tokenizer
+        if file is not None:
+            try:
+                tokenizer.chat_template = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise SlipstreamError(f"can't read data.chat_template={file}: {error}") from error
+        template = tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if template is None:
+            raise SlipstreamError(
+                "the tokenizer has no chat template, by which messages become text; give the file of one with "
+                "--data.chat_template=chat.jinja, or name an instruct model's with --data.tokenizer=..."
+            )
+        self._marks_turns = _MARKS_TURNS.search(template) is not None
+
+    def tokens(self, messages: Messages, tools: Any = None, prompt: bool = False) -> list[int]:
+        """Returns the tokens of a conversation; of a `prompt`, with those that begin the assistant's next turn.
+
+        Raises:
+            SlipstreamError: with what the template says, where it refuses the conversation.
+        """
+        return [*self._apply(messages, tools, add_generation_prompt=prompt)["input_ids"]]
+
+    def assistant_turns(self, messages: Messages, tools: Any = None) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a conversation, and of each whether it is in an assistant's turn.
+
+        The template says which are where it has `{% generation %}`. Else a turn begins where the conversation before
+        it ends, with what asks the assistant to speak, and ends where the conversation with it ends.
+
+        Raises:
+            SlipstreamError: where a conversation doesn't begin with the tokens of its first turns.
+        """
+        if self._marks_turns:
+            found = self._apply(messages, tools, return_assistant_tokens_mask=True)
+            return found["input_ids"], [bool(each) for each in found["assistant_masks"]]
+        tokens = self.tokens(messages, tools)
+        counts = [False] * len(tokens)
+        for place, message in enumerate(messages):
+            if message.get("role") == "assistant":
+                begin = len(self.prefix(tokens, messages[:place], tools, prompt=True))
+                end = len(self.prefix(tokens, messages[: place + 1], tools))
+                counts[begin:end] = [True] * (end - begin)
+        return tokens, counts
+
+    def prefix(self, tokens: Sequence[int], messages: Messages, tools: Any = None, prompt: bool = False) -> list[int]:
+        """Returns the tokens of the first messages. Raises SlipstreamError where `tokens`, of all, don't begin so."""
+        if not messages and not prompt:
+            return []
+        found = self.tokens(messages, tools, prompt)
+        if list(tokens[: len(found)]) != found:
+            written = [self._tokenizer.decode(each) for each in (tokens, found)]
+            raise SlipstreamError(
+                f"in the whole conversation, its first {len(messages)} messages{' and a header' if prompt else ''} "
+                + ("have other tokens" if written[0].startswith(written[1]) else "are written differently")
+                + " than by themselves, so that the assistant's turns can't be found. Give a template that marks them "
+                "by {% generation %} and {% endgeneration %}, or whose headers end with a line break or a special "
+                "token, with --data.chat_template=chat.jinja; or let every token count with --data.loss=all"
+            )
+        return found
+
+    def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template([*messages], tools=tools or None, return_dict=True, **options)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise SlipstreamError(f"the chat template can't write this conversation: {error}") from error
+
+
+def find_turn_problems(texts: Sequence[TokenisedText], tokenizer: Any, seq_len: int) -> list[str]:
+    """Returns what is probably wrong with what counts in the first conversations of texts, which were cut after
+    `seq_len` tokens: turns without an end, and empty thoughts. Each is said of the first text that has it."""
+    found = [_problems(text, tokenizer, seq_len) for text in texts]
+    return [said for kind in ("end", "thoughts") if (said := next((each[kind] for each in found if kind in each), ""))]
+
+
+def _problems(text: TokenisedText, tokenizer: Any, seq_len: int) -> dict[str, str]:
+    marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    number = min(LOOKED_AT, text.num_documents)
+    ends, num_thoughtless, last = [], 0, ""
+    for document in range(number):
+        turns = [*_counted_turns(text, document)]
+        ends += [_is_ended(tokens, tokenizer, marks) for tokens, end in turns if end < seq_len]
+        written = [str(tokenizer.decode(tokens)) for tokens, _ in turns]
+        num_thoughtless += any(_NO_THOUGHTS.search(each) for each in written)
+        last = written[-1] if written else last
+    problems = {}
+    if ends and not any(ends):
+        end = tokenizer.eos_token
+        problems["end"] = (
+            f"no turn that counts ends with a special or added token in the first {number:,} conversations (the last "
+            f"ends with {last[-20:]!r}), so the model doesn't learn to stop. Let the chat template close the "
+            "assistant's turns with {{ eos_token }}"
+            + (f" ({end})" if end else ", of a tokenizer that has one (data.tokenizer)")
+            + ", before {% endgeneration %} where it has that, and give its file with --data.chat_template=chat.jinja"
+        )
+    if num_thoughtless:
+        problems["thoughts"] = (
+            f"an empty <think> block counts in {num_thoughtless:,} of the first {number:,} conversations, so the model "
+            "learns to answer without thinking. If it shouldn't, leave the block out of the chat template, or let "
+            "{% generation %} begin after it, and give its file with --data.chat_template=chat.jinja"
+        )
+    return problems
+
+
+def _counted_turns(text: TokenisedText, document: int) -> Iterator[tuple[list[int], int]]:
+    """Yields the tokens of each turn that counts, and where it ends in the document."""
+    tokens = text.document(document).tolist()
+    counts = np.concatenate([[False], text.labels_of(document) != IGNORED, [False]])
+    places = np.flatnonzero(np.diff(counts)).tolist()
+    for begin, end in zip(places[::2], places[1::2], strict=True):
+        yield tokens[begin:end], end
+
+
+def _is_ended(tokens: Sequence[int], tokenizer: Any, marks: set[int]) -> bool:
+    """Returns whether a turn ends with one of the tokens `marks`; white space, such as a line break, may follow."""
+    for token in reversed(tokens):
+        if str(tokenizer.decode([token])).strip():
+            return token in marks
+    return False
+
+
+_MOST = 240  # tokens in a row that count, or don't, of which all are shown
+
+
+def show_example(text: TokenisedText, tokenizer: Any, progress: Progress) -> None:
+    """Prints the first sample of a text with labels; without colours, what counts stands between two brackets."""
+    from rich.text import Text
+
+    console = progress.console
+    if console is None:
+        return
+    has_colours = console.color_system is not None and not console.no_color
+    tokens, labels = text.document(0).tolist(), text.labels_of(0).tolist()
+    # A label is predicted from the tokens before it, so the first one never is.
+    counts = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
+    shown = Text()
+    for is_counted, run in groupby(zip(counts, tokens, strict=True), key=lambda each: each[0]):
+        words = _decoded([token for _, token in run], tokenizer)
+        if is_counted and not has_colours:
+            words = f"[[{words}]]"
+        shown.append(words, style="bold green" if is_counted and has_colours else "")
+    how = "in green" if has_colours else "between [[ and ]]"
+    progress.say(f"the first sample, as the model sees it; {sum(counts)} of its {len(tokens)} tokens count, {how}:")
+    progress.say(shown)
+
+
+def _decoded(tokens: list[int], tokenizer: Any) -> str:
+    if len(tokens) <= _MOST:
+        return str(tokenizer.decode(tokens))
+    half = _MOST // 2
+    left_out = f" [{len(tokens) - _MOST} tokens more] "
+    return str(tokenizer.decode(tokens[:half])) + left_out + str(tokenizer.decode(tokens[-half:]))

@@ -1,0 +1,258 @@
+"""Sequences by their numbers, and the batches that are made of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.model import IGNORED
+from slipstream.train.data.tokenised_text import Array, TokenisedText
+
+PADDING = -1  # the document number of padding
+
+
+class TokenBatch(NamedTuple):
+    """Sequences as `Pipeline.step` takes them: packed, (batch, sequence) int64; or a list of (tokens,) each, which are
+    documents of their own."""
+
+    input_ids: Tensor | list[Tensor]
+    labels: Tensor | list[Tensor]  # unshifted, as in transformers
+    document_ids: Tensor | None
+    sequence_values: Tensor | None = None  # (sequences,) float64, what a loss of whole sequences takes besides
+
+    def document_lengths(self) -> list[int]:
+        """Returns the tokens of each document, or of each part of one that is in a sequence, row by row; padding is
+        left out."""
+        if self.document_ids is None:
+            return [len(each) for each in self.input_ids]
+        runs = (torch.unique_consecutive(row, return_counts=True) for row in self.document_ids)
+        return [int(count) for ids, counts in runs for count in counts[ids != PADDING]]
+
+    @property
+    def num_predicted(self) -> int:
+        """The tokens that are predicted and count: of a document, or of its part in a sequence, never the first."""
+        if self.document_ids is None:
+            return sum(int((each[1:] != IGNORED).sum()) for each in self.labels)
+        assert isinstance(self.labels, Tensor)
+        follows = self.document_ids[:, 1:] == self.document_ids[:, :-1]
+        return int((follows & (self.labels[:, 1:] != IGNORED)).sum())
+
+
+class Row(NamedTuple):
+    """A sequence: its tokens, its labels and its tokens' documents, (T,) int64 each.
+
+    One without packing may be a group of documents, such as two answers: a step takes each of them as a sequence.
+    """
+
+    tokens: Array
+    labels: Array
+    documents: Array | None  # None where it is one document
+    values: Array | None = None  # (documents,) float64, what the loss takes of each besides
+
+    def parts(self) -> list[tuple[Array, Array]]:
+        """Returns tokens and labels of each document; padding is none."""
+        if self.documents is None:
+            return [(self.tokens, self.labels)]
+        ends = np.flatnonzero(np.diff(self.documents)) + 1
+        columns = (np.split(column, ends) for column in (self.tokens, self.labels, self.documents))
+        return [(tokens, labels) for tokens, labels, ids in zip(*columns, strict=True) if ids[0] != PADDING]
+
+
+class TrainingSequences(ABC):
+    """Sequences that are numbered for ever: those past the last one belong to the next epoch.
+
+    Sequence `index` depends only on the text, the seed and `index`: every rank makes the same sequences, and a run can
+    be resumed with the next index.
+
+    Attributes:
+        packing: `fixed` where all have `seq_len` tokens, `none` where they are as long as their documents.
+        num_sequences: of an epoch.
+        texts: what they are made of, source by source.
+        group_size: how many documents are one sequence of `packing` none: 2 for pairs of answers.
+        weights: of several sources, the shares of their sequences; None where each comes once in an epoch.
+        origin: of a stream, what it reads; it has no texts.
+    """
+
+    packing: str
+    seq_len: int
+    seed: int | None
+    num_sequences: int
+    texts: Sequence[TokenisedText]
+    group_size: int = 1
+    weights: Sequence[float] | None = None
+    origin: Mapping[str, Any] | None = None
+
+    @property
+    @abstractmethod
+    def mean_length(self) -> float:
+        """The mean tokens of a sequence."""
+
+    @property
+    def typical_length(self) -> float:
+        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
+        return self.mean_length
+
+    @abstractmethod
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+
+    @abstractmethod
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence."""
+
+    def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
+        """Returns one replica's part of sequences `first` to `first + size - 1`. Replicas have equally many sequences
+        of one length; of others about as many tokens, and each a sequence at least."""
+        rows = [self.row(index) for index in self.share(first, size, replica, num_replicas)]
+        if self.packing == "none":
+            return _unpacked(rows)
+        tokens, labels = ([torch.from_numpy(each) for each in column] for column in list(zip(*rows, strict=True))[:2])
+        documents = np.stack([row.documents for row in rows if row.documents is not None])
+        return TokenBatch(torch.stack(tokens), torch.stack(labels), torch.from_numpy(documents))
+
+    def lengths(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> list[int]:
+        """Returns the tokens of each sequence of `batch`; of each document where they are in groups."""
+        shared = self.share(first, size, replica, num_replicas)
+        return [length for index in shared for length in self.document_lengths(index)]
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Returns the tokens of each document of a sequence without packing."""
+        return [self.length(index)]
+
+    def num_fitting(self, first: int, num_tokens: int) -> int:
+        """Returns how many sequences from `first` on have together at most `num_tokens` tokens; at least one."""
+        left, index = num_tokens - self.length(first), first + 1
+        while (left := left - self.length(index)) >= 0:
+            index += 1
+        return index - first
+
+    def state(self, index: int) -> dict[str, Any] | None:
+        """Returns what `go_to` needs so that sequence `index` can be asked for next, as JSON can hold it; None where
+        any can."""
+        return None
+
+    def go_to(self, state: dict[str, Any]) -> None:
+        """Goes to where `state` was taken."""
+        raise NotImplementedError
+
+    def share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
+        """Returns the numbers of the sequences of a replica's `batch`, in their order."""
+        if self.packing == "fixed":
+            each = size // num_replicas
+            return range(first + replica * each, first + (replica + 1) * each)
+        lengths = [self.length(index) for index in range(first, first + size)]
+        return [first + place for place in _dealt(lengths, num_replicas)[replica]]
+
+
+class Shuffled:
+    """The order in which `number` things are visited in each epoch, drawn by `seed`; None keeps their order."""
+
+    def __init__(self, number: int, seed: int | None) -> None:
+        self._number, self._seed = number, seed
+        self._epoch, self._visits = -1, np.zeros(0, dtype=np.int64)
+
+    def __getitem__(self, index: int) -> int:
+        epoch, position = divmod(index, self._number)
+        if epoch != self._epoch:
+            self._epoch, self._visits = epoch, np.arange(self._number)
+            if self._seed is not None:
+                self._visits = np.random.default_rng([self._seed, epoch]).permutation(self._visits)
+        return int(self._visits[position])
+
+
+def _unpacked(rows: Sequence[Row]) -> TokenBatch:
+    """Returns a batch with each document of the rows as a sequence of its own."""
+    parts = [part for row in rows for part in row.parts()]
+    tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*parts, strict=True))
+    values = [row.values for row in rows if row.values is not None]
+    return TokenBatch(tokens, labels, None, torch.from_numpy(np.concatenate(values)) if values else None)
+
+
+def _dealt(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Returns the places of each replica's sequences: the longest first, each to whom has the fewest tokens (Graham
+    1969)."""
+    tokens, shares = [0] * num_replicas, [list[int]() for _ in range(num_replicas)]
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        replica = tokens.index(min(tokens))
+        tokens[replica] += lengths[place]
+        shares[replica].append(place)
+    return [sorted(share) for share in shares]
+
+
+Batch = tuple[int, int]  # the first sequence, and how many
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What a step takes, over all replicas.
+
+    Args:
+        sequences: the number of them.
+        tokens: in place of their number, the most tokens that whole documents of a step have together.
+    """
+
+    sequences: int
+    tokens: int | None = None
+
+    def at(self, sequences: TrainingSequences, first: int) -> int:
+        """Returns the number of sequences of the step that begins with sequence `first`."""
+        if self.tokens is None or sequences.packing == "fixed":
+            return self.sequences
+        return sequences.num_fitting(first, self.tokens)
+
+    def mean(self, sequences: TrainingSequences) -> float:
+        """Returns the mean number of sequences of a step, about; with `tokens` as if steps were filled to the last."""
+        return self.sequences if self.tokens is None else max(1.0, self.tokens / sequences.mean_length)
+
+    def batches(self, sequences: TrainingSequences, number: int) -> Iterator[Batch]:
+        """Yields the full batches of the first `number` sequences."""
+        first = 0
+        while first + (size := self.at(sequences, first)) <= number:
+            yield first, size
+            first += size
+
+
+def spread_batches(batches: Sequence[Batch], limit: int | None = None) -> list[Batch]:
+    """Returns all batches, or `limit` of them, spread evenly."""
+    count = min(limit or len(batches), len(batches))
+    return [batches[index * len(batches) // count] for index in range(count)]
+
+
+class HeldOutBatches:
+    """Batches of sequences without a seed. The last one is filled up with the first sequences, which count only once.
+
+    sequences   a b c d e      3 of them in a batch
+    batches     [a b c] [d e a]     in the second one no label of a counts
+    """
+
+    def __init__(self, sequences: TrainingSequences, size: BatchSize) -> None:
+        self.sequences, self._number = sequences, sequences.num_sequences
+        self._batches = list[Batch]()
+        first = 0
+        while first < self._number:
+            self._batches.append((first, size.at(sequences, first)))
+            first += self._batches[-1][1]
+
+    def chosen(self, limit: int | None = None) -> list[Batch]:
+        """Returns all batches, or `limit` of them, spread evenly."""
+        return spread_batches(self._batches, limit)
+
+    def counts(self, batch: Batch, replica: int = 0, num_replicas: int = 1) -> list[bool]:
+        """Returns of each sequence in a replica's part of a batch whether it counts."""
+        return [index < self._number for index in self.sequences.share(*batch, replica, num_replicas)]
+
+    def batch(self, batch: Batch, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
+        """Returns a replica's part of a batch; of sequences in groups, such as pairs, those that don't count keep their
+        labels, of which a loss of them is made."""
+        found, counts = self.sequences.batch(*batch, replica, num_replicas), self.counts(batch, replica, num_replicas)
+        if self.sequences.group_size == 1:
+            for labels, is_counted in zip(found.labels, counts, strict=True):
+                if not is_counted:
+                    labels.fill_(IGNORED)  # in place: a row of a tensor, or one of a list
+        return found

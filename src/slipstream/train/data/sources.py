@@ -1,0 +1,238 @@
+"""Reads the documents and rows of a source: files, folders, `datasets`, or Python's standard library."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.train.config import SourceSection
+
+_READ_FOR_TEXT = 65536  # bytes; a file that begins with so many blank ones is read whole
+_SHOWN = 80  # bytes of a line that can't be read
+_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
+    """Returns the files among `sources`, and those in its folders whose suffix is one of `suffixes`.
+
+    Raises SlipstreamError where there is no such file or folder, or a folder has none with such a suffix.
+    """
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = sorted(path for path in source.rglob("*") if path.suffix in suffixes and path.is_file())
+            if not inside:
+                raise SlipstreamError(
+                    f"the folder {source} holds no file ending in {', '.join(suffixes)}; "
+                    f"name other endings with --data.suffixes=[.txt,.rst]"
+                )
+            found += inside
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise SlipstreamError(f"data.files: there is no file or folder {source}")
+    return found
+
+
+def read_rows(config: SourceSection) -> Any:
+    """Returns the rows of a source, a `datasets.Dataset`: dictionaries that are read from the disk when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config)
+
+
+def open_rows(config: SourceSection) -> Any:
+    """Returns the rows of a source, a `datasets.IterableDataset`: read from the files or the hub when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
+    return _load(config, streaming=True)
+
+
+def with_given_keys(rows: Iterable[dict[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
+    """Yields rows without the null keys inside of them that a column's type adds where other rows have a value: each
+    tool's arguments would be all tools'. `features` are what `datasets` says of the columns."""
+    for row in rows:
+        yield {name: _given(value, (features or {}).get(name)) for name, value in row.items()}
+
+
+def _given(value: Any, feature: Any) -> Any:
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _given(each, feature.get(name)) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [_given(each, inner) for each in value]
+    return value
+
+
+def row_files(config: SourceSection) -> list[Path]:
+    """Returns the files whose rows a source has; none of a data set of the hub."""
+    if config.files is not None:
+        return find_files(config.files, config.suffixes)
+    file = Path(str(config.dataset))
+    return [file] if file.suffix in _BUILDERS else []
+
+
+def _load(config: SourceSection, **options: Any) -> Any:
+    from datasets import load_dataset
+    from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
+
+    disable_progress_bar()  # its bars and ours would overwrite each other
+    set_verbosity(CRITICAL)  # what it logs, an error of ours says better
+    files = row_files(config)
+    _check_files(config, files)
+    try:
+        if files:
+            builder = _BUILDERS[files[0].suffix]
+            if builder == "csv":
+                options |= _as_texts(files)
+            return load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
+        return load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
+    except Exception as error:  # `datasets` raises many types; all mean that it can't be read
+        if where := find_bad_line(files):
+            raise SlipstreamError(f"{config.option}={where}") from error
+        if not files and not Path(str(config.dataset)).exists():
+            raise SlipstreamError(
+                f"{config.name}: there is no such file or folder here, and it can't be read as a data set of the "
+                f"hub (split {config.split}): {error}. Give a {', '.join(_BUILDERS)} file, or its name on the hub"
+            ) from error
+        raise SlipstreamError(f"can't read {config.name} (split {config.split}): {error}") from error
+
+
+def _check_files(config: SourceSection, files: Sequence[Path]) -> None:
+    """Raises SlipstreamError where a file of rows isn't there, is empty, or is of a kind that isn't read."""
+    given = Path(str(config.dataset))
+    if not files and given.is_file():
+        raise SlipstreamError(
+            f"data.dataset={given} ends in {given.suffix or 'nothing'}, which isn't read; give a file that ends in "
+            f"{', '.join(_BUILDERS)}, or a text with --data.files=[{given}]"
+        )
+    for file in files:
+        if not file.is_file():
+            raise SlipstreamError(f"data.dataset: there is no file {file}")
+        with file.open("rb") as opened:
+            if not opened.read(_READ_FOR_TEXT).strip() and not file.read_bytes().strip():
+                raise SlipstreamError(f"{config.name}: {file} is empty; give a file with at least one row")
+
+
+def _as_texts(files: Sequence[Path]) -> dict[str, Any]:
+    """Returns how `datasets` reads .csv files: every column as text, also numbers and the word null."""
+    from datasets import Features, Value
+
+    with files[0].open(encoding="utf-8-sig", newline="") as opened:
+        columns = [name for name in next(csv.reader(opened)) if name]
+    return {"features": Features({name: Value("string") for name in columns}), "keep_default_na": False}
+
+
+def find_bad_line(files: Sequence[Path]) -> str:
+    """Returns the first line of .jsonl files that isn't a row, and why; "" where all are."""
+    return next(filter(None, map(_bad_line_of, files)), "")
+
+
+def _bad_line_of(path: Path) -> str:
+    if path.suffix != ".jsonl":
+        return ""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            shown = line[:_SHOWN].decode(errors="replace").strip()
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                return f"{path}, line {number} isn't JSON ({error}): {shown}. Mend it, or leave it out"
+            if not isinstance(row, dict):
+                return f'{path}, line {number} is no row: {shown}. Write each line as {{"text": ...}}'
+    return ""
+
+
+# Folders in that of the standard library that aren't its source: installed packages, oddly encoded tests.
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_ROWS_AT_ONCE = 64
+
+
+class Documents:
+    """The documents of a source that hold any text, read from the disk whenever they are gone through.
+
+    Attributes:
+        num_characters: of all documents together.
+    """
+
+    def __init__(self, source: SourceSection, read: Callable[[], Iterator[Any]], say: Callable[[str], None]) -> None:
+        """Goes through all of them once. `say` gets a line about those without text, where there are any.
+
+        Raises SlipstreamError where one can't be read, or none holds text.
+        """
+        self._read = read
+        self._number = self.num_characters = num_null = num_blank = 0
+        for document in read():
+            if not isinstance(document, str):
+                num_null += 1
+            elif not document.strip():
+                num_blank += 1
+            else:
+                self._number, self.num_characters = self._number + 1, self.num_characters + len(document)
+        if not self._number:
+            raise SlipstreamError(f"{source.name} holds no text; give a source with at least one document")
+        if left_out := num_null + num_blank:
+            say(
+                f"{source.name}: left out {left_out:,} of {self._number + left_out:,} documents: {num_null:,} without "
+                f"text (null), {num_blank:,} empty or of white space"
+            )
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[str]:
+        return (document for document in self._read() if isinstance(document, str) and document.strip())
+
+
+def read_documents(config: SourceSection, say: Callable[[str], None], rows: Any = None) -> Documents:
+    """Returns all documents that hold any text, in an order that is the same on every machine with the same files.
+
+    `say` gets a line about those that hold none, where there are any. `rows` are those of the data set, where they were
+    read already.
+
+    Raises:
+        SlipstreamError: if a source can't be read or holds no text.
+    """
+    if config.corpus is not None:
+        library = _standard_library()
+        return Documents(config, lambda: map(_read_file, library), say)
+    if not config.has_rows:
+        files = find_files(config.files or (), config.suffixes)
+        return Documents(config, lambda: map(_read_file, files), say)
+    rows = read_rows(config) if rows is None else rows
+    if config.text_column not in rows.column_names:
+        raise SlipstreamError(
+            f"{config.name} has no column {config.text_column!r}; "
+            f"choose data.text_column, or --column of `slipstream eval`, from: {', '.join(rows.column_names)}"
+        )
+    return Documents(config, lambda: _column(rows, config.text_column), say)
+
+
+def _column(rows: Any, name: str) -> Iterator[Any]:
+    for some in rows.select_columns([name]).iter(batch_size=_ROWS_AT_ONCE):
+        yield from some[name]
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(root.rglob("*.py")) if not _NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SlipstreamError(
+            f"{path} isn't UTF-8 text (byte {error.start}); convert it, or leave it out of data.files"
+        ) from error
+    except OSError as error:
+        raise SlipstreamError(f"can't read {path}: {error.strerror}") from error

@@ -1,0 +1,72 @@
+"""Chooses the device that a rank computes on, and checks that this machine has what the ranks need."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import check_compiler
+from slipstream.parallel import choose_backend, describe_sharing, gpu_of, refuse_shards
+from slipstream.train.config import Config
+
+
+def count_local_ranks(config: Config) -> int:
+    """Returns the number of ranks on this machine: all of the run's, unless a launcher says otherwise."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.num_processes))
+
+
+def choose_device_type(config: Config) -> str:
+    """Returns "cuda" where the configuration asks for it or there is a GPU, which ranks may share, otherwise "cpu"."""
+    choice = config.training.device
+    if choice == "auto":
+        return "cuda" if torch.cuda.device_count() else "cpu"
+    return choice
+
+
+def choose_device(config: Config) -> torch.device:
+    """Returns this rank's GPU, which becomes the current one, or the CPU."""
+    if choose_device_type(config) == "cpu":
+        return torch.device("cpu")
+    device = gpu_of(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backends(config: Config) -> str:
+    """Returns the backends of the ranks' process group: gloo between processors, and what connects GPUs.
+
+    Raises SlipstreamError where `runtime.transport` asks for one that can't."""
+    backend = choose_backend(config.runtime.transport, choose_device_type(config), count_local_ranks(config))
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"  # which connects both
+
+
+def sharing_here(config: Config) -> str:
+    """Returns how this machine's ranks share its GPUs, such as "2 ranks share 1 GPU"; "" where they don't."""
+    return describe_sharing(count_local_ranks(config)) if choose_device_type(config) == "cuda" else ""
+
+
+def describe_device(config: Config) -> str:
+    """Returns what must be alike on all machines of a run: "cpu", "cuda", or that ranks share GPUs."""
+    return "cuda, shared by ranks" if sharing_here(config) else choose_device_type(config)
+
+
+def share_of_gpu(config: Config) -> float:
+    """Returns the part of a GPU that a rank has on average; 1 where it computes on a processor."""
+    return min(1.0, torch.cuda.device_count() / count_local_ranks(config)) if sharing_here(config) else 1.0
+
+
+def check_machine(config: Config) -> None:
+    """Raises SlipstreamError where this machine lacks a GPU that is asked for or a compiler for `runtime.fused`, or is
+    asked for what ranks that share a GPU can't do."""
+    if config.training.device == "cuda" and not torch.cuda.device_count():
+        raise SlipstreamError(
+            "training.device=cuda needs a CUDA device, but there is none; use --training.device=cpu or a machine with "
+            "a GPU"
+        )
+    backends = choose_backends(config) if config.num_processes > 1 else ""
+    if config.parallel.shard_parameters and backends == "gloo" and choose_device_type(config) == "cuda":
+        refuse_shards()
+    if config.runtime.fused:
+        check_compiler(choose_device_type(config))

@@ -1,0 +1,361 @@
+"""Evaluates a model on held-out data as a training validates it: by its sections data and preference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import IGNORED, MANY_TOKENS, check_length, load_config, longest_sequence
+from slipstream.options import Runtime
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.batch import slice_lengths
+from slipstream.planner.steps import StepPlan
+from slipstream.schedule import gpipe
+from slipstream.train.config import Config, PreferenceSection, SourceSection, precision_named
+from slipstream.train.config.run_config import parse_config, set_override
+from slipstream.train.data import TokenisedText, TrainingSequences, load_texts, sequences_of
+from slipstream.train.data.open_source import OpenSource
+from slipstream.train.data.samples import ChatTemplate
+from slipstream.train.data.tokenised_text import Array
+from slipstream.train.export import OpenedModel
+from slipstream.train.preferences import PairSource, kept_reference, mean_rewards, sums_of_pairs
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.training_step import autocast
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What is to be evaluated, as it was typed.
+
+    Attributes:
+        file: None for what the run has held out.
+        seq_len: at how many tokens documents are cut; None for the run's, or the model's longest.
+        slice_len: the most tokens that are computed at a time.
+        settings: of data and preference, such as `--data.loss=all`.
+        reference: the model that rewards are relative to; None for the one that the run began with.
+    """
+
+    file: str | None
+    seq_len: int | None
+    slice_len: int
+    settings: Sequence[str] = ()
+    reference: str | None = None
+
+
+def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Progress) -> TextLoss | PairLoss:
+    """Returns the loss of a model on a file or on what its run has held out.
+
+    Of a run it is what its validation reports, with the run's settings; of another model each document is a sequence.
+
+    Raises:
+        SlipstreamError: where there is nothing to evaluate, or the settings, the file and the model don't fit together.
+    """
+    config = _settings(opened, request)
+    texts = _read(config, opened, request, progress)
+    lengths = [length for text in texts for length in text.lengths.tolist()]
+    precision = config if opened.run is not None else None
+    longest = min(max(lengths), config.training.seq_len)
+
+    def loaded(path: str) -> LoneModel:
+        return LoneModel(path, longest, request.slice_len, precision)
+
+    if config.preference is None:
+        training, packing = config.training, config.data.packing
+        return measure_text_loss(loaded(opened.path), texts, packing, training.seq_len, request.slice_len, progress)
+    references = [find_reference(opened.run, text) if request.reference is None else None for text in texts]
+    if any(each is None for each in references):
+        base = loaded(name_reference(config, opened.run, request.reference))
+        references = [log_probabilities(base, text, "computing the reference", progress) for text in texts]
+        del base
+    model = loaded(opened.path)
+    found = [log_probabilities(model, text, "evaluating", progress) for text in texts]
+    return compare_pairs(found, [each for each in references if each is not None], config.preference)
+
+
+def _settings(opened: OpenedModel, request: EvaluationRequest) -> Config:
+    model_config = load_config(opened.path)
+    if request.seq_len is not None:
+        if request.seq_len < 2:
+            raise SlipstreamError(f"--seq-len={request.seq_len}: a sequence needs 2 tokens, so that one is predicted")
+        check_length(model_config, request.seq_len, "--seq-len")
+    if opened.run is not None and opened.run.config.is_file():
+        if request.file is None:
+            _check_settings_alone(request)
+        return settings_of_run(opened.run, request.file, request.seq_len, request.settings)
+    if request.file is None:
+        raise SlipstreamError("FILE is missing: only a run has held out a text of its own; give a file to evaluate on")
+    seq_len = request.seq_len or longest_sequence(model_config) or MANY_TOKENS
+    return settings_of_model(opened.path, request.file, seq_len, request.settings)
+
+
+def _check_settings_alone(request: EvaluationRequest) -> None:
+    """Raises SlipstreamError for settings of how a file becomes tokens, which what a run held out already is."""
+    without = [setting for setting in request.settings if not setting.startswith("--preference.")]
+    if request.seq_len is not None:
+        without.append(f"--seq-len={request.seq_len}")
+    if without:
+        raise SlipstreamError(
+            f"{without[0]} without FILE: what the run held out is in tokens already, and in sequences as it validates. "
+            "Give a file, or leave it out"
+        )
+
+
+def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progress: Progress) -> list[TokenisedText]:
+    """Returns the tokens to evaluate on, source by source."""
+    if request.file is None:
+        assert opened.run is not None
+        texts = [text for text in load_texts(opened.run.inputs, "validation") if (text.lengths > 1).any()]
+        if not texts:
+            raise SlipstreamError(f"the run in {opened.run.path} has held out no text; give a FILE to evaluate on")
+        if (texts[0].group_size > 1) != (config.preference is not None):
+            raise SlipstreamError(
+                "settings of preference without FILE: the run has held out no pairs of answers; give one"
+            )
+        return texts
+    check_file(held_out_file(config))
+    source = config.data.validation_source or config.data
+    found = (OpenSource if config.preference is None else PairSource).of(source, progress.warn)
+    progress.say(found.describe())
+    template = ChatTemplate(opened.tokenizer, config.data.chat_template) if found.has_messages else None
+    text = found.tokenise(opened.tokenizer, template, config.training.seq_len, progress)
+    _check_vocabulary(text, opened.path)
+    if not (text.lengths > 1).any():
+        raise SlipstreamError(f"{request.file} has no document of two tokens, of which the second could be predicted")
+    return [text]
+
+
+def _check_vocabulary(text: TokenisedText, model: str) -> None:
+    vocab_size = load_config(model).get_text_config().vocab_size
+    if (largest := text.largest()) >= vocab_size:
+        raise SlipstreamError(
+            f"the file has token id {largest}, but the model's vocabulary has {vocab_size}; give data of this model"
+        )
+
+
+# What an evaluation takes over from a run; it has one process, and trains nothing.
+_TAKEN_OVER = ("model", "data", "preference", "training")
+_TYPED = ("data", "preference")
+_ABSENT: dict[str, Any] = {"steps": 1, "epochs": None, "eval_every": 0, "batch_size": 1, "batch_tokens": None}
+
+
+def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed: Sequence[str]) -> Config:
+    """Returns how the run validates; with `file` held out in place of its own text, in the form of its first source.
+
+    Raises:
+        SlipstreamError: where settings aren't allowed, or don't fit each other.
+    """
+    values = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    data = values["data"]
+    if sources := data.pop("sources", None):
+        data |= {name: value for name, value in sources[0].items() if name in SourceSection.model_fields}
+    if file is not None and not (data.get("dataset") or any(each.startswith("--data.dataset=") for each in typed)):
+        check_file(Path(file))  # of a data set it may be the name of a split
+    # The template of the run is in its tokenizer; the file may be gone.
+    data |= {"streaming": False, "chat_template": None}
+    values["data"] = data | ({} if file is None else {"validation": file})
+    return _parse(values, seq_len, typed)
+
+
+def settings_of_model(model: str, file: str, seq_len: int, typed: Sequence[str]) -> Config:
+    """Returns how a model that no run has left is evaluated on a file: each document and each sample by itself.
+
+    Raises:
+        SlipstreamError: where settings aren't allowed, or don't fit each other.
+    """
+    values = {
+        "model": {"path": model},
+        "data": {"files": [file], "packing": "none", "validation_fraction": 0},
+        "training": {"output": "unused", "seq_len": seq_len},
+    }
+    return _parse(values, None, typed)
+
+
+def _parse(values: dict[str, Any], seq_len: int | None, typed: Sequence[str]) -> Config:
+    kept: dict[str, Any] = {name: values[name] for name in _TAKEN_OVER if values.get(name) is not None}
+    for setting in typed:
+        name = setting.removeprefix("--").partition("=")[0]
+        if not name.startswith(tuple(f"{section}." for section in _TYPED)):
+            raise SlipstreamError(
+                f"`slipstream eval` doesn't take {setting}: give settings of data and preference, such as "
+                "--data.loss=all, or see `slipstream eval --help`"
+            )
+        set_override(kept, setting)
+    training: Mapping[str, Any] = kept["training"]
+    kept["training"] = {
+        **{name: training[name] for name in ("output", "seq_len", "precision", "seed") if name in training},
+        **_ABSENT,
+        **({} if seq_len is None else {"seq_len": seq_len}),
+    }
+    kept["pipeline"] = {"num_ranks": 1, "slices": 1}
+    return parse_config(kept)
+
+
+def held_out_file(config: Config) -> Path | None:
+    """Returns the file that is evaluated; None where it is a split of a data set."""
+    names = [Path(str(config.data.validation))] if config.data.validation is not None else config.data.files or []
+    return next((name for name in names if name.suffix or name.exists()), None)
+
+
+def check_file(file: Path | None) -> None:
+    """Raises SlipstreamError for a file that isn't there, or that is empty."""
+    if file is not None and not file.is_file():
+        raise SlipstreamError(
+            f"there is no file {file}; give a text, or a table ending in .json, .jsonl, .csv or .parquet"
+        )
+    if file is not None and file.stat().st_size == 0:
+        raise SlipstreamError(f"{file} is empty; give a file with text")
+
+
+_LARGEST = 700.0  # nats; e to more is no float64
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """What a model loses on a text.
+
+    Attributes:
+        num_tokens: of the text.
+        num_predicted: those that count: all that have a label but the first of each document, or of its part where it
+            is cut.
+        loss: the mean cross-entropy of a predicted token, in nats.
+    """
+
+    num_tokens: int
+    num_predicted: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss: among how many equally likely tokens the model as good as guesses."""
+        return math.exp(self.loss) if self.loss < _LARGEST else math.inf
+
+
+def measure_text_loss(
+    model: LoneModel, texts: Sequence[TokenisedText], packing: str, seq_len: int, room: int, progress: Progress
+) -> TextLoss:
+    """Returns the loss on all sequences of the texts, as validations have them by `data.packing`: on each document, or
+    its part in a sequence, by itself. Short ones are computed together, up to `room` tokens."""
+    sequences = sequences_of(texts, packing, seq_len, seed=None, pads=True)
+    total, num_predicted, done = 0.0, 0, 0
+    with progress.counting("evaluating", total=sum(len(text.tokens) for text in texts)) as show:
+        for group in _groups(sequences, room):
+            total -= model.log_probability(group)
+            num_predicted += sum(int((labels[1:] != IGNORED).sum()) for _, labels in group)
+            done += sum(len(tokens) for tokens, _ in group)
+            show(done)
+    return TextLoss(sum(len(text.tokens) for text in texts), num_predicted, total / max(num_predicted, 1))
+
+
+def _groups(sequences: TrainingSequences, room: int) -> Iterator[list[Document]]:
+    """Yields the documents of all sequences, several together where they have at most `room` tokens."""
+    group, size = list[Document](), 0
+    for index in range(sequences.num_sequences):
+        for document in sequences.row(index).parts():
+            if group and size + len(document[0]) > room:
+                yield group
+                group, size = [], 0
+            group.append(document)
+            size += len(document[0])
+    if group:
+        yield group
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """What a model loses on pairs of answers.
+
+    Attributes:
+        loss: the mean over pairs.
+        rewards: means over pairs, by their names in the metrics.
+    """
+
+    num_pairs: int
+    loss: float
+    rewards: dict[str, float]
+
+
+def log_probabilities(model: LoneModel, text: TokenisedText, what: str, progress: Progress) -> Array:
+    """Returns the log-probability of each answer, (D,) float64."""
+    found: list[float] = []
+    with progress.counting(what, total=text.num_documents) as show:
+        for index in range(text.num_documents):
+            tokens, labels = (each.astype(np.int64) for each in (text.document(index), text.labels_of(index)))
+            found.append(model.log_probability([(tokens, labels)]))
+            show(len(found))
+    return np.array(found)
+
+
+def compare_pairs(found: Sequence[Array], reference: Sequence[Array], section: PreferenceSection) -> PairLoss:
+    """Returns the loss of all texts' pairs, of whose answers the log-probabilities are given."""
+    sums = sums_of_pairs(_joined(found), _joined(reference), section)
+    return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
+
+
+def _joined(arrays: Sequence[Array]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def find_reference(run: RunFolder | None, text: TokenisedText) -> Array | None:
+    """Returns the log-probabilities of a text's answers that a run has kept of its beginning; None where it has not."""
+    return None if run is None or not run.reference.is_file() else kept_reference(run.reference, text)
+
+
+def name_reference(config: Config, run: RunFolder | None, given: str | None) -> str:
+    """Returns the model that rewards are relative to: the one that is given, or that the run began with.
+
+    Raises SlipstreamError where neither is known.
+    """
+    if given is not None:
+        return given
+    if run is None:
+        raise SlipstreamError(
+            "rewards are relative to the model before the training on preferences; name it with --reference=MODEL"
+        )
+    if not config.model.pretrained:
+        raise SlipstreamError(
+            "the run began with random weights, and hasn't kept how probable these answers were by them; name a model "
+            "to compare with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
+        )
+    return str(config.model.path)
+
+
+Document = tuple[Array, Array]  # tokens and labels, of which the first is never predicted
+
+
+class LoneModel:
+    """The model in a folder, or of a name on the hub."""
+
+    def __init__(self, model: str, longest: int, slice_len: int, config: Config | None) -> None:
+        """`longest` is the most tokens of a document, of which `slice_len` are computed at a time. With `config` it
+        computes in the precision of that training, else in that of the model.
+
+        Raises SlipstreamError where the model can't be loaded, or can't be cut into slices exactly.
+        """
+        self._config, self._slice_len = config, slice_len
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        given: dict[str, Any] = {} if config is None else {"precision": precision_named(config.training.precision)}
+        self._pipe = Pipeline.from_pretrained(
+            model, slices=1, device=self._device.type, runtime=Runtime(self_check=longest > slice_len), **given
+        )
+
+    def log_probability(self, documents: Sequence[Document]) -> float:
+        """Returns the log-probability of all labels that count, of documents that don't see each other."""
+        number = sum(int((labels[1:] != IGNORED).sum()) for _, labels in documents)
+        if number == 0:
+            return 0.0
+        tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*documents, strict=True))
+        slices = slice_lengths(-(-sum(map(len, tokens)) // self._slice_len), sum(map(len, tokens)))
+        plan = StepPlan((tuple(range(len(tokens))),), (tuple(slices),), gpipe(1, 1, len(slices)))
+        if self._config is None:
+            return -number * float(self._pipe.evaluate(tokens, labels, plan=plan))
+        with autocast(self._config, self._device):
+            return -number * float(self._pipe.evaluate(tokens, labels, plan=plan))

@@ -1,0 +1,342 @@
+"""Models out of runs: taken from a checkpoint, found by a run's folder, and asked to continue a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, TensorShard, require_best, step_named
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress, temporary_folder
+from slipstream.model import check_length, load_config, meta_model, trust_remote_code
+from slipstream.model.adapters import Adapter
+from slipstream.model.toy import quiet_transformers
+from slipstream.parallel import ParameterShare, RankGroup
+from slipstream.pipeline.pipeline_options import torch_dtype
+from slipstream.pipeline.saving import describe_model
+from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, tied_names, write_model
+from slipstream.train.config import LoraSection, ModelSection, precision_named
+from slipstream.train.data import has_tokenizer, load_tokenizer
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_state import differs
+
+_PREFIX = "model."  # of the parameters' keys; the optimizer's begin with another
+
+
+def check_export_folder(output: Path, run: RunFolder) -> None:
+    """Raises SlipstreamError unless `output` is a place outside of the run's folder where there is nothing yet."""
+    if output.resolve().is_relative_to(run.path.resolve()):
+        raise SlipstreamError(
+            f"--output={output} is in the run's own folder {run.path}, where a run that goes on would find a model "
+            f"that isn't its own; choose another place, such as --output={run.path}-model"
+        )
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise SlipstreamError(f"--output={output} is a file, which isn't replaced; name a new folder")
+    if output.is_dir() and (inside := sorted(output.iterdir())):
+        raise SlipstreamError(
+            f"--output={output} already holds {inside[0].name}, and nothing is replaced; name a new folder, or move "
+            "this one away"
+        )
+
+
+def export_checkpoint(run: RunFolder, saved: SavedCheckpoint, output: Path, trusts_code: bool) -> None:
+    """Writes the model and its tokenizer to `output`, which appears complete or not at all.
+
+    Raises:
+        SlipstreamError: where the run's configuration or tokenizer is missing, the weights aren't those of the
+            architecture, or the folder can't be written.
+    """
+    config = _load_config(run, saved, trusts_code)
+    tokenizer = load_tokenizer(str(run.inputs), trusts_code)
+    state = _whole_state(run, saved, config)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as part:
+            written = Path(part, "model")
+            write_model(written, config, state, read_generation(run.inputs), run.beside)
+            tokenizer.save_pretrained(written)
+            written.rename(output)
+    except OSError as error:
+        raise SlipstreamError(f"can't write to {output}: {error.strerror or error}; choose another folder") from error
+
+
+def _load_config(run: RunFolder, saved: SavedCheckpoint, trusts_code: bool) -> PretrainedConfig:
+    """Returns the model's configuration, of which it is sure that the checkpoint is."""
+    for file in ("config.json", "tokenizer_config.json"):
+        if not (run.inputs / file).is_file():
+            raise SlipstreamError(
+                f"there is no {run.inputs / file}: the folder inputs/ of a run has its model's configuration and "
+                "tokenizer. Copy it there from where the run trained"
+            )
+    section = _section(saved)
+    if trusts_code and section.get("path") is not None:
+        trust_remote_code(str(section["path"]))
+    config = load_config(str(run.inputs))
+    if differences := saved.describe_other_model(describe_model(config)):
+        raise SlipstreamError(
+            f"{saved.folder} isn't a checkpoint of the model in {run.inputs}: {differences}. Put the checkpoint back "
+            "into the folder of its own run"
+        )
+    return config
+
+
+def _section(saved: SavedCheckpoint) -> dict[str, Any]:
+    """Returns the run's settings of the model; checkpoints of earlier versions don't have them."""
+    return dict(saved.facts.get("settings", {}).get("model", {}))
+
+
+def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfig) -> dict[str, Tensor]:
+    """Returns what the model's `state_dict` returns, in the dtype in which the run computed.
+
+    Raises SlipstreamError where the checkpoint's weights aren't the model's.
+    """
+    if saved.facts.get("settings", {}).get("lora"):
+        return _merged_state(run, saved, config)
+    model, state = meta_model(config), _read_parameters(run, saved)
+    if misfits := state_misfits(model, state):
+        raise SlipstreamError(
+            f"{saved.folder} isn't a checkpoint of {type(model).__name__} in {run.inputs}, which would load it with "
+            f"random weights: it {misfits}"
+        )
+    state = _in_dtype(saved, state)
+    for names in tied_names(model):
+        state |= dict.fromkeys(names, next(state[name] for name in names if name in state))
+    return state | _fixed_buffers(_section(saved), config, model.state_dict().keys() - state.keys())
+
+
+def _merged_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfig) -> dict[str, Tensor]:
+    """Returns the state of the model that the checkpoint's adapter belongs to, with the adapter merged into it."""
+    path = str(_section(saved)["path"])
+    if differs(saved.facts.get("base"), path):
+        raise SlipstreamError(
+            f"{saved.folder} holds an adapter of the model in {path}, whose weights are missing or have been changed "
+            "since. Put back the model that it was trained on"
+        )
+    lora = LoraSection.model_validate(saved.facts["settings"]["lora"])
+    trained = _in_dtype(saved, _read_parameters(run, saved))
+    dtype = next(iter(trained.values())).dtype
+    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=False)
+    return merged_with_base(model, Adapter("default", lora.peft_config(path)), trained)
+
+
+def _read_parameters(run: RunFolder, saved: SavedCheckpoint) -> dict[str, Tensor]:
+    """Returns the parameters by the model's names, put together from the files of all ranks."""
+    shards = [
+        TensorShard(
+            key, ParameterShare.whole(stored.shape), torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        )
+        for key, stored in saved.manifest.tensors.items()
+        if key.startswith(_PREFIX)
+    ]
+    Checkpoints(run.checkpoints, RankGroup()).load(saved, shards)
+    return {shard.key.removeprefix(_PREFIX): shard.tensor for shard in shards}
+
+
+def _in_dtype(saved: SavedCheckpoint, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights as the run computes with them, where the checkpoint has the optimizer's copies in float32."""
+    name = saved.facts.get("settings", {}).get("training", {}).get("precision")
+    dtype = None if name is None else torch_dtype(precision_named(name).dtype)
+    if dtype is None:
+        return dict(state)
+    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in state.items()}
+
+
+def _fixed_buffers(section: Mapping[str, Any], config: PretrainedConfig, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns buffers that belong to the model's state but aren't trained, and so aren't in checkpoints."""
+    wanted = list(names)
+    if not wanted:
+        return {}
+    is_pretrained = bool(section) and ModelSection.model_validate(section).pretrained
+    source: nn.Module = (
+        AutoModelForCausalLM.from_pretrained(section["path"], trust_remote_code=False)
+        if is_pretrained
+        else AutoModelForCausalLM.from_config(config)
+    )
+    state = source.state_dict()
+    return {name: state[name] for name in wanted}
+
+
+Wanted = int | Literal["latest", "last-good", "best"]
+
+_EXAMPLE = "runs/a, or runs/a/checkpoints/step-00000012"
+
+
+@dataclass(frozen=True)
+class ChosenCheckpoint:
+    """A run that has checkpoints, and which of them is wanted."""
+
+    run: RunFolder
+    wanted: Wanted
+
+    def read(self, say: Callable[[str], None]) -> SavedCheckpoint:
+        """Returns the checkpoint, every byte of it verified; `say` gets a line about damaged ones that are passed over.
+
+        Raises SlipstreamError where it isn't there, with the steps that are, or is damaged.
+        """
+        found = Checkpoints(self.run.checkpoints, RankGroup(), say=say).find(self.wanted)
+        if found is None:
+            raise SlipstreamError(f"the checkpoints in {self.run.checkpoints} have just been removed; try again")
+        return found
+
+
+def choose_checkpoint(place: Path, step: str | None = None, best: bool = False) -> ChosenCheckpoint:
+    """Returns the checkpoint at `place`, or, where a run is there, that of a step, "latest" (the default), "last-good",
+    or the `best`, that of the run's lowest validation loss.
+
+    Raises:
+        SlipstreamError: where there are no checkpoints, or the step isn't one.
+    """
+    if best and step is not None:
+        raise SlipstreamError(f"--step={step} and --best both choose a checkpoint; give one of the two")
+    if not place.is_dir():
+        raise SlipstreamError(f"there is no folder {place}; give a run's output folder or a checkpoint: {_EXAMPLE}")
+    one = step_named(place.resolve().name)
+    run = RunFolder(place) if one is None else _run_of(place)
+    option = "--best" if best else f"--step={step}" if step is not None else None
+    wanted = ("best" if best else _parse(step)) if one is None else _only(place, one, option)
+    if not CheckpointFolder(run.checkpoints).steps():
+        raise SlipstreamError(
+            f"there are no checkpoints in {run.path}: runs with --checkpoint.every=... leave them in "
+            f"{run.checkpoints}. Give a run's output folder or a checkpoint: {_EXAMPLE}"
+        )
+    if best:
+        require_best(CheckpointFolder(run.checkpoints))
+    return ChosenCheckpoint(run, wanted)
+
+
+def _run_of(checkpoint: Path) -> RunFolder:
+    """Returns the run in whose folder a checkpoint is."""
+    run = RunFolder(checkpoint.resolve().parent.parent)
+    if run.checkpoints != checkpoint.resolve().parent:
+        raise SlipstreamError(
+            f"{checkpoint} isn't in the folder checkpoints/ of a run, next to whose inputs/ the model's configuration "
+            f"and tokenizer are; give a run's output folder or a checkpoint in it: {_EXAMPLE}"
+        )
+    return run
+
+
+def _only(checkpoint: Path, step: int, option: str | None) -> int:
+    """Returns the step of a checkpoint that was given itself."""
+    if option is not None:
+        raise SlipstreamError(
+            f"{option} chooses among the checkpoints of a run, but {checkpoint} is one of them: leave "
+            f"{option.partition('=')[0]} out, or give the run's folder"
+        )
+    return step
+
+
+def _parse(step: str | None) -> Wanted:
+    if step is None or step == "latest":
+        return "latest"
+    if step == "last-good":
+        return "last-good"
+    if not step.isdecimal():
+        raise SlipstreamError(f"--step={step} isn't a step; give that of a checkpoint, latest or last-good")
+    return int(step)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that is about to be loaded: its folder or hub name, and its tokenizer."""
+
+    path: str
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    trusts_code: bool
+    run: RunFolder | None = None  # that has left it
+
+
+@contextmanager
+def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool = False) -> Iterator[OpenedModel]:
+    """Yields the model at `place`, or where that is a run its export, else its newest checkpoint, which is exported to
+    a folder that is removed at the end; with `best` the run's best checkpoint.
+
+    Raises:
+        SlipstreamError: where there is no model, or it has no tokenizer.
+    """
+    path = Path(place)
+    if not path.exists() and _is_surely_a_folder(place):
+        raise SlipstreamError(
+            f"there is no folder {place}; give a model's folder or hub name, a run's output folder, or a checkpoint"
+        )
+    if not path.exists() or (path / "config.json").is_file():
+        if best:
+            raise SlipstreamError(f"--best chooses a checkpoint of a run, and {place} is a model: leave it out")
+        found: str | None = place
+    else:
+        found = None if best else _exported_by(RunFolder(path))
+    if found is not None:
+        yield _open(found, trusts_code, None if found == place else RunFolder(path))
+        return
+    chosen = choose_checkpoint(path, best=best)
+    with temporary_folder() as folder:
+        with progress.waiting("reading the checkpoint"):
+            saved = chosen.read(progress.warn)
+            export_checkpoint(chosen.run, saved, folder / "model", trusts_code)
+        yield _open(str(folder / "model"), trusts_code, chosen.run)
+
+
+def _is_surely_a_folder(place: str) -> bool:
+    """Returns whether this can't be meant as a name on the hub, which is NAME or OWNER/NAME."""
+    return place.startswith((".", "/", "~")) or place.count("/") > 1 or place.endswith("/")
+
+
+def _exported_by(run: RunFolder) -> str | None:
+    """Returns the model that a run has exported at its end; None where there is none, or where it isn't complete."""
+    is_being_written = run.listed.has(run.model)
+    return str(run.model) if (run.model / "config.json").is_file() and not is_being_written else None
+
+
+def _open(path: str, trusts_code: bool, run: RunFolder | None) -> OpenedModel:
+    if trusts_code:
+        trust_remote_code(path)
+    load_config(path)  # its errors say whether there is a model
+    folder = Path(path)
+    if folder.is_dir() and not has_tokenizer(folder):
+        raise SlipstreamError(
+            f"the model in {folder} has no tokenizer next to it; copy the files of its tokenizer there "
+            "(tokenizer.json, tokenizer_config.json), which runs and `slipstream export` write with a model"
+        )
+    return OpenedModel(path, load_tokenizer(path, trusts_code), trusts_code, run)
+
+
+@dataclass(frozen=True)
+class TextWriter:
+    """A model and its tokenizer, on one device."""
+
+    model: Any  # transformers.PreTrainedModel
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+
+    @classmethod
+    def load(cls, opened: OpenedModel, device: str = "cpu") -> TextWriter:
+        """Loads the weights. Raises SlipstreamError where they can't be loaded."""
+        try:
+            with quiet_transformers():
+                model = AutoModelForCausalLM.from_pretrained(opened.path, trust_remote_code=opened.trusts_code)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise SlipstreamError(f"can't load the model {opened.path}: {error}") from error
+        return cls(model.to(device), opened.tokenizer)
+
+    def check(self, prompt: str, max_new_tokens: int) -> None:
+        """Raises SlipstreamError where the prompt has no tokens, or the text may become longer than the model takes."""
+        num_tokens = len(self.tokenizer(prompt)["input_ids"])
+        if num_tokens == 0:
+            raise SlipstreamError(f"the prompt {prompt!r} has no tokens; give a text to continue")
+        check_length(self.model.config, num_tokens + max_new_tokens, "the prompt's tokens and --max-new-tokens")
+
+    def write(self, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
+        """Returns the prompt and its continuation: of the likeliest tokens with `temperature` 0, else drawn."""
+        inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(self.model.device)
+        torch.manual_seed(seed)
+        how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        end = self.tokenizer.eos_token_id
+        tokens = self.model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=end, **how)
+        return str(self.tokenizer.decode(tokens[0], skip_special_tokens=True))

@@ -1,0 +1,363 @@
+"""Locks an output folder for one run at a time, over all machines that share its disk.
+
+output/slipstream-run/owner-0003.json    the third owner; its heartbeat is the time at which the file was last touched
+output/slipstream-run/owner-5d41.part/   where its processes write what then gets its place in the output by a rename
+
+The owner is the file with the highest number. Each file is made by one process (O_EXCL) and touched by its run alone,
+so that of two that take the folder over from a dead owner only one can succeed. Whether an owner lives is seen by
+whether its file's time changes, never by what the time is: the clocks of two machines may differ.
+
+An owner that was only stopped may go on at any moment. So whoever takes the folder over first moves the owner's own
+folder away: every rename from or to it then fails, and with it all that the former run was about to publish, set aside
+or remove. What the former run published before that moment, the new one sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from slipstream.errors import SlipstreamError
+
+FOLDER = "slipstream-run"  # visible, so that it is copied with the rest
+_BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+
+_held: dict[str, str] = {}  # the keys of the owners as which this process writes, by the output folder
+
+
+def write_as(key: str | None, output: Path) -> None:
+    """Notes as which owner this process writes into an output folder; None: as nobody's."""
+    if key is None:
+        _held.pop(os.path.abspath(output), None)
+    else:
+        _held[os.path.abspath(output)] = key
+
+
+def work_folder(output: Path) -> Path:
+    """Returns where this process writes what then gets its place in the output folder by a rename, which fails once
+    another run has the folder: the owner's own folder, or the output itself where this process has no owner."""
+    key = _held.get(os.path.abspath(output))
+    return output if key is None else output / FOLDER / f"owner-{key}.part"
+
+
+@dataclass(frozen=True)
+class FolderOwner:
+    """A process, where and since when it runs."""
+
+    key: str  # of this owner alone
+    host: str
+    process: int
+    machine: str  # where processes have these numbers: the boot and the namespace; "" where that isn't known
+    started: int  # when the process began, in ticks since its machine's boot: a clock may be set
+    since: str  # when it took the folder, for people
+
+    @classmethod
+    def here(cls) -> FolderOwner:
+        """Returns this process."""
+        machine, now = _machine(), datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        started = _state_and_start(os.getpid())[1] if machine else 0
+        return cls(uuid.uuid4().hex, socket.gethostname(), os.getpid(), machine, started, now)
+
+    def __str__(self) -> str:
+        return f"process {self.process} on host {self.host}, since {self.since}"
+
+    def has_ended(self) -> bool:
+        """Returns whether the process is known to have ended; never of one in another machine or container."""
+        if not self.machine or self.machine != _machine():
+            return False
+        try:
+            state, started = _state_and_start(self.process)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return state in "XZ" or started != self.started  # a zombie, or another process with its number
+
+
+def _state_and_start(process: int) -> tuple[str, int]:
+    """Returns the third and the 22nd field of /proc/PID/stat; the second, in parentheses, may have spaces."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _machine() -> str:
+    """Returns the boot and the namespace in which processes have their numbers; "" where Linux doesn't say."""
+    try:
+        return f"{_BOOT.read_text().strip()} {os.readlink(_NAMESPACE)}"
+    except OSError:
+        return ""
+
+
+BEAT_SECONDS = 2.0
+STALE_SECONDS = 30.0  # without a heartbeat; far above what a full disk or a busy interpreter delays one
+_NAME = re.compile(r"owner-(\d{4,})\.json")
+_WORK = re.compile(r"\.?owner-[0-9a-f]{32}\.part")
+_TRIES_TO_EMPTY = 100
+_UNKNOWN = FolderOwner("", "unknown", 0, "", 0, "unknown")
+
+
+def _end_this_process(message: str) -> None:
+    """Ends this run at once: its launcher ends with it, and all ranks with that.
+
+    SIGTERM would ask it to save a checkpoint first, in a folder that is another run's by now.
+    """
+    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class FolderLock:
+    """The lock of the folder at `folder`: from `take` to `release`, or as a context. Not collective: one process of a
+    run takes it, and the others that write into the folder `join` it.
+
+    Args:
+        folder: the output folder; it is made.
+        say: gets a line of text where the folder is taken over from a run that has died.
+        end: gets the reason where another run has taken the folder over from this one; ends the process by default.
+        beat_seconds: between two heartbeats.
+        stale_seconds: without a heartbeat, after which an owner counts as dead.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        end: Callable[[str], None] = _end_this_process,
+        beat_seconds: float = BEAT_SECONDS,
+        stale_seconds: float = STALE_SECONDS,
+    ) -> None:
+        self._output, self._folder, self._say, self._end = folder, folder / FOLDER, say, end
+        self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
+        self._owner = FolderOwner.here()
+        self._number = 0  # of this owner; 0 while the lock isn't held
+        self._is_joined = False
+        self._released = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def check_free(self) -> None:
+        """Raises SlipstreamError where another run shows within a few heartbeats that it is at work. Writes nothing."""
+        number, owner = self._newest()
+        if owner is not None and self._lives(number, owner, 3 * self._beat_seconds):
+            raise self._busy(owner)
+
+    def seems_held(self) -> bool:
+        """Returns whether a run seems to be at work, at once: its process is there, or was seen within `stale_seconds`.
+
+        For people who look on; the clocks of two machines may differ, so `take` and `check_free` wait for a heartbeat.
+        """
+        number, owner = self._newest()
+        if owner is None or owner.has_ended():
+            return False
+        touched = self._touched(number)
+        return touched is not None and time.time() - touched / 1e9 < self._stale_seconds
+
+    @property
+    def key(self) -> str:
+        """What names this owner to the other processes of its run."""
+        return self._owner.key
+
+    def take(self) -> None:
+        """Takes the folder; waits for `stale_seconds` where its owner may have died on another machine.
+
+        Raises:
+            SlipstreamError: if another run is at work in it, or it can't be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while not self._number:
+                self._try_to_take()
+        except OSError as error:
+            raise SlipstreamError(f"can't write to training.output={self._output}: {error}") from error
+        self._hold(beats=True)
+        for each in self._work.iterdir():  # of the former owner; only now, as it may take longer than a heartbeat
+            shutil.rmtree(each, ignore_errors=True)
+
+    def join(self, key: str, beats: bool) -> None:
+        """Writes into the folder as another process of the run that has taken it as `key`; ends this process where
+        another run has it by now. `beats`: shows from here, too, that the run is at work: its first process may be
+        stopped while the others go on."""
+        number, owner = self._newest()
+        if owner is None or owner.key != key:
+            self._end(f"{owner or 'another run'} has taken over training.output={self._output}; this run ends")
+            return
+        self._number, self._owner, self._is_joined = number, owner, True
+        self._hold(beats)
+
+    def release(self) -> None:
+        """Lets other runs take the folder; nothing where it isn't held, or by another process than the first."""
+        if not self._number:
+            return
+        self._released.set()
+        if self._thread is not None:
+            self._thread.join()
+        write_as(None, self._output)
+        if not self._is_joined and self._newest() == (self._number, self._owner):
+            with suppress(OSError):  # in one step, as others read it at any time
+                part = self._file(self._number).with_suffix(".part")
+                part.write_text("null", encoding="utf-8")
+                part.replace(self._file(self._number))
+        if not self._is_joined:
+            shutil.rmtree(self._work, ignore_errors=True)
+        self._number = 0
+
+    def __enter__(self) -> Self:
+        self.take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _try_to_take(self) -> None:
+        """Becomes the next owner, unless another one lives or is faster."""
+        number, owner = self._newest()
+        if owner is not None:
+            if not owner.has_ended():
+                self._say_that_it_waits(owner)
+            if self._lives(number, owner, self._stale_seconds):
+                raise self._busy(owner)
+        if self._claim(number + 1) and owner is not None:
+            self._say(f"took over {self._output} from {owner}, which has ended without releasing it")
+
+    def _claim(self, number: int) -> bool:
+        """Becomes the owner of this number, unless another process is faster; then no earlier one can publish anything
+        any more."""
+        new = self._work.with_name(f".{self._work.name}")  # nothing can be published from there
+        new.mkdir(exist_ok=True)
+        try:
+            self._write(number)
+            if max(self._numbers()) > number:  # several have come and gone meanwhile
+                self._file(number).unlink()
+                raise FileExistsError
+            for name in os.listdir(self._folder):
+                if _WORK.fullmatch(name) and name not in (new.name, self._work.name):
+                    _move_away(self._folder / name, new)
+            if not self._work.exists():
+                new.rename(self._work)
+        except (FileExistsError, FileNotFoundError):  # another one has become the owner, and moved this away
+            with suppress(OSError):
+                new.rmdir()
+            return False
+        self._number = number
+        for earlier in self._numbers():
+            if earlier < number:
+                self._file(earlier).unlink(missing_ok=True)
+        return True
+
+    def _hold(self, beats: bool) -> None:
+        write_as(self.key, self._output)
+        self._released.clear()
+        if beats:
+            self._thread = threading.Thread(target=self._beat, name="folder-heartbeat", daemon=True)
+            self._thread.start()
+
+    def _say_that_it_waits(self, owner: FolderOwner) -> None:
+        self._say(
+            f"{self._output} belongs to {owner}; waiting {self._stale_seconds:g} seconds at most for a sign of life"
+        )
+
+    def _lives(self, number: int, owner: FolderOwner, seconds: float) -> bool:
+        """Returns whether an owner's heartbeat is seen within some seconds."""
+        if owner.has_ended():
+            return False
+        first, deadline = self._touched(number), time.monotonic() + seconds
+        while time.monotonic() < deadline and not owner.has_ended():
+            time.sleep(min(0.1, self._beat_seconds))
+            if self._touched(number) != first:
+                return self._newest()[1] is not None  # it may have been released
+        return False
+
+    def _beat(self) -> None:
+        """Shows from time to time that this run is at work, until the lock is released or lost."""
+        while not self._released.wait(self._beat_seconds):
+            with suppress(OSError):  # a disk that fails doesn't end a run
+                number, owner = self._newest()
+                if owner == self._owner:
+                    os.utime(self._file(number))
+                elif number:
+                    self._end(
+                        f"{owner or 'another run'} has taken over training.output={self._output}, since this run, "
+                        f"{self._owner}, showed no sign of life for {self._stale_seconds:g} seconds; this run ends"
+                    )
+                    return
+                elif not self._is_joined:  # somebody has removed the file, or all of the folder
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    self._claim(1)
+
+    def _busy(self, owner: FolderOwner) -> SlipstreamError:
+        owner = self._newest()[1] or owner
+        return SlipstreamError(
+            f"training.output={self._output} belongs to a run that is at work: {owner}. Choose another folder, or end "
+            f"that run first: kill {owner.process} on {owner.host}"
+        )
+
+    def _newest(self) -> tuple[int, FolderOwner | None]:
+        """Returns the number of the last owner, 0 where there was none, and who it is; None where it has released."""
+        number = max(self._numbers(), default=0)
+        if not number:
+            return 0, None
+        try:
+            values = json.loads(self._file(number).read_text(encoding="utf-8"))
+            return number, None if values is None else FolderOwner(**values)
+        except FileNotFoundError:
+            return number, None
+        except (ValueError, TypeError):  # it is just being written
+            return number, _UNKNOWN
+
+    def _numbers(self) -> list[int]:
+        names = os.listdir(self._folder) if self._folder.is_dir() else []
+        return [int(match[1]) for name in names if (match := _NAME.fullmatch(name))]
+
+    def _touched(self, number: int) -> int | None:
+        """Returns the file's time. Opening it lets a network's disk ask its server."""
+        try:
+            with self._file(number).open() as file:
+                return os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _write(self, number: int) -> None:
+        """Makes the file of an owner. Raises FileExistsError where there is one already."""
+        with self._file(number).open("x", encoding="utf-8") as file:
+            json.dump(asdict(self._owner), file)
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"owner-{number:04d}.json"
+
+    @property
+    def _work(self) -> Path:
+        return self._folder / f"owner-{self.key}.part"
+
+
+def _move_away(work: Path, new: Path) -> None:
+    """Moves the folder of a former owner into that of the new one. Raises FileNotFoundError where that one has lost the
+    folder itself.
+
+    Then it is emptied by renames: a machine of a network's disk that has it open could still publish what is inside,
+    of which some files would be gone.
+    """
+    away = new / work.name
+    try:
+        work.rename(away)
+    except FileNotFoundError:
+        new.stat()  # this one is gone, or the other
+        return
+    for _ in range(_TRIES_TO_EMPTY):
+        for each in list(away.iterdir()):
+            each.rename(new / f"{work.name}-{each.name}")
+        with suppress(OSError):  # something new is inside
+            away.rmdir()
+            break

@@ -1,0 +1,329 @@
+"""The FLOPs of a step, the utilisation of the devices, and the time that training takes.
+
+FLOPs are those of matrix products, two for a multiplication with its addition (PTD-P appendix A), in any precision.
+They are counted by running the model's code; PTD-P's formulas for a GPT of the same size are given for comparison.
+
+Where all weights are trained, a step takes three times the FLOPs of its forwards: a backward computes a gradient of the
+input and one of the weights, each as large. With frozen weights, of T tokens of which a layer sees S scores,
+
+    model FLOPs = sum over parts of  T (F + I [a trained weight is below, or in it] + W) + S (f + 2 f [the same])
+
+where F, I and W are a token's products forward, to the input and to the trained weights alone, and f those of a score.
+A part's own I is counted as far down as its lowest trained weight. What an adapter computes is part of all three.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from transformers import PretrainedConfig
+
+from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
+from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
+from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
+from slipstream.model.autograd_memory import RecomputePolicy
+from slipstream.pipeline.families import StageLayout
+from slipstream.profile import count_model
+from slipstream.schedule import Op, SlicedMicrobatch
+from slipstream.units import long_duration_text
+
+_TERA = 1e12
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """The figures of a whole run. FLOPs are those of a step."""
+
+    num_parameters: int
+    num_trained: int  # of them
+    num_devices: int
+    tokens_per_step: int
+    model_flops: float  # of whole sequences
+    peak_flops: float  # per second, of one device
+    peak_source: str  # a data sheet, or which product was measured
+    ptdp_num_parameters: float  # eq. 2, of a GPT with as many layers, hidden sizes and tokens
+    ptdp_flops: float  # eq. 3 for it, without the recomputation that the equation assumes
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The figures of one step of all devices; figures per device are means.
+
+    `model_flops` are what the mathematics needs: forward, and twice as much backward, or less where weights are frozen.
+    `hardware_flops` add what is recomputed (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates over the
+    devices' peak.
+    """
+
+    tokens_per_second: float
+    model_flops: float
+    hardware_flops: float
+    tflops_per_device: float  # model FLOPs, 10^12 a second
+    hardware_tflops_per_device: float  # PTD-P's figure, since PTD-P recomputes everything
+    mfu: float
+    hfu: float
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """The seconds that training on some number of tokens takes."""
+
+    measured: float  # at the step's rate
+    ptdp: float | None  # 8TP/(nX), which leaves out attention's scores; None where weights are frozen
+
+    def describe(self, tokens: int) -> str:
+        """Returns a line that says how long training on `tokens` takes, as measured and by the rule of PTD-P."""
+        by_rule = "" if self.ptdp is None else f" (8TP/(nX): {long_duration_text(self.ptdp)})"
+        return f"{tokens:,} tokens take {long_duration_text(self.measured)} at this rate{by_rule}"
+
+
+class FlopsMeter:
+    """Counts the FLOPs of a model once, and then turns the seconds of each step into rates.
+
+    Scores of attention count where the mask lets a query see a key, as in the plan's MFU: these must be computed.
+    PTD-P and others count all scores, twice as many, which flatters long sequences.
+
+    Args:
+        config: the configuration of the whole model.
+        seq_len: tokens of a sequence; where they differ, the mean.
+        batch_size: sequences of a step, over all replicas.
+        num_devices: devices of the whole mesh.
+        peak: the peak of one device; see `find_peak`.
+        trained: what of the model is trained.
+
+    Raises:
+        SlipstreamError: if the operations of the architecture can't be counted.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        seq_len: int,
+        batch_size: int,
+        num_devices: int,
+        peak: DevicePeak,
+        trained: TrainedWeights = ALL_WEIGHTS,
+    ) -> None:
+        self.count, self._seq_len = count_model(config, seq_len, trained=trained), seq_len
+        self._batch_size = batch_size
+        counted = self.count.counted(self.count.whole)
+        self._whole = _Forward.of((part, None) for number, part in counted for _ in range(number))
+        self._products = sum(number * part.step_products.per_token for number, part in counted)  # of a token
+        model_flops = batch_size * (self._products * seq_len + self._whole.step_scores(seq_len))
+        self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # what was recomputed last
+        text = config.get_text_config()
+        layers, hidden = text.num_hidden_layers, text.hidden_size
+        weights = 12 * layers * hidden**2
+        ends = (text.vocab_size + seq_len) / (12 * layers * hidden)
+        forward = 2 * weights * (1 + seq_len / (6 * hidden)) + 2 * hidden * text.vocab_size  # of a token
+        self.run = RunFigures(  # they hold for every step
+            num_parameters=self.count.num_parameters,
+            num_trained=self.count.num_trained,
+            num_devices=num_devices,
+            tokens_per_step=batch_size * seq_len,
+            model_flops=model_flops,
+            peak_flops=peak.flops,
+            peak_source=peak.source,
+            ptdp_num_parameters=weights * (1 + 13 / (12 * hidden) + ends),
+            ptdp_flops=batch_size * seq_len * 3 * forward,
+        )
+
+    def of_step(
+        self,
+        seconds: float,
+        layout: StageLayout | None = None,
+        microbatches: Sequence[SlicedMicrobatch] = (),
+        documents: Sequence[int] | None = None,
+    ) -> StepFigures:
+        """Returns the figures of a step.
+
+        Args:
+            seconds: the time that the step took.
+            layout: what ran; its R actions are what every replica recomputed. None: nothing was recomputed.
+            microbatches: the rows of each microbatch of a replica, and the tokens of its slices.
+            documents: the tokens of each document of the whole batch, which attends to itself alone. Default: every
+                sequence is one document, of `seq_len` tokens.
+        """
+        run, whole = self.run, self._whole
+        lengths = [self._seq_len] * self._batch_size if documents is None else documents
+        tokens = sum(lengths)
+        scores = sum(whole.scores(0, length) for length in lengths)
+        model = tokens * self._products + sum(map(whole.step_scores, lengths))
+        ran = layout, tuple(microbatches), tokens
+        if self._counted[0] != ran:
+            self._counted = ran, self._recomputed(layout, microbatches, tokens)
+        products_again, scores_again, in_whole_rows = self._counted[1]
+        hardware = model + products_again + scores_again * scores / in_whole_rows
+        device_seconds = seconds * run.num_devices
+        return StepFigures(
+            tokens_per_second=tokens / seconds,
+            model_flops=model,
+            hardware_flops=hardware,
+            tflops_per_device=model / device_seconds / _TERA,
+            hardware_tflops_per_device=hardware / device_seconds / _TERA,
+            mfu=model / device_seconds / run.peak_flops,
+            hfu=hardware / device_seconds / run.peak_flops,
+        )
+
+    def _recomputed(
+        self, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], tokens: int
+    ) -> tuple[float, float, float]:
+        """Returns the FLOPs of products and of scores that R actions compute, and those of all scores in rows that are
+        each one document, were every replica like this one."""
+        rows = [(each.num_sequences, sum(each.slices)) for each in microbatches] or [(self._batch_size, self._seq_len)]
+        replicas = tokens / sum(number * length for number, length in rows)
+        scores = replicas * sum(number * self._whole.scores(0, length) for number, length in rows)
+        return *recomputed_flops(self.count, layout, microbatches, replicas), scores
+
+    def time_to_train(self, tokens: float, seconds_per_step: float) -> TrainingTime:
+        """Returns the seconds that training on `tokens` takes, at the measured rate and by PTD-P section 5.1, 8TP/(nX).
+
+        The paper's X counts a recomputed forward, four passes for three, and so does this, whether or not there is one.
+        """
+        run = self.run
+        achieved = 4 / 3 * run.model_flops / (run.num_devices * seconds_per_step)
+        by_rule = 8 * tokens * run.num_parameters / (run.num_devices * achieved)
+        return TrainingTime(
+            measured=tokens / run.tokens_per_step * seconds_per_step,
+            ptdp=by_rule if run.num_trained == run.num_parameters else None,
+        )
+
+
+def recomputed_flops(
+    count: ModelCount, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], replicas: float
+) -> tuple[float, float]:
+    """Returns the FLOPs that the R actions of a step compute: of matrix products, and of attention's scores.
+
+    Selective recomputation keeps both, so it repeats none. Otherwise the forward of a slice is counted, through the
+    layers that are recomputed; the little that a replay leaves out at its end is not subtracted. Of a layer that is cut
+    in half, each half has half of the products, and the half with attention has the scores.
+    """
+    if layout is None or layout.recompute is None or layout.recompute.keeps_products:
+        return 0.0, 0.0
+    stages, what = layout.layers, layout.recompute
+    forwards = [_Forward.of(_repeated(count, stages, stage, what)) for stage in range(len(stages))]
+    products = scores = 0.0
+    for action in layout.training.positions:
+        if action.op is Op.R:
+            forward, each = forwards[action.stage], microbatches[action.microbatch]
+            first, tokens, size = sum(each.slices[: action.slice]), each.slices[action.slice], each.num_sequences
+            products += replicas * size * tokens * forward.products
+            scores += replicas * size * forward.scores(first, first + tokens)
+    return products, scores
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward of some layers: the FLOPs of a token's matrix products, and every attention call."""
+
+    products: float
+    calls: Counter[AttentionCall]
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[PartCount, LayerHalf | None]]) -> _Forward:
+        """Counts parts of a model: whole ones, and halves of layers."""
+        products, calls = 0.0, Counter[AttentionCall]()
+        for part, half in parts:
+            products += part.ops[Op.F].flops.per_token * (1.0 if half is None else 0.5)
+            calls.update(part.attentions if half is not LayerHalf.FEED_FORWARD else ())
+        return cls(products, calls)
+
+    def scores(self, first: int, end: int) -> float:
+        """Returns the FLOPs of one sequence's queries in [first, end): the products with keys and with values."""
+        each = self._num_scores(first, end).items()
+        return sum(2 * number * (call.key_width + call.value_width) for call, number in each)
+
+    def step_scores(self, length: int) -> float:
+        """Returns the FLOPs of the scores of a whole sequence in a step, with the backward where there is one."""
+        return sum(call.step_flops(number) for call, number in self._num_scores(0, length).items())
+
+    def _num_scores(self, first: int, end: int) -> dict[AttentionCall, float]:
+        return {
+            call: number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
+            for call, number in self.calls.items()
+        }
+
+
+def _repeated(
+    count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy
+) -> Iterator[tuple[PartCount, LayerHalf | None]]:
+    """Yields what a replay runs: the first layers of a stage, or all of them with the head and the loss."""
+    if stage == 0:
+        yield count.embedding, None
+    layers = (each for each in stages[stage] if not isinstance(each, ModelEnd))
+    for each in islice(layers, what.num_layers):
+        layer, half = each if isinstance(each, HalfLayer) else (each, None)
+        yield count.layers[count.kinds[layer]], half
+    if what.num_layers is None and stage == len(stages) - 1:
+        yield count.head, None
+
+
+_SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
+_SECONDS = 0.5  # of measuring
+_MOST_PRODUCTS = 50
+# Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
+_LESSER = frozenset({"pcie", "nvl", "mig"})
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The FLOP/s of one device, and the source of the number."""
+
+    flops: float
+    source: str
+
+
+def find_peak(device: torch.device, dtype: torch.dtype, share: float = 1.0) -> DevicePeak:
+    """Returns the peak that MFU is measured against, for matrix products of `dtype`, of a rank with a `share` of a GPU.
+
+    A CUDA device is looked up by its name in the cluster descriptions that come with Slipstream. For a CPU, an unknown
+    device and a dtype without an entry, the fastest of some products is taken: then all ranks of a machine should call
+    this at the same time, as they share the machine when they train.
+    """
+    known = peak_by_name(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    if known is None:
+        return measure_peak(device, dtype)
+    return known if share == 1 else DevicePeak(share * known.flops, f"{known.source}, {share:.3g} of it for each rank")
+
+
+def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
+    """Returns the peak that the descriptions give for a device, named as CUDA does; None where they have none."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
+    words, kind = set(_words(name)), str(dtype).removeprefix("torch.")
+    for each in (load_cluster(shipped).device for shipped in SHIPPED):
+        model = _words(each.name)[1]  # `h100` of NVIDIA H100-SXM5-80GB
+        if model in words and not words & _LESSER and kind in each.flops:
+            return DevicePeak(each.flops[kind], f"data sheet of {each.name}, {kind}")
+    return None
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
+    """Returns the rate of the fastest product of two square matrices; takes half a second or so."""
+    n = _SIZES.get(device.type, _SIZES["cuda"])
+    generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
+    a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
+    _seconds(a, b)  # the first one also pays for memory and for choosing a kernel
+    best, began, runs = float("inf"), time.perf_counter(), 0
+    while runs == 0 or (time.perf_counter() - began < _SECONDS and runs < _MOST_PRODUCTS):
+        best, runs = min(best, _seconds(a, b)), runs + 1
+    kind = str(dtype).removeprefix("torch.")
+    return DevicePeak(2 * n**3 / best, f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    device = torch.get_device_module(a.device)
+    device.synchronize()
+    began = time.perf_counter()
+    torch.mm(a, b)
+    device.synchronize()
+    return time.perf_counter() - began
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[\s\-]+", name.lower())

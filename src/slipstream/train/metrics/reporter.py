@@ -1,0 +1,339 @@
+"""Reports each step of all ranks: the devices' utilisation, the phases, and the bytes sent."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.parallel import GpuMemory, RankGroup, expands_segments, fragmentation_advice
+from slipstream.pipeline import Pipeline
+from slipstream.timeline import Timeline
+from slipstream.train.config import Config
+from slipstream.train.cut_advice import CutAdvice
+from slipstream.train.data import TokenBatch
+from slipstream.train.device_choice import share_of_gpu
+from slipstream.train.metrics.flops import FlopsMeter, find_peak
+from slipstream.train.metrics.records import (
+    DiskTrouble,
+    MetricsRecord,
+    Phases,
+    StartRecord,
+    StepRecord,
+    Tracker,
+    make_trackers,
+    peak_memory,
+)
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.training_step import StepResult, compute_dtype
+from slipstream.units import bytes_text, times_text
+from slipstream.watchdog import counted_off
+
+
+class Reporter:
+    """Gathers what each rank measured of a step; the leading rank writes it. Every rank makes one."""
+
+    def __init__(
+        self,
+        config: Config,
+        pipe: Pipeline,
+        device: torch.device,
+        progress: Progress,
+        sequence: tuple[float, float],
+        resumed_after: int = 0,
+        cut_advice: CutAdvice | None = None,
+    ) -> None:
+        """Finds the devices' peak and opens the trackers. Collective.
+
+        Args:
+            config: of the run.
+            pipe: this rank's part of the pipeline.
+            device: this rank's.
+            progress: where lines are shown.
+            sequence: the mean tokens of a sequence, and the mean number of sequences of a step.
+            resumed_after: the steps before; 0 where the run begins.
+            cut_advice: says whether another cut makes up for a slow rank.
+        """
+        self._config, self._pipe, self._progress = config, pipe, progress
+        self._world = RankGroup(dist.group.WORLD)
+        self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
+        # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
+        self._figures: FlopsMeter | None = None
+        training, peak = config.training, find_peak(device, compute_dtype(config), share_of_gpu(config))
+        if pipe.leads:
+            try:
+                length, number = map(round, sequence)
+                counted = pipe.config, length, number, self._world.size, peak
+                with counted_off("counting the model's operations"):
+                    self._figures = FlopsMeter(*counted, pipe.trained_weights)
+            except SlipstreamError as error:
+                progress.say(f"FLOPs are not shown: {error}")
+        self._disk = DiskTrouble(progress.warn)
+        self._trackers: list[Tracker] = []  # none on ranks other than the first
+        self._cut_advice = cut_advice
+        self._stragglers, hosts = self._watch_for_stragglers()
+        self._allocators = AllocatorWatch(self._world.gather(GpuMemory.now()))
+        self.asked_to_stop = ""  # the signal that has asked any rank to stop
+        self._num_tokens = 0  # of all steps
+        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
+        if pipe.leads:
+            settings, folder = config.model_dump(mode="json"), RunFolder(training.output)
+            folder.listed.add(folder.metrics)
+            if "tensorboard" in config.tracking.to:
+                folder.listed.add_folder(folder.tensorboard)
+            self._trackers = make_trackers(config.tracking.to, training.output, settings, resumed_after)
+        self.write(StartRecord.now(resumed_after, hosts, device))
+        if self._figures is not None:
+            self.write(self._figures.run)
+
+    def _watch_for_stragglers(self) -> tuple[Stragglers, list[str]]:
+        """Returns what compares ranks of the same work, those at one place of the pipeline, and the host of each rank.
+
+        Collective.
+        """
+        found = self._world.gather((self._pipe.rank, socket.gethostname()))
+        peers = [[rank for rank, (place, _) in enumerate(found) if place == mine] for mine, _ in found]
+        self._places, hosts = [place for place, _ in found], [host for _, host in found]
+        return Stragglers(peers, hosts), hosts
+
+    def write(self, record: MetricsRecord) -> None:
+        """Writes a record to the metrics file and to every tracker."""
+        for tracker in self._trackers:
+            with self._disk.tolerated(tracker.name):
+                tracker.write(record)
+
+    def report(
+        self,
+        step: int,
+        result: StepResult,
+        data_seconds: float,
+        batch: TokenBatch,
+        timeline: Timeline,
+        trial: bool,
+        asked_to_stop: str = "",
+    ) -> StepRecord:
+        """Writes and returns the record of a step. Collective.
+
+        Args:
+            step: the number of the step, from 1.
+            result: what the step computed, and how long it took.
+            data_seconds: the time before it, in which its batch was prepared.
+            batch: the rows of this replica.
+            timeline: what ran when.
+            trial: whether "auto" was still to plan what to run.
+            asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
+        """
+        is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
+        documents = batch.document_lengths() if is_first else []
+        computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
+        sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()
+        mine = peak_memory(), sent_now, documents, asked_to_stop, computed, on_gpu
+        memory, sent, lengths, asked, phases, gpus = zip(*self._world.gather(mine), strict=True)
+        self.asked_to_stop = next(filter(None, asked), "")
+        seconds = result.seconds
+        figures, documents = None, [length for each in lengths for length in each]
+        slow = [] if trial else self._describe_slow(step, phases)
+        if self._figures is not None:
+            figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            step_seconds=seconds,
+            tokens=sum(documents),
+            tokens_per_second=sum(documents) / seconds,
+            idle_fraction=timeline.idle_fraction,
+            peak_memory=list(memory),
+            figures=figures,
+            phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
+            bytes_sent={axis: sum(each[axis] for each in sent) for axis in sent_now},
+            trial=trial or None,
+            rank_phases=[{name: round(each, 6) for name, each in rank.items()} for rank in phases],
+            rewards=result.rewards,
+            bad=result.bad,
+            stragglers=slow or None,
+            gpu_memory=list(gpus) if any(gpus) else None,
+        )
+        for line in [*slow, *self._allocators.lines(step, gpus, trial)]:
+            self._progress.warn(line)
+        self.write(record)
+        self._seconds[trial].append(seconds)
+        self._num_tokens += sum(documents)
+        return record
+
+    def _describe_slow(self, step: int, phases: Sequence[dict[str, float]]) -> list[str]:
+        """Returns a line for each rank that has become slow, and on the leader whether another cut makes up for it."""
+        lines = []
+        for each in self._stragglers.add(step, phases):
+            lines.append(each.line)
+            if self._pipe.leads and self._cut_advice is not None:
+                lines += self._cut_advice.lines(each.rank, self._places[each.rank], each.slowness)
+        return lines
+
+    def close(self) -> None:
+        """Says how long a whole training takes at the measured rate, and closes the trackers."""
+        seconds = self._seconds[False] or self._seconds[True]
+        if self._figures is not None and seconds:
+            tokens = self._config.tracking.tokens or self._num_tokens
+            time = self._figures.time_to_train(tokens, statistics.median(seconds))
+            self._progress.say(time.describe(tokens))
+        for tracker in self._trackers:
+            with self._disk.tolerated(tracker.name):
+                tracker.close()
+
+
+_FACTOR = 1.3  # times the peers' median
+_STEPS = 20  # of which the median is taken; and as many medians in a row have to be high
+_LEAST_SECONDS = 0.005  # of a step by which it is slower: below that the noise of a clock and a scheduler counts
+
+
+class Straggler(NamedTuple):
+    """A rank that has become slow, how many times as long it computes as it should, and a line about that."""
+
+    rank: int
+    slowness: float
+    line: str
+
+
+class Stragglers:
+    """Compares each rank with those that do the same work: the same stages in other replicas, the same layers by tensor
+    ranks; without such peers, a rank with its own past.
+
+    A step alone says little on a machine that others use. A rank is named when the median of its last 20 steps is 1.3
+    times that of its peers, in 20 steps in a row, and once until it has caught up.
+    """
+
+    def __init__(self, peers: Sequence[Sequence[int]], hosts: Sequence[str]) -> None:
+        """`peers` has for each rank the ranks that do the same work, with itself; `hosts` the machine of each."""
+        self._peers, self._hosts = peers, hosts
+        self._last = [deque[dict[str, float]](maxlen=_STEPS) for _ in peers]
+        self._usual: list[float] = []  # of each rank by itself, once it is known
+        self._in_a_row = [0] * len(peers)
+
+    def add(self, step: int, phases: Sequence[dict[str, float]]) -> list[Straggler]:
+        """Takes the seconds of a step's phases on every rank, without waits; returns the ranks that have become
+        slow."""
+        for last, measured in zip(self._last, phases, strict=True):
+            last.append(measured)
+        if len(self._last[0]) < _STEPS:
+            return []
+        medians = [statistics.median(sum(each.values()) for each in last) for last in self._last]
+        if not self._usual:
+            self._usual = medians
+        found = []
+        for rank, mine in enumerate(medians):
+            usual = self._of_peers(rank, medians)
+            is_slow = mine > _FACTOR * usual and mine - usual > _LEAST_SECONDS
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
+            if self._in_a_row[rank] == _STEPS:
+                found.append(Straggler(rank, mine / usual, self._describe(rank, step, mine, usual)))
+        return found
+
+    def _of_peers(self, rank: int, medians: Sequence[float]) -> float:
+        others = [medians[peer] for peer in self._peers[rank] if peer != rank]
+        if others:
+            return statistics.median(others)
+        # All stages of a machine that has become busier are slower alike, and none of them is to blame.
+        pace = statistics.median(now / before for now, before in zip(medians, self._usual, strict=True))
+        return self._usual[rank] * max(1.0, pace)
+
+    def _describe(self, rank: int, step: int, mine: float, usual: float) -> str:
+        others = [peer for peer in self._peers[rank] if peer != rank]
+        phase = max(self._last[rank][-1], key=lambda name: self._excess(rank, name, others))
+        against = f"its peers' ({', '.join(f'rank {peer}' for peer in others)})" if others else "its own before"
+        return (
+            f"step {step}: rank {rank} ({self._hosts[rank]}) is slow in {phase.replace('_', ' ')}: it computes for "
+            f"{mine:.3f} s a step, {mine / usual:.2f} times {against}"
+        )
+
+    def _excess(self, rank: int, phase: str, others: Sequence[int]) -> float:
+        """Returns by how much a phase is longer than the peers'; alone, how long it is."""
+        mine = statistics.median(each.get(phase, 0.0) for each in self._last[rank])
+        theirs = [statistics.median(each.get(phase, 0.0) for each in self._last[peer]) for peer in others]
+        return mine - (statistics.median(theirs) if theirs else 0.0)
+
+
+class AllocatorWatch:
+    """Follows what the allocators of all ranks' GPUs count, and tells of the rank where it is worst."""
+
+    def __init__(self, before: Sequence[GpuMemory | None]) -> None:
+        """`before` the first step, what was counted on each rank."""
+        self._retries = [_retries(each) for each in before]
+        self._told: set[str] = set()
+
+    def lines(self, step: int, found: Sequence[GpuMemory | None], trial: bool = False) -> list[str]:
+        """Returns a line for what is new after a step; none after a `trial`, which holds other memory than the run."""
+        rose = [_retries(now) - before for now, before in zip(found, self._retries, strict=True)]
+        self._retries = [_retries(each) for each in found]
+        if trial:
+            return []
+        lines = dict([*self._fragmented(found), *self._retried(found, rose)])
+        new = [f"step {step}: {line}" for what, line in lines.items() if what not in self._told]
+        self._told.update(lines)
+        return new
+
+    def _fragmented(self, found: Sequence[GpuMemory | None]) -> Iterator[tuple[str, str]]:
+        much = {rank: each for rank, each in enumerate(found) if each is not None and each.is_fragmented}
+        if much:
+            rank, held = max(much.items(), key=lambda item: item[1].reserved - item[1].allocated)
+            spare = bytes_text(held.reserved - held.allocated)
+            yield (
+                "fragmented",
+                f"on rank {rank} {held.describe()}: {spare} in pieces of sizes that weren't asked for when tensors "
+                f"needed most. If memory is short, {fragmentation_advice()}",
+            )
+
+    def _retried(self, found: Sequence[GpuMemory | None], rose: Sequence[int]) -> Iterator[tuple[str, str]]:
+        rank = max(range(len(rose)), key=rose.__getitem__)
+        held = found[rank]
+        if held is not None and rose[rank] > 0:
+            less = "--memory.recompute=full or more slices need less memory"
+            how = less if expands_segments() else f"{fragmentation_advice()}; {less}"
+            yield (
+                "retried",
+                f"on rank {rank} the GPU's memory ran out {times_text(rose[rank])}, and PyTorch's allocator gave back "
+                f"all that was unused to go on, for which the GPU has to wait. {_capital(held.describe())}. To keep "
+                f"the GPU computing, {how}",
+            )
+
+
+def _retries(memory: GpuMemory | None) -> int:
+    return 0 if memory is None else memory.retries
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+class Traffic:
+    """The bytes that this rank sends in collectives, step by step.
+
+    A collective is taken to send what a ring of n ranks does, which is the least possible: (n-1)/n of the bytes of a
+    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1).
+    """
+
+    def __init__(self, axes: Mapping[str, RankGroup]) -> None:
+        """Begins to count; `axes` are groups by name, such as {"dp": ..., "tp": ...}."""
+        self._axes = dict(axes)
+        self._before = {name: _ring_bytes(group) for name, group in axes.items()}
+
+    def of_step(self, pipeline_bytes: int) -> dict[str, int]:
+        """Returns the bytes by axis since the last call; the transport of the pipeline has counted its own."""
+        now = {name: _ring_bytes(group) for name, group in self._axes.items()}
+        sent = {name: round(now[name] - self._before[name]) for name in now}
+        self._before = now
+        return {"pp": pipeline_bytes, **sent}
+
+
+def _ring_bytes(group: RankGroup) -> float:
+    """Returns the bytes that this rank has sent in all collectives of the group so far."""
+    part = (group.size - 1) / group.size
+    return sum((2 if name == "all_reduce" else 1) * part * size for name, size in group.payload.items())

@@ -1,0 +1,185 @@
+"""The plan of a run whose configuration names no schedule, slices or partition: asked for, written down, found again.
+
+The Pipeline makes it. Rows of one length run the plan. For documents of any length it says the cut and what its stages
+cost, by which each step is then planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.launch import Progress
+from slipstream.parallel import Ranks
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
+from slipstream.pipeline.tuning import is_free
+from slipstream.pipeline.tuning.row_plan import granularity_for
+from slipstream.planner.joint import JointPlan
+from slipstream.planner.steps import StageRates
+from slipstream.planning.plan_file import partition_setting, plan_text, rounded
+from slipstream.schedule import AUTOMATIC, Schedule
+from slipstream.train.config import DECIDED_BY_PLAN, Config
+from slipstream.train.data import BatchSize, TrainingSequences
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_state import describe_cut
+
+_DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are measured, by training.precision
+
+
+def what_prevents_a_plan(config: Config) -> str:
+    """Returns a line about the settings that keep the run from planning itself, and what it does instead.
+
+    It is empty where the run is planned, for one rank, and where order and slices are both given, so that nothing falls
+    back to a default; but how steps on documents of any length are planned without measured costs is said then, too.
+    """
+    pipeline = config.pipeline
+    by_step = config.data.packing == "none" and config.pipeline_options()["rates"] is None
+    gives_slices = not {"slices", "microbatches"}.isdisjoint(pipeline.model_fields_set) and pipeline.slices != "auto"
+    is_given = "schedule" in pipeline.model_fields_set and pipeline.schedule not in AUTOMATIC and gives_slices
+    if (is_given and not by_step) or pipeline.num_ranks == 1 or is_open(config):
+        return ""
+    sections = {"pipeline": pipeline, "memory": config.memory}
+    given = [
+        f"{name}.{setting}={getattr(section, setting)}"
+        for name, section in sections.items()
+        for setting in DECIDED_BY_PLAN[name]
+        if setting in section.model_fields_set and getattr(section, setting) != "auto"
+    ]
+    are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+    instead = "plans each step by multiplications, not by measured times"
+    if not by_step:
+        instead = "plans nothing before its first step"
+    return (
+        f"{' and '.join(given)} {are} given, so the run {instead}: schedule="
+        f"{pipeline.schedule}, slices={pipeline.slices}, partition={pipeline.partition}. Leave {them} out for a plan."
+    )
+
+
+def is_open(config: Config) -> bool:
+    """Returns whether everything that a plan decides is left to it; documents of any length don't say how long."""
+    return is_free(PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len}))
+
+
+def start_settings(
+    config: Config, sequences: TrainingSequences, progress: Progress, earlier: Mapping[str, Any] | None, resumes: bool
+) -> dict[str, Any]:
+    """Returns the arguments of `make_pipeline` by which the Pipeline plans itself, or runs what `earlier` says, the
+    checkpoint that the run resumes from. Nothing where the configuration gives any of what a plan decides."""
+    if not is_open(config) or config.pipeline.num_ranks == 1:
+        return {}
+    if earlier is not None and (found := _found_again(config, earlier)):
+        return found
+    if resumes and earlier is None and sequences.packing == "none":
+        progress.warn("the checkpoint has no measured costs, so steps are planned by multiplications")
+        return {}
+    return {"seq_len": _expected(config, sequences, progress)}
+
+
+def _expected(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
+    """Returns what is planned for: rows of one length, or the cut for documents of the typical length."""
+    pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
+    dtype, say = _DTYPES.get(training.precision, "float32"), progress.say
+    if sequences.packing == "fixed":
+        rows = -(-(training.batch_size // replicas) // pipeline.num_microbatches)
+        return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say)
+    step = granularity_for(training.seq_len)
+    typical = max(1, round(sequences.typical_length / step)) * step
+    tokens = BatchSize(training.batch_size, training.batch_tokens).mean(sequences) * sequences.mean_length / replicas
+    # More only fill the pipeline further, which changes no cut but takes long to search.
+    number = max(min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks), pipeline.num_microbatches)
+    return ExpectedBatch(
+        min(typical, training.seq_len), num_microbatches=number, longest=training.seq_len, dtype=dtype, say=say
+    )
+
+
+def record_plan(config: Config, pipe: Pipeline, sequences: TrainingSequences, progress: Progress) -> JointPlan | None:
+    """Writes the plan that the Pipeline made before its first step to the run's folder, and returns it. Collective.
+
+    None where it made none.
+    """
+    plan = pipe.plan
+    if plan is None:
+        return None
+    progress.say(plan.table())
+    folder = RunFolder(config.training.output)
+    if Ranks.of().leads:
+        _write(config, plan, pipe.rates if sequences.packing == "none" else None, folder)
+    progress.say(f"wrote the plan to {folder.plan}, from which another run can start at once")
+    return plan
+
+
+def facts_of_documents(pipe: Pipeline, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what a checkpoint keeps of a run on documents of any length; None where no costs were measured for it."""
+    rates = pipe.rates if pipe.plan is not None else settings.get("rates")
+    if rates is None:
+        return None
+    order = pipe.order
+    return {"schedule": str(order), "slices": order.num_slices, **describe_cut(pipe), "rates": rates.to_json()}
+
+
+def earlier_choices(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the schedule and slices that a checkpoint's facts say; None where the run trains other parts of the model
+    than before, for which another cut is best, and of which other stages have no backward."""
+    before = (facts.get("settings") or {}).get("model", {}).get("freeze", [])
+    tuned: Mapping[str, Any] | None = facts["tuned"]
+    return tuned if sorted(before) == sorted(config.model.freeze) else None
+
+
+def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an earlier run chose; nothing where this run has other ranks, microbatches or sequences."""
+    schedule = Schedule.parse(earlier["schedule"])
+    pipeline, rates = config.pipeline, earlier.get("rates")
+    if schedule.num_ranks != pipeline.num_ranks or (rates is None) != (config.data.packing == "fixed"):
+        return {}
+    if rates is None:
+        counts = schedule.num_microbatches, sum(earlier["slices"])
+        if counts != (pipeline.num_microbatches, config.training.seq_len):
+            return {}
+    # Older checkpoints say neither: their layers were balanced, and kept all activations.
+    chosen = {"partition": earlier.get("partition", "auto"), "slices": earlier["slices"]}
+    memory = config.memory.model_copy(update={"recompute": earlier.get("recompute", "none")})
+    measured = {} if rates is None else {"rates": StageRates.from_json(rates)}
+    return {"schedule": schedule, "memory": memory, **chosen, **measured}
+
+
+def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: RunFolder) -> None:
+    """Writes the plan as a training configuration, without the text to train on and the folder for results; for
+    documents of any length with the rates of its stages."""
+    folder.listed.add(folder.plan, folder.planned_schedule)
+    with folder.replaced(folder.planned_schedule) as part:
+        part.write_text(f"{plan.schedule}\n", encoding="utf-8")
+    training = config.training
+    settings = {
+        "model": config.model.model_dump(mode="json", exclude_defaults=True),
+        "pipeline": {
+            "num_ranks": config.pipeline.num_ranks,
+            "num_microbatches": config.pipeline.num_microbatches,
+            "schedule": folder.planned_schedule.name,
+            "slices": list(plan.slices) if rates is None else len(plan.slices),
+            "partition": partition_setting(plan.partition),
+            "vocabulary": plan.head,
+        },
+        "memory": {"recompute": "full" if plan.recompute else "none"},
+        "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
+        "training": {"seq_len": training.seq_len, **_batch(config), "precision": training.precision},
+        "plan": {"predicted": {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}},
+    }
+    if config.lora is not None:
+        settings["lora"] = config.lora.model_dump(mode="json", exclude_defaults=True)
+    if rates is not None:
+        settings["data"] = {"packing": config.data.packing}
+        settings["plan"]["rates"] = rates.to_json()
+    source = "corpus=python-stdlib"
+    if config.preference is not None:
+        settings["preference"], source = config.preference.model_dump(mode="json"), "dataset=pairs.jsonl"
+    with folder.replaced(folder.plan) as part:
+        part.write_text(plan_text(settings, folder.plan, "slipstream train", source), encoding="utf-8")
+
+
+def _batch(config: Config) -> dict[str, int]:
+    """Returns what a step takes, as it was given."""
+    training = config.training
+    if training.batch_tokens is not None:
+        return {"batch_tokens": training.batch_tokens}
+    return {"batch_size": training.batch_size}

@@ -1,0 +1,378 @@
+"""Training on preferences: pairs of answers, the loss that compares them, and the reference model's part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import IGNORED
+from slipstream.parallel import RankGroup
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.pipeline_options import SequenceLoss
+from slipstream.train.config import Config, PreferenceSection, SourceSection
+from slipstream.train.data import BatchSize, DocumentWriter, PreferencePairs, TokenisedText, load_texts, read_rows
+from slipstream.train.data.open_source import is_list, texts_in
+from slipstream.train.data.samples import ChatTemplate, Sample, SampleReader, UnusableRowError
+from slipstream.train.data.sources import with_given_keys
+from slipstream.train.data.tokenised_text import Array
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_state import describe_base, describe_text
+from slipstream.train.training_step import autocast
+
+
+def preference_loss(section: PreferenceSection) -> SequenceLoss:
+    """Returns the loss of a chosen and a rejected answer, whose `sequence_values` are their log-probabilities by the
+    reference."""
+    smoothing = section.label_smoothing
+
+    def dpo(log_probabilities: Tensor, reference: Tensor) -> Tensor:
+        chosen, rejected = _rewards(log_probabilities, reference, section)
+        margins = chosen - rejected
+        return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+
+    return SequenceLoss(dpo, group_size=2)
+
+
+def reward_sums(
+    pipe: Pipeline, reference: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
+) -> Tensor:
+    """Returns what `sums_of_pairs` does, of the last step or evaluation and all replicas. Collective.
+
+    `reference` has the log-probabilities of this replica's answers, in the order of its batch; `counts` says of each of
+    its pairs whether it counts, by default all.
+    """
+    sums = sums_of_pairs(pipe.sequence_log_probabilities(), reference.to(pipe.device), section, counts)
+    return pipe.axes["dp"].sum(sums)
+
+
+def sums_of_pairs(
+    log_probabilities: Tensor, reference: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
+) -> Tensor:
+    """Returns sums over pairs, (5,) float64: 1, the rewards of the chosen and of the rejected answers, whether the
+    chosen one's is larger, and the loss."""
+    chosen, rejected = _rewards(log_probabilities, reference, section)
+    losses = preference_loss(section).function(log_probabilities, reference)
+    columns = torch.stack([torch.ones_like(chosen), chosen, rejected, (chosen > rejected).double(), losses])
+    kept = slice(None) if counts is None else torch.tensor(counts, device=columns.device)
+    return columns[:, kept].sum(1)
+
+
+def mean_rewards(sums: Tensor) -> dict[str, float]:
+    """Returns what the metrics say of rewards, means over pairs, from `reward_sums` of one batch or several."""
+    count, chosen, rejected, num_right, _ = sums.tolist()
+    return {
+        "chosen": chosen / count,
+        "rejected": rejected / count,
+        "margin": (chosen - rejected) / count,
+        "accuracy": num_right / count,
+    }
+
+
+def describe_rewards(rewards: Mapping[str, float]) -> str:
+    """Returns in words of how many pairs the chosen answer's reward is the larger one, and by how much it is."""
+    return f"accuracy {rewards['accuracy']:.0%}  margin {rewards['margin']:.3f}"
+
+
+def _rewards(log_probabilities: Tensor, reference: Tensor, section: PreferenceSection) -> tuple[Tensor, Tensor]:
+    """Returns the rewards of the chosen and of the rejected answers, (pairs,) each."""
+    chosen, rejected = (section.beta * (log_probabilities - reference)).view(-1, 2).unbind(1)
+    return chosen, rejected
+
+
+Texts = Mapping[str, Sequence[TokenisedText]]  # of each part, train and validation, that of every source
+
+
+def load_with_reference(config: Config, pipe: Pipeline, progress: Progress, resumes: bool) -> dict[str, list[Any]]:
+    """Returns the texts of a run, `train` and `validation`, each document with its log-probability by the reference,
+    which is the model as the pipeline has it now. Collective.
+
+    A run that resumes reads what its beginning computed.
+
+    Raises:
+        SlipstreamError: on all ranks, where a run resumes and that isn't there, or is of other answers or weights.
+        RankFailedError: on all ranks, where it can't be written.
+    """
+    folder = RunFolder(config.training.output)
+    texts = {part: load_texts(folder.inputs, part) for part in ("train", "validation")}
+    if resumes:
+        check_reference(config, texts)
+        return _with_values(texts, _read(folder.reference))
+    values: dict[str, Array] = {}
+    total = sum(text.num_documents // 2 for each in texts.values() for text in each)
+    with progress.counting("computing the reference", total) as show:
+        for name, text in _named(texts):
+            values[name] = _log_probabilities(pipe, text, config)
+            show(sum(map(len, values.values())) // 2)
+    _write(pipe, folder, values, _describe(config, texts))
+    progress.say(f"computed the reference of {total:,} pairs, kept in {folder.reference}")
+    return _with_values(texts, values)
+
+
+def check_reference(config: Config, texts: Texts) -> None:
+    """Raises SlipstreamError where the reference of a run that is to be resumed isn't in its folder, is damaged, or is
+    of other answers or weights."""
+    file = RunFolder(config.training.output).reference
+    again = "or train from the beginning in another folder"
+    if not file.exists():
+        raise SlipstreamError(
+            f"there is no {file}, which says how probable each answer was before the training, and which the run can't "
+            f"be resumed without; put it back, {again}"
+        )
+    try:
+        with safe_open(file, framework="np") as opened:
+            was = json.loads(opened.metadata()["slipstream"])
+            _read(file)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise SlipstreamError(f"{file} is damaged ({error}); put a copy back, {again}") from error
+    now = json.loads(json.dumps(_describe(config, texts)))
+    what = {"base": "weights", "train": "answers", "validation": "held-out answers"}
+    if different := [words for part, words in what.items() if was.get(part) != now[part]]:
+        raise SlipstreamError(
+            f"{file} is of other {' and '.join(different)} than the run has now; resume with the model and the data "
+            f"that it began with, {again}"
+        )
+
+
+def kept_reference(file: Path, text: TokenisedText) -> Array | None:
+    """Returns what the file of a run has of these very answers, (D,) float64; None where it has nothing of them."""
+    with safe_open(file, framework="np") as opened:
+        was = json.loads(opened.metadata()["slipstream"])
+        for part in ("train", "validation"):
+            if (this := describe_text(text)) in was[part]:
+                return np.asarray(opened.get_tensor(f"{part}-{was[part].index(this)}"))
+    return None
+
+
+def _describe(config: Config, texts: Texts) -> dict[str, Any]:
+    """Returns what the reference depends on."""
+    model, seed = config.model, config.training.seed
+    base = describe_base(str(model.path)) if model.pretrained else {"seed": seed}
+    return {"base": base, **{part: [describe_text(text) for text in each] for part, each in texts.items()}}
+
+
+def _log_probabilities(pipe: Pipeline, text: TokenisedText, config: Config) -> Array:
+    """Returns those of all documents, (D,) float64. Collective."""
+    if not text.num_documents:
+        return np.zeros(0)
+    training, replica = config.training, (pipe.replica, pipe.num_replicas)
+    pairs = PreferencePairs(text, training.seq_len, seed=None)
+    batches, first = BatchSize(training.batch_size, training.batch_tokens), 0
+    numbers, found = list[int](), list[Array]()
+    while first < pairs.num_sequences:  # the last batch begins again with the first pairs
+        size = batches.at(pairs, first)
+        batch = pairs.batch(first, size, *replica)
+        with autocast(config, pipe.device):
+            none = torch.zeros(len(batch.input_ids), dtype=torch.float64)
+            pipe.evaluate(batch.input_ids, batch.labels, sequence_values=none)
+        numbers += pairs.share(first, size, *replica)
+        found.append(pipe.sequence_log_probabilities().cpu().numpy().reshape(-1, 2))
+        first += size
+    values = np.full((pairs.num_sequences, 2), np.nan)
+    for places, each in pipe.axes["dp"].gather((numbers, np.concatenate(found))):
+        values[np.asarray(places) % pairs.num_sequences] = each
+    if not np.isfinite(values).all():
+        number = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+        raise SlipstreamError(
+            f"the model finds an answer of pair {number + 1} impossible or not a number before the training; check its "
+            "weights, or give another --training.precision"
+        )
+    return values.reshape(-1)
+
+
+def _named(texts: Texts) -> Iterator[tuple[str, TokenisedText]]:
+    for part, each in texts.items():
+        for number, text in enumerate(each):
+            yield f"{part}-{number}", text
+
+
+def _with_values(texts: Texts, values: Mapping[str, Array]) -> dict[str, list[Any]]:
+    return {
+        part: [replace(text, values=values[f"{part}-{number}"]) for number, text in enumerate(each)]
+        for part, each in texts.items()
+    }
+
+
+def _read(file: Path) -> dict[str, Array]:
+    with safe_open(file, framework="np") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it isn't iterable
+
+
+def _write(pipe: Pipeline, folder: RunFolder, values: dict[str, Array], facts: dict[str, Any]) -> None:
+    """Writes the file on the leader, whole or not at all. Collective."""
+    problem = None
+    if pipe.leads:
+        try:
+            folder.listed.add(folder.reference)
+            with folder.replaced(folder.reference) as part:
+                save_file(values, part, metadata={"slipstream": json.dumps(facts)})
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+    if found := next(filter(None, RankGroup(dist.group.WORLD).gather(problem)), None):
+        raise RankFailedError(
+            f"the reference can't be written to {folder.reference}: {found}. Make room, and try again"
+        )
+
+
+_EQUAL = "with equal answers"
+_FULL = "with no room for an answer after the prompt"
+
+
+class PairReader:
+    """Reads rows of `chosen`, `rejected` and `prompt`: texts, or lists of messages, whose prompt may be implicit."""
+
+    def __init__(self, reader: SampleReader, seq_len: int) -> None:
+        """Takes the reader of prompts with completions; what is after `seq_len` tokens is cut off."""
+        self._reader, self.seq_len = reader, seq_len
+        self.num_cut = 0  # pairs of which an answer was cut
+
+    def read(self, row: Mapping[str, Any]) -> tuple[Sample, Sample]:
+        """Returns the tokens and labels of the chosen and of the rejected document.
+
+        Raises:
+            UnusableRowError: where nothing can be learnt from the pair.
+            SlipstreamError: where it hasn't the form of the others.
+        """
+        prompt, answers = _separated(row)
+        if answers[0] == answers[1]:
+            raise UnusableRowError(_EQUAL)
+        tools = row.get("tools")
+        whole = [self._reader.read({"prompt": prompt, "completion": each, "tools": tools}) for each in answers]
+        chosen, rejected = ((tokens[: self.seq_len], labels[: self.seq_len]) for tokens, labels in whole)
+        if any(all(label == IGNORED for label in labels[1:]) for _, labels in (chosen, rejected)):
+            raise UnusableRowError(_FULL)
+        if chosen == rejected:
+            raise UnusableRowError(_EQUAL)
+        self.num_cut += any(len(tokens) > self.seq_len for tokens, _ in whole)
+        return chosen, rejected
+
+
+def _separated(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, Any]]:
+    """Returns the prompt and both answers; without a prompt, the first messages that both have are it."""
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if chosen is None or rejected is None:
+        raise UnusableRowError("without content (null)")
+    given = [each for each in (prompt, chosen, rejected) if each is not None]
+    if not (all(isinstance(each, str) for each in given) or all(isinstance(each, list) for each in given)):
+        hint = "; where chosen and rejected begin with the prompt, leave that column out" if prompt is not None else ""
+        raise SlipstreamError(f"prompt, chosen and rejected must all be texts, or all be lists of messages{hint}")
+    if "prompt" in row:
+        return prompt, (chosen, rejected)
+    if isinstance(chosen, str):
+        raise SlipstreamError("chosen and rejected are texts, which need the column prompt: what both answer")
+    both = zip(chosen, rejected, strict=False)
+    number = next((place for place, (one, other) in enumerate(both) if one != other), min(len(chosen), len(rejected)))
+    return chosen[:number], (chosen[number:], rejected[number:])
+
+
+def read_pairs(
+    rows: Iterable[Mapping[str, Any]],
+    reader: PairReader,
+    name: str,
+    say: Callable[[str], None],
+    show: Callable[[float], None] = lambda _done: None,
+) -> TokenisedText:
+    """Returns the documents of all rows, chosen and rejected in turn. `say` gets a line about pairs that are left out
+    or cut; `show` the number of rows that are done.
+
+    Raises:
+        SlipstreamError: with the number of the row, where one hasn't the form of the others, or no pair is left.
+    """
+    writer, left_out = DocumentWriter(), dict[str, list[int]]()
+    number = 0
+    for number, row in enumerate(rows, start=1):
+        try:
+            pair = reader.read(row)
+        except UnusableRowError as reason:
+            left_out.setdefault(str(reason), []).append(number)
+        except SlipstreamError as error:
+            raise SlipstreamError(f"{name}, row {number}: {error}") from error
+        else:
+            for document in pair:
+                writer.add(*(np.asarray(each, dtype=np.int32) for each in document))
+        show(number)
+    report = _report(left_out, reader, number)
+    if not len(writer):
+        raise SlipstreamError(f"{name} holds no pair to train on{': ' + report if report else ''}")
+    if report:
+        say(f"{name}: {report}")
+    return writer.finish(has_labels=True, group_size=2)
+
+
+def _report(left_out: Mapping[str, list[int]], reader: PairReader, total: int) -> str:
+    """Returns how many pairs were left out, why, and which was the first of each kind; and how many were cut."""
+    parts, num_left_out = [], sum(map(len, left_out.values()))
+    if left_out:
+        reasons = (f"{len(rows):,} {reason} (first: row {rows[0]})" for reason, rows in left_out.items())
+        parts.append(f"left out {num_left_out:,} of {total:,} pairs: {', '.join(reasons)}")
+    if reader.num_cut:
+        parts.append(
+            f"{reader.num_cut:,} of {total:,} pairs have an answer that ends after training.seq_len="
+            f"{reader.seq_len} tokens: what comes after them is left out"
+        )
+    return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class PairSource:
+    """The rows of a data set with the columns `chosen` and `rejected`."""
+
+    source: SourceSection
+    rows: Any  # a datasets.Dataset
+
+    @classmethod
+    def of(cls, source: SourceSection, _say: Callable[[str], None]) -> PairSource:
+        """Opens a source. Raises SlipstreamError where it can't be read, or has no such columns."""
+        rows = read_rows(source)
+        if missing := [name for name in ("chosen", "rejected") if name not in rows.column_names]:
+            raise SlipstreamError(
+                f"{source.name} has no column {missing[0]!r}, but {', '.join(rows.column_names)}; preference needs "
+                "pairs of answers: rename columns to prompt, chosen and rejected, or leave the section preference out"
+            )
+        return cls(source, rows)
+
+    def describe(self) -> str:
+        """Returns how many pairs there are, and where their prompts come from."""
+        whose = "a prompt of its own" if "prompt" in self.rows.column_names else "the first messages that both have"
+        return f"preferences: {len(self.rows):,} pairs of answers to {whose}, of which the answers count"
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether rows need a chat template."""
+        return is_list(self.rows.features["chosen"])
+
+    @property
+    def num_closed(self) -> int:
+        """The documents that should be closed by an end-of-text token; a chat template closes turns by itself."""
+        return 0 if self.has_messages else 2 * len(self.rows)
+
+    def texts(self) -> Iterator[str]:
+        """Yields the texts in all rows, for a tokenizer to be trained on."""
+        for row in self.rows:
+            for column in ("prompt", "chosen", "rejected"):
+                yield from texts_in(row.get(column))
+
+    def tokenise(
+        self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
+    ) -> TokenisedText:
+        """Returns the documents of all pairs, chosen and rejected in turn.
+
+        Raises:
+            SlipstreamError: with the number of a row that hasn't the form of the others; where no pair is left.
+        """
+        reader = PairReader(SampleReader(self.source, "prompt-completion", "completion", tokenizer, template), seq_len)
+        with progress.counting("tokenising", total=len(self.rows)) as show:
+            rows = with_given_keys(self.rows, self.rows.features)
+            return read_pairs(rows, reader, self.source.name, progress.warn, show)

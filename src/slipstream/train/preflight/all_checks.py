@@ -1,0 +1,319 @@
+"""All checks of a run in their order, the cheapest first, and what they hand to the ranks by way of the run folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best, require_best
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import meta_model
+from slipstream.pipeline.saving import describe_model
+from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
+from slipstream.train.config import Config, dump_config
+from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.metrics import check_trackers
+from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
+from slipstream.train.planned_start import is_open, what_prevents_a_plan
+from slipstream.train.preferences import check_reference
+from slipstream.train.preflight.memory_check import check_memory
+from slipstream.train.preflight.model_checks import check_model, load_model_config
+from slipstream.train.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
+from slipstream.train.run_folder import RunFolder, exported
+from slipstream.train.run_state import check_data, describe_data, differs
+from slipstream.train.training_step import count_steps
+from slipstream.train.validation import is_out_of_patience
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """The inputs of every rank: written once, read by all."""
+
+    config: Config
+    model_config: Any  # transformers.PretrainedConfig
+    text: PreparedText
+    is_finished: bool  # the run was resumed after its last step, and its model is there
+
+    def write(self) -> None:
+        """Makes the run folder with `inputs/` inside, and removes what an earlier run left unless it is resumed.
+
+        Call it while the folder is locked.
+
+        Raises:
+            SlipstreamError: if the folder can't be written, or another run has written to it since the preflight.
+        """
+        check_run_folder(self.config)
+        folder = RunFolder(self.config.training.output)
+        try:
+            if self.config.checkpoint.resume == "no":
+                folder.listed.remove()
+            folder.listed.add(folder.config, folder.log)
+            folder.listed.add_folder(folder.inputs)
+            with folder.replaced(folder.config) as part:
+                part.write_text(dump_config(self.config), encoding="utf-8")
+            with folder.replaced(folder.inputs) as part:
+                part.mkdir()
+                self.model_config.save_pretrained(part)
+                model = self.config.model
+                if model.pretrained:
+                    if (generation := read_generation(str(model.path))) is not None:
+                        write_generation(part, generation)
+                    # Files of a tokenizer that isn't the run's would be read with the run's own.
+                    beside = part / folder.beside.name
+                    copy_beside(
+                        Path(str(model.path)), beside, None if self.config.has_models_tokenizer else is_of_tokenizer
+                    )
+                self.text.tokenizer.save_pretrained(part)
+                save_texts(self.text.train, part, "train")
+                save_texts(self.text.validation, part, "validation")
+                if folder.inputs.exists():
+                    folder.inputs.rename(before := folder.work / "inputs.before")
+                    shutil.rmtree(before)
+        except OSError as error:
+            raise SlipstreamError(f"can't write to training.output={folder.path}: {error}") from error
+
+
+def preflight(config: Config, progress: Progress) -> RunInputs:
+    """Checks the run folder, the model and how it is split, and tokenises the text. Writes nothing.
+
+    Raises:
+        SlipstreamError: with what was given, what is allowed and what to type.
+    """
+    check_trackers(config.tracking.to)
+    FolderLock(config.training.output, progress.warn).check_free()
+    check_run_folder(config)
+    model_config = load_model_config(config.model)
+    check_model(config, model_config, progress)
+    check_optimizer(config, model_config)
+    check_memory(config, model_config)
+    if reason := what_prevents_a_plan(config):
+        progress.say(reason)
+    text = prepare_text(config, model_config, progress)
+    check_sample(config.sample, text.tokenizer, model_config)
+    check_amount(config, text, progress)
+    is_finished = check_resume(config, model_config, text.sequences, progress)
+    if config.preference is not None and not is_finished and find_saved(config) is not None:
+        check_reference(config, {"train": text.train, "validation": text.validation})
+    return RunInputs(config, model_config, text, is_finished)
+
+
+def check_run_folder(config: Config) -> None:
+    """Raises SlipstreamError where the run would replace something that isn't its own, or that the configuration
+    doesn't allow it to, and where it would resume from a checkpoint that isn't there."""
+    folder, resume = RunFolder(config.training.output), config.checkpoint.resume
+    if folder.path.exists() and not folder.path.is_dir():
+        raise SlipstreamError(f"training.output={folder.path} is a file; name a folder")
+    steps = CheckpointFolder(folder.checkpoints).steps()
+    if isinstance(resume, int) and resume not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise SlipstreamError(
+            f"there is no checkpoint {resume} in {folder.checkpoints}; give one of its steps ({there}), latest or "
+            "last-good"
+        )
+    if resume == "best" and steps:
+        require_best(CheckpointFolder(folder.checkpoints))
+    resumes = resume != "no"
+    _check_unlisted(folder, steps, adopts_checkpoints=resumes and bool(steps))
+    begins_again = resumes and (folder.listed.has(folder.checkpoints) or not folder.exports())
+    if not (begins_again or (steps and resumes)):
+        _check_results(config, folder, steps)
+
+
+def _check_unlisted(folder: RunFolder, steps: list[int], adopts_checkpoints: bool) -> None:
+    """Raises SlipstreamError where there is something that no run has listed."""
+    unlisted = folder.find_unlisted(adopts_checkpoints)
+    if unlisted is None and not adopts_checkpoints:
+        unlisted = CheckpointFolder(folder.checkpoints).find_other()
+    if unlisted is None:
+        return
+    is_copy = bool(steps) and unlisted.is_relative_to(folder.checkpoints)
+    instead = "go on from the checkpoints with --checkpoint.resume=latest, or " if is_copy else ""
+    raise SlipstreamError(
+        f"training.output={folder.path} already holds {unlisted.relative_to(folder.path)}, which isn't in its list of "
+        f"what runs made, and so is never replaced; {instead}choose another folder, such as "
+        f"--training.output={folder.path / 'run-1'}, or move it away"
+    )
+
+
+def _check_results(config: Config, folder: RunFolder, steps: list[int]) -> None:
+    """Raises SlipstreamError where there are results of an earlier run that the configuration doesn't give up."""
+    kept = folder.find_result()
+    if kept is None or config.training.overwrite:
+        return
+    name, resume = kept.relative_to(folder.path), ""
+    if steps and config.checkpoint.resume == "no":
+        resume = f"go on from its checkpoint of step {steps[0]} with --checkpoint.resume=latest, "
+    no_checkpoint = ", and no checkpoint to go on from" if config.checkpoint.resume != "no" else ""
+    raise SlipstreamError(
+        f"training.output={folder.path} already holds {name}{no_checkpoint}; {resume}choose another folder, or replace "
+        "it with --training.overwrite=true"
+    )
+
+
+_COUNTED = 2  # tensors of a parameter's size that memory.limit counts, as AdamW has them
+_STEPS = 1000  # of a run whose epochs aren't counted yet
+
+
+def check_optimizer(config: Config, model_config: Any) -> None:
+    """Checks the optimizer and its schedule, on toys with the model's numbers of dimensions.
+
+    Raises:
+        SlipstreamError: with what was given, what is allowed and what to type.
+    """
+    settings = config.optimizer
+    check_arguments(settings)
+    traits = try_optimizer(settings, _dims(config, model_config))
+    check_schedule(settings, config.training.steps or _STEPS)
+    if traits.reach != "element" and (cut := next(_cuts(config, traits), None)):
+        setting, instead = cut
+        sees = "the whole gradient of a parameter" if traits.reach == "parameter" else "all parameters together"
+        raise SlipstreamError(
+            f"optimizer.name={settings.name} needs {sees}, of which {setting} leaves each rank a part; give {instead}, "
+            "or an optimizer that updates each element by itself, such as adamw"
+        )
+    if traits.group_states:
+        raise SlipstreamError(
+            f"optimizer.name={settings.name} changes {', '.join(traits.group_states)} of its parameter groups, which "
+            "checkpoints don't hold; give an optimizer that keeps its state by parameter, such as adamw"
+        )
+    if config.memory.limit is not None and traits.size > _COUNTED:
+        raise SlipstreamError(
+            f"memory.limit with optimizer.name={settings.name}, which keeps {traits.size:.2g} tensors of each "
+            f"parameter's size: the limit counts {_COUNTED}. Leave memory.limit out, or give adamw"
+        )
+
+
+def _dims(config: Config, model_config: Any) -> set[int]:
+    """Returns the numbers of dimensions of what is trained."""
+    if config.lora is None:
+        return {parameter.ndim for parameter in meta_model(model_config).parameters()}
+    lora = config.lora.peft_config(str(config.model.path))
+    dims = {1, 2} if lora.use_dora or lora.bias != "none" else {2}
+    copies = tuple(lora.modules_to_save or ())
+    whole = meta_model(model_config).named_modules() if copies else ()
+    return dims | {each.ndim for name, module in whole if name.endswith(copies) for each in module.parameters()}
+
+
+def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
+    """Yields the settings that leave a rank only a part of what the optimizer must see, and what to give instead."""
+    parallel, pipeline = config.parallel, config.pipeline
+    if parallel.tensor > 1:
+        yield f"parallel.tensor={parallel.tensor}", "parallel.tensor=1"
+    for name in ("shard_optimizer", "shard_parameters"):
+        if parallel.data > 1 and getattr(parallel, name):
+            yield f"parallel.{name}=true", f"parallel.{name}=false"
+    if traits.reach == "model" and pipeline.num_ranks > 1:
+        yield f"pipeline.num_ranks={pipeline.num_ranks}", "pipeline.num_ranks=1"
+    may_spread = pipeline.vocabulary == "spread" or (pipeline.vocabulary == "auto" and is_open(config))
+    if may_spread and pipeline.num_ranks > 1:
+        yield f"pipeline.vocabulary={pipeline.vocabulary}", "pipeline.vocabulary=whole"
+
+
+_UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
+
+
+def check_resume(config: Config, model_config: Any, sequences: TrainingSequences, progress: Progress) -> bool:
+    """Prints the settings that differ from those of the checkpoint that the run resumes from, if it does; returns
+    whether its last step is done and its model exported.
+
+    Raises:
+        SlipstreamError: where the text, the order of its samples, or the model is another one.
+    """
+    saved = find_saved(config)
+    if saved is None:
+        return False
+    _check_adapter(saved, config)
+    if changes := list(_changes(saved.facts.get("settings"), config)):
+        progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
+    training = config.training
+    check_data(saved.facts["data"], describe_data(sequences))
+    saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
+    has_stopped = is_out_of_patience(saved.facts.get("validation", {}), training.patience)
+    if not ((has_stopped or saved.step >= count_steps(training, sequences)) and _is_exported(saved, config)):
+        return False
+    progress.say_result(
+        f"the run has reached its last step, {saved.step}, and its model is in {RunFolder(training.output).model}: "
+        f"nothing is left to do. To train further, give a larger --training.{'patience' if has_stopped else 'steps'}"
+    )
+    return True
+
+
+def _check_adapter(saved: SavedCheckpoint, config: Config) -> None:
+    """Raises SlipstreamError where the checkpoint is of an adapter and the run isn't, or of other weights."""
+    had = bool((saved.facts.get("settings") or {}).get("lora"))
+    if had != (config.lora is not None):
+        was, now = ("an adapter", "all weights") if had else ("all weights", "an adapter (lora)")
+        raise saved.unfit(f"holds {was}, but the run trains {now}")
+    if config.lora is not None and differs(saved.facts.get("base"), str(config.model.path)):
+        raise saved.unfit(
+            f"holds an adapter of other weights than those in model.path={config.model.path}, which have been changed "
+            "or replaced since"
+        )
+
+
+def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
+    """Returns whether what is to be exported is there, of this checkpoint and not of a later one."""
+    folder = RunFolder(config.training.output)
+    newest = CheckpointFolder(folder.checkpoints).steps()[0]
+    if (saved.facts.get("settings") or {}).get("training", {}).get("export", "last") != config.training.export:
+        return False
+    return saved.step == newest and all(folder.listed.is_itemised(each) for each in exported(folder.model, config))
+
+
+def find_saved(config: Config) -> SavedCheckpoint | None:
+    """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged or
+    another version's: the ranks, which verify every byte, then say which one is taken."""
+    resume, folder = config.checkpoint.resume, CheckpointFolder(RunFolder(config.training.output).checkpoints)
+    steps = [] if resume == "no" else folder.steps()
+    if not steps:
+        return None
+    best = find_best(folder) if resume == "best" else None
+    place = folder.complete(resume if isinstance(resume, int) else steps[0] if best is None else best.step)
+    try:
+        return SavedCheckpoint(place, Manifest.read(place))
+    except DamagedError:
+        return None
+
+
+def _as_ranks_load_it(config: Config, model_config: Any) -> Any:
+    if config.model.pretrained:
+        return model_config
+    with tempfile.TemporaryDirectory() as folder:  # saving and loading may change it
+        model_config.save_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _changes(before: Mapping[str, Any] | None, config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields name, old and new value of each setting that differs; earlier checkpoints don't have them."""
+    if before is None:
+        return
+    old, new = dict(_flat(before)), dict(_flat(json.loads(config.model_dump_json())))
+    for name in dict.fromkeys(chain(old, new)):
+        values = old.get(name, "absent"), new.get(name, "absent")
+        if values[0] != values[1] and name not in _UNTOLD:
+            yield name, *values
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else key)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value)
+
+
+def _table(changes: list[tuple[str, str, str]]) -> str:
+    rows = [("setting", "before", "now"), *changes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "".join(f"\n  {line.rstrip()}" for line in lines)

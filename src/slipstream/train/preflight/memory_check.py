@@ -1,0 +1,165 @@
+"""Checks that the memory limit has room for what every step holds, and says what to type where memory ran out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
+from slipstream.errors import SlipstreamError
+from slipstream.model import meta_model
+from slipstream.model.adapters import find_frozen, freeze
+from slipstream.planner.search import make_options, search_plans
+from slipstream.profile import count_model
+from slipstream.schedule import GENERATORS
+from slipstream.train.config import Config
+from slipstream.train.training_step import compute_dtype
+from slipstream.units import bytes_text
+
+# Bytes of a parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
+_FROZEN_BYTES, _TRAINED_BYTES, _STATE_BYTES = 4, 8, 8
+
+_RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|memory ran out", re.IGNORECASE)
+
+
+def less_memory(failure: str, config: Config, account: Callable[[], Account | None] = lambda: None) -> list[str]:
+    """Returns sentences about what to change and by how much, where the last line of a failure is one of memory.
+
+    What changes no numbers comes first. `account` makes the account of the run's memory, by which each change is told
+    with what the fullest rank then holds.
+    """
+    if not _RAN_OUT.search(failure.splitlines()[-1]):
+        return []
+    found, changes = account(), _changes(config)
+    told = [text if found is None else f"{text}: {_bytes_with(found, change)}" for text, change in changes]
+    holds = "" if found is None else f"By the planner's account the fullest rank holds {bytes_text(found())}. "
+    return [f"{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
+
+
+def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Returns changes that need less memory, as they are typed, and as an account takes them."""
+    pipeline, memory, training = config.pipeline, config.memory, config.training
+    rows, changes = training.batch_size // config.parallel.data, list[tuple[str, dict[str, Any]]]()
+    if training.batch_tokens is None and pipeline.num_microbatches < rows and pipeline.microbatches is None:
+        more = min(2 * pipeline.num_microbatches, rows)
+        text = f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})"
+        changes.append((text, {"num_microbatches": more}))
+    slices = pipeline.slices
+    if isinstance(slices, int) and pipeline.schedule in GENERATORS and 2 * slices <= training.seq_len:
+        changes.append((f"--pipeline.slices={2 * slices} (now {slices})", {"slices": 2 * slices}))
+    if memory.recompute == "none":
+        changes.append(("--memory.recompute=full", {"recompute": "full"}))
+    elif memory.offload < 1:
+        share = min(1.0, memory.offload + 0.5)
+        changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
+    if config.parallel.data > 1 and not config.parallel.shard_optimizer:
+        changes.append(("--parallel.shard_optimizer=true", {"shard_optimizer": True}))
+    half = max(1, training.seq_len // 2)
+    changes.append((f"--training.seq_len={half} (now {training.seq_len})", {"seq_len": half}))
+    return changes
+
+
+def _bytes_with(account: Account, change: dict[str, Any]) -> str:
+    """Returns what the fullest rank holds with a change; "unknown" where the planner has no such plan."""
+    try:
+        return bytes_text(account(**change))
+    except SlipstreamError:
+        return "unknown"
+
+
+def check_memory(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where weights, gradients and AdamW's state alone are more than `memory.limit`.
+
+    They are counted as if the ranks had equal parts, of which one at least has the mean. What a step holds besides is
+    known only to the ranks, which refuse it before their first step.
+    """
+    limit, parallel, num_ranks = config.memory.limit, config.parallel, config.pipeline.num_ranks
+    if limit is None:
+        return
+    state = _STATE_BYTES / (parallel.data if parallel.shard_optimizer else 1)
+    whole = meta_model(model_config)
+    freeze(whole, find_frozen(whole, config.model.freeze, "model.freeze"))
+    number = sum(parameter.numel() for parameter in whole.parameters())
+    trained = sum(parameter.numel() for parameter in whole.parameters() if parameter.requires_grad)
+    trained = 0 if config.lora is not None else trained
+    shared = num_ranks * parallel.tensor * (parallel.data if parallel.shard_parameters else 1)
+    least = (_FROZEN_BYTES * (number - trained) + (_TRAINED_BYTES + state) * trained) / shared
+    if least <= limit:
+        return
+    what = "the frozen weights" if config.lora is not None else "weights, gradients and AdamW's state"
+    on = "the rank holds" if shared == 1 else f"one of the {config.num_processes} ranks holds"
+    raise SlipstreamError(
+        f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of {what} alone, of "
+        f"{number:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
+        f"--pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
+    )
+
+
+_ANY_CLUSTER = "a100-dgx"  # memory doesn't depend on how fast it is
+_ROOM = 1e15  # bytes; nothing is refused
+
+Account = Callable[..., float]
+
+
+def memory_account(config: Config, model_config: Any) -> Account | None:
+    """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload` and
+    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
+
+    Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
+    for 1f1b with 8 slices.
+    """
+    dtype = compute_dtype(config)
+    counts: dict[int, ModelCount] = {}
+
+    def account(**changes: Any) -> float:
+        length = changes.get("seq_len", config.training.seq_len)
+        if length not in counts:
+            counts[length] = count_model(model_config, length, dtype)
+        return _peak(config, counts[length], length, changes)
+
+    with suppress(SlipstreamError, ValueError, NotImplementedError):
+        account()
+        return account
+    return None
+
+
+def _peak(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> float:
+    pipeline, parallel, memory = config.pipeline, config.parallel, config.memory
+    rows = max(1, _sequences(config, length) // parallel.data)
+    given = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
+    each = -(-rows // changes.get("num_microbatches", given))
+    num_slices = len(pipeline.slices) if isinstance(pipeline.slices, list) else pipeline.slices
+    options = make_options(
+        tensor_parallel=parallel.tensor,
+        pipeline_parallel=pipeline.num_ranks,
+        data_parallel=parallel.data,
+        stages_per_rank=pipeline.stages_per_rank,
+        schedule=pipeline.schedule if pipeline.schedule in GENERATORS else "1f1b",
+        microbatch_size=each,
+        num_slices=changes.get("slices", 8 if num_slices == "auto" else num_slices),
+        recompute=changes.get("recompute", memory.recompute),
+        offload=float(changes.get("offload", memory.offload)),
+        shard_optimizer=changes.get("shard_optimizer", parallel.shard_optimizer),
+        slicing="equal-time",
+        num_simulated=1,
+    )
+    batch = each * -(-rows // each) * parallel.data
+    source = AnalyticSource(count, _cluster(config.num_processes, count.dtype), "the run")
+    return search_plans(source, length, batch, options=options).best.peak_memory
+
+
+def _sequences(config: Config, length: int) -> int:
+    """Returns how many of the longest sequences a step has."""
+    tokens = config.training.batch_tokens
+    return config.training.batch_size if tokens is None else max(1, tokens // length)
+
+
+def _cluster(num_devices: int, dtype: str) -> Cluster:
+    """Returns a node that has as many devices as the run has ranks, with room for anything."""
+    cluster = load_cluster(_ANY_CLUSTER)
+    device = replace(cluster.device, memory=_ROOM, host_memory=_ROOM, flops={**cluster.device.flops, dtype: 1e12})
+    return replace(cluster, device=device, num_nodes=1, devices_per_node=num_devices)

@@ -1,0 +1,152 @@
+"""Checks whether the model can be trained as the configuration splits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import (
+    check_carried_state,
+    check_length,
+    check_sliceable,
+    config_from_settings,
+    find_anatomy,
+    load_config,
+    meta_model,
+    trust_remote_code,
+)
+from slipstream.model.adapters import (
+    Adapter,
+    adapted_model,
+    check_saved_weights,
+    find_frozen,
+    find_targets,
+    freeze,
+    trained_text,
+)
+from slipstream.pipeline.families import planned_vocabulary
+from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout, plan_shares
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.tuning import StepSettings
+from slipstream.train.config import Config, ModelSection
+from slipstream.train.planned_start import is_open
+
+
+def load_model_config(model: ModelSection) -> Any:
+    """Returns the transformers configuration of a folder, a hub name or the settings themselves."""
+    if model.path is not None:
+        if model.trust_remote_code:
+            trust_remote_code(model.path)
+        return load_config(model.path)
+    return config_from_settings(model.config or {}, "model.config")
+
+
+def check_model(config: Config, model_config: Any, progress: Progress) -> None:
+    """Checks what every rank would find when it builds its part of the model.
+
+    Raises:
+        SlipstreamError: with what was given, what is allowed and what to type.
+    """
+    check_layers(config, model_config)
+    if config.lora is not None:
+        _check_lora(config, model_config, progress)
+    if config.model.freeze:
+        _check_frozen(config.model.freeze, model_config, progress)
+    check_length(model_config, config.training.seq_len, "training.seq_len")
+    if config.model.pretrained:
+        _check_weights(Path(str(config.model.path)))
+    if config.runtime.self_check:
+        with progress.waiting("checking that the model can be sliced"):
+            check_sliceable(model_config).check_packed(config.training.seq_len)
+    elif config.pipeline.slices != 1:
+        check_carried_state(model_config)
+    _check_layout(config, model_config)
+    find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
+    parallel = config.parallel
+    if parallel.tensor > 1:
+        lora = config.lora
+        adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
+        plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan, adapter)
+
+
+def check_layers(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where there are more stages than layers, or a partition of another number of layers."""
+    num_layers = model_config.get_text_config().num_hidden_layers
+    pipeline, partition = config.pipeline, config.pipeline.partition
+    num_stages = pipeline.num_ranks * pipeline.stages_per_rank
+    if num_stages > num_layers and partition == "auto":
+        asked = f"pipeline.num_ranks={pipeline.num_ranks}"
+        if pipeline.stages_per_rank > 1:
+            asked += f" with pipeline.stages_per_rank={pipeline.stages_per_rank} makes {num_stages} stages, which"
+        most = num_layers // pipeline.stages_per_rank
+        raise SlipstreamError(f"{asked} is more than the model's {num_layers} layers; choose 1 to {most}")
+    if partition != "auto" and sum(partition) != num_layers:
+        raise SlipstreamError(
+            f"pipeline.partition={partition} adds up to {sum(partition)} layers, but the model has {num_layers}; make "
+            "them equal, or leave it to --pipeline.partition=auto"
+        )
+
+
+def _check_layout(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where options don't fit together, by the functions with which every rank checks them."""
+    options = PipelineOptions(**config.pipeline_options())
+    settings = StepSettings(options, config.pipeline.num_ranks)
+    anatomy, tensor_ranks = find_anatomy(model_config), config.parallel.tensor
+    if options.vocabulary == "spread" and is_open(config):  # the plan decides the rest
+        planned_vocabulary(model_config, anatomy, config.pipeline.num_ranks, tensor_ranks, options)
+        options = replace(options, vocabulary="whole")
+    plan_layout(model_config, anatomy, settings.schedule, settings.slices, options, tensor_ranks)
+
+
+def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
+    """Says how much trains. Raises SlipstreamError where PEFT isn't installed, or no module can have the adapter."""
+    if find_spec("peft") is None:
+        raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
+    assert config.lora is not None
+    whole, adapter = meta_model(model_config), Adapter("default", config.lora.peft_config(str(config.model.path)))
+    find_targets(whole, adapter.config)
+    if config.lora.path is not None:
+        _check_saved_adapter(config.lora.path, config.training.output)
+        check_saved_weights(config.lora.path, adapted_model(meta_model(model_config), adapter), adapter)
+    progress.say(f"lora: {trained_text(whole)}")
+
+
+def _check_saved_adapter(path: str, output: Path) -> None:
+    """Raises SlipstreamError for an adapter in the folder whose adapter the run replaces."""
+    if Path(path).resolve().is_relative_to(output.resolve()):
+        raise SlipstreamError(
+            f"lora.path={path} is in training.output={output}, where the run writes its own adapter; give another "
+            "--training.output, or go on with the run itself by --checkpoint.resume=latest"
+        )
+
+
+def _check_frozen(patterns: Sequence[str], model_config: Any, progress: Progress) -> None:
+    """Says how much is trained. Raises SlipstreamError for a pattern of nothing, or where nothing is left to train."""
+    whole = meta_model(model_config)
+    freeze(whole, find_frozen(whole, patterns, "model.freeze"))
+    progress.say(f"model.freeze: {trained_text(whole)}")
+
+
+def _check_weights(folder: Path) -> None:
+    """Checks that every safetensors file of a local model is there and whole; a hub checks its own."""
+    if not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise SlipstreamError(
+            f"model.path={folder} holds no .safetensors file; save the model in that format, "
+            "or train its architecture from random weights with --model.init=random"
+        )
+    for file in files:
+        try:
+            with safe_open(file, framework="np"):  # compares the header's sizes with the file's
+                pass
+        except (SafetensorError, OSError) as error:
+            raise SlipstreamError(f"{file} is corrupt or truncated ({error}); copy or download it again") from error

@@ -1,0 +1,222 @@
+"""The text of a run: read, tokenised, and split into training and held-out documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.model import longest_sequence
+from slipstream.train import data
+from slipstream.train.config import Config, SampleSection, SourceSection
+from slipstream.train.data.open_source import WITH_ANSWERS, OpenSource, find_form, find_loss
+from slipstream.train.data.samples import (
+    LOOKED_AT,
+    ChatTemplate,
+    SampleReader,
+    find_turn_problems,
+    read_samples,
+    show_example,
+)
+from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
+from slipstream.train.preferences import PairReader, PairSource, read_pairs
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """The tokens of a run, source by source."""
+
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    train: list[data.TokenisedText]
+    validation: list[data.TokenisedText]
+    sequences: data.TrainingSequences  # of `train`, or of a stream
+
+
+def prepare_text(config: Config, model_config: Any, progress: Progress) -> PreparedText:
+    """Reads and tokenises all sources, and shows a sample of which not every token counts. Warns of turns
+    without an end, and of empty thoughts.
+
+    A tokenizer that is trained here sets the special tokens of `model_config`.
+
+    Raises:
+        SlipstreamError: where a source can't be read, or its tokens don't fit the model or the length.
+    """
+    section, training = config.data, config.training
+    with progress.waiting("reading text"):
+        sources = [] if section.streaming else [_open(config, each, progress) for each in section.all_sources]
+        held_out = _open_validation(config, progress)
+    for source in sources:
+        progress.say(source.describe())
+    tokenizer = make_tokenizer(config, model_config, sources, progress)
+    needs_template = any(source.has_messages for source in [*sources, *held_out])
+    template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
+    texts = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in sources]
+    validation = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in held_out]
+    if not validation:
+        parts = [text.split(section.validation_fraction, training.seed) for text in texts]
+        texts, validation = [train for train, _ in parts], [other for _, other in parts]
+    if section.streaming:
+        sequences, read, chats = _open_stream(config, tokenizer, progress)
+    else:
+        read, chats = texts, [text for text, source in zip(texts, sources, strict=True) if source.has_messages]
+        number = sum(len(text.tokens) for text in [*texts, *validation])
+        progress.say(f"tokens: {number:,}, vocabulary {len(tokenizer):,}")
+        sequences = data.sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
+    check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
+    if sample := next((text for text in read if text.labels is not None), None):
+        show_example(sample, tokenizer, progress)
+    for problem in find_turn_problems(chats, tokenizer, training.seq_len):
+        progress.warn(problem)
+    return PreparedText(tokenizer, texts, validation, sequences)
+
+
+def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource | PairSource:
+    kind = OpenSource if config.preference is None else PairSource
+    return kind.of(source, progress.warn)
+
+
+def _open_validation(config: Config, progress: Progress) -> list[OpenSource | PairSource]:
+    """Returns what `data.validation` names, if anything; errors say that it is meant."""
+    source = config.data.validation_source
+    if source is None:
+        return []
+    try:
+        return [_open(config, source, progress)]
+    except SlipstreamError as error:
+        raise SlipstreamError(f"data.validation={config.data.validation}: {error}") from error
+
+
+def _open_stream(
+    config: Config, tokenizer: Any, progress: Progress
+) -> tuple[data.TrainingSequences, list[data.TokenisedText], list[data.TokenisedText]]:
+    """Returns the sequences of the streams, the text of the first block of each, and those which have answers."""
+    with progress.waiting("reading the first rows"):
+        sequences = stream_sequences(config, tokenizer, progress.warn)
+    streams = sequences.parts if isinstance(sequences, MixedStreams) else [sequences]
+    for source, stream in zip(config.data.all_sources, streams, strict=True):
+        whose = "" if len(streams) == 1 else f" of {source.name}"
+        progress.say(
+            f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
+            f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
+        )
+    chats = [stream.first_text for stream in streams if stream.origin["form"] in WITH_ANSWERS]
+    return sequences, [stream.first_text for stream in streams], chats
+
+
+def check_turns(config: Config) -> list[str] | None:
+    """Returns what a run would warn of in its conversations, by their first rows alone; None where it has none.
+
+    Raises:
+        SlipstreamError: where rows or tokenizer can't be read, or the run itself makes the tokenizer.
+    """
+    sources = [(source, RowStream(source, LOOKED_AT)) for source in config.data.all_sources if source.has_rows]
+    pairs = config.preference is not None
+    forms = ["prompt-completion" if pairs else find_form(source, stream.columns) for source, stream in sources]
+    if {*forms}.isdisjoint(WITH_ANSWERS):
+        return None
+    name, seq_len = config.data.tokenizer or config.model.path, config.training.seq_len
+    if name is None or config.data.vocab_size is not None:
+        raise SlipstreamError("the run trains its tokenizer first, and warns itself")
+    tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+    template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
+    texts = []
+    for (source, stream), form in zip(sources, forms, strict=True):
+        if form in WITH_ANSWERS:
+            reader = SampleReader(source, form, "completion" if pairs else find_loss(source, form), tokenizer, template)
+            where, rows = stream.next_block()
+            texts.append(
+                read_pairs(rows, PairReader(reader, seq_len), where, lambda _line: None)
+                if pairs
+                else read_samples(rows, reader, where, seq_len)[0]
+            )
+    return find_turn_problems(texts, tokenizer, seq_len)
+
+
+def make_tokenizer(
+    config: Config, model_config: Any, sources: Sequence[OpenSource | PairSource], progress: Progress
+) -> Any:
+    """Returns the tokenizer that the configuration names, or one that is trained on the text, whose special tokens
+    `model_config` gets."""
+    name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
+    if name is not None and vocab_size is None:
+        tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+    else:
+        vocab_size = vocab_size or model_config.get_text_config().vocab_size
+        check_vocabulary(vocab_size - 1, model_config)
+        texts = (text for source in sources for text in source.texts())
+        first = next(texts, None)
+        if first is None:
+            raise SlipstreamError(
+                f"{sources[0].source.name} has tokens and no text, on which a tokenizer could be trained; name the one "
+                "that they are from with --data.tokenizer=..."
+            )
+        tokenizer = data.train_tokenizer(chain([first], texts), vocab_size, progress)
+        model_config.eos_token_id = tokenizer.eos_token_id
+        model_config.bos_token_id = model_config.pad_token_id = None
+    if tokenizer.eos_token_id is None and (number := sum(source.num_closed for source in sources)):
+        progress.warn(
+            f"the tokenizer has no end-of-text token, so none of the {number:,} documents is closed by one, "
+            "and the model doesn't learn where a text ends; name one whose eos_token is set in data.tokenizer"
+        )
+    return tokenizer
+
+
+def check_vocabulary(largest: int, model_config: Any) -> None:
+    """Raises SlipstreamError where the token id `largest` has no row in the model's embedding."""
+    vocab_size = model_config.get_text_config().vocab_size
+    if largest >= vocab_size:
+        raise SlipstreamError(
+            f"the model's vocabulary has {vocab_size} tokens (0 to {vocab_size - 1}), but the text needs token id "
+            f"{largest}; use the model's own tokenizer, a smaller data.vocab_size, or a larger vocab_size in "
+            "model.config"
+        )
+
+
+def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any) -> None:
+    """Raises SlipstreamError where the sample would be longer than the model's positions, which would only be found
+    when the training is over."""
+    limit = longest_sequence(model_config)
+    if sample.prompt is None or limit is None:
+        return
+    given, written = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), sample.max_new_tokens
+    if given + written > limit:
+        room = limit - given
+        instead = f"--sample.max_new_tokens={room}" if room > 0 else "a shorter sample.prompt"
+        raise SlipstreamError(
+            f"sample.prompt has {given} tokens and sample.max_new_tokens={written}, together more than the model's "
+            f"{limit} positions; give {instead}, or --sample.prompt=null for none"
+        )
+
+
+def check_amount(config: Config, text: PreparedText, progress: Progress) -> None:
+    """Says where a step goes through the training text several times, and how much of its sequences is padding.
+
+    Raises:
+        SlipstreamError: if nothing is held out, where validation needs it.
+    """
+    training, sequences = config.training, text.sequences
+    size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
+    if size > sequences.num_sequences and not config.data.streaming:
+        progress.warn(
+            f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
+            f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"
+        )
+    if isinstance(sequences, data.PackedSamples):
+        progress.say(
+            f"{sequences.text.num_documents:,} samples in {sequences.num_sequences:,} sequences of "
+            f"{sequences.seq_len:,} tokens, of which {1 - sequences.filled:.1%} are padding"
+        )
+    if training.eval_every:
+        _check_validation(config, text.validation)
+
+
+def _check_validation(config: Config, texts: list[data.TokenisedText]) -> None:
+    """Raises SlipstreamError where nothing is held out of which a token could be predicted."""
+    if not any((text.lengths > 1).any() for text in texts):
+        raise SlipstreamError(
+            "training.eval_every needs held-out text, and there is none; give more text, a larger "
+            f"data.validation_fraction (now {config.data.validation_fraction}), or --training.eval_every=0"
+        )

@@ -1,0 +1,273 @@
+"""The checkpoints of a run: when one is due, what is in it, and from which the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from torch.optim import Optimizer
+
+from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard
+from slipstream.errors import NonFiniteError, RankFailedError
+from slipstream.launch import Progress
+from slipstream.parallel import RankGroup
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.saving import describe_model
+from slipstream.train.bad_steps import BadSteps
+from slipstream.train.config import Config
+from slipstream.train.metrics import DiskTrouble, SaveRecord
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_state import RunState, load_run, run_shards
+from slipstream.train.validation import LossHistory
+from slipstream.watchdog import counted_off
+
+
+class CheckpointedParts(NamedTuple):
+    """The parts of a run that are in its checkpoints."""
+
+    pipe: Pipeline
+    optimizer: Optimizer
+    state: RunState
+    bad_steps: BadSteps
+    history: LossHistory
+
+    def shards(self) -> Iterator[TensorShard]:
+        """Yields this rank's tensors, as `run_shards`."""
+        return run_shards(self.pipe, self.optimizer)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what is kept next to the tensors, as JSON can hold it."""
+        judged = {"values_of_steps": self.bad_steps.facts(), "validation": self.history.facts()}
+        return self.state.facts() | judged
+
+    def load(self, checkpoints: Checkpoints, saved: SavedCheckpoint) -> None:
+        """Loads the tensors and goes to the step of a checkpoint; what was judged since stays. Collective."""
+        load_run(checkpoints, saved, self.pipe, self.optimizer)
+        self.state.restore(saved.facts)
+
+
+class RunCheckpoints:
+    """Saves and loads the checkpoints in the folder of a run. Every rank makes one. Making one is collective.
+
+    Args:
+        config: has the sections `checkpoint` and `training`.
+        folder: the run's.
+        world: all ranks.
+        progress: gets lines about what is found and loaded.
+        written: gets, on rank 0, the record of each checkpoint that is complete.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        world: RankGroup,
+        progress: Progress,
+        written: Callable[[SaveRecord], None],
+    ) -> None:
+        section = config.checkpoint
+        self._wanted, self._folder, self._world = section.resume, folder, world
+        self._progress, self._written = progress, written
+        self._checkpoints = Checkpoints(
+            folder.checkpoints,
+            world,
+            section.keep,
+            section.keep_every,
+            progress.warn,
+            self._note_written,
+            work=folder.work,
+        )
+        if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
+            folder.listed.add_folder(folder.checkpoints)
+        if section.every or section.keep_best:
+            self._checkpoints.prepare()
+        self._interval = SaveInterval(section.every, section.failures_per_day, world)
+        self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
+        self._failures = FailureLog(folder.failures)
+
+    def find_start(self) -> SavedCheckpoint | None:
+        """Returns the checkpoint to resume from, verified, if any. Collective."""
+        with counted_off("verifying checkpoints", uses_disk=True):
+            if self._wanted != "last-good":
+                return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
+            before = self._world.decided(self._failures.earlier_than)
+            if before is not None:
+                self._progress.warn(f"the same step has failed twice: only a checkpoint before step {before} is good")
+            return self._checkpoints.find(self._wanted, before)
+
+    def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
+        """Goes on from what `find_start` returned. Collective."""
+        saved.check_model(describe_model(parts.pipe.config))
+        with counted_off("loading a checkpoint", uses_disk=True):
+            parts.load(self._checkpoints, saved)
+        parts.bad_steps.restore(saved.facts.get("values_of_steps", {}))
+        parts.history.restore(saved.facts.get("validation", {}), saved.step)
+        self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
+
+    def roll_back(self, parts: CheckpointedParts) -> int | None:
+        """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
+        place in the data stay, so that the batches since are passed over. Collective."""
+        self._checkpoints.wait()
+        saved = self._checkpoints.find("last-good")
+        if saved is None:
+            return None
+        state = parts.state
+        step, num_samples = state.step, state.num_samples
+        parts.load(self._checkpoints, saved)
+        state.step, state.num_samples = step, num_samples
+        return saved.step
+
+    def load_best(self, parts: CheckpointedParts) -> int:
+        """Loads the checkpoint of the best validation, and returns its step. Collective."""
+        with counted_off("loading a checkpoint", uses_disk=True):
+            saved = self._checkpoints.find("best")
+            if saved is None:
+                raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
+            parts.load(self._checkpoints, saved)
+        return saved.step
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether `checkpoint.every` asks for a checkpoint after a step."""
+        return self._interval.is_due(step)
+
+    def save(self, step: int, parts: CheckpointedParts) -> None:
+        """Begins to save, as `Checkpoints.save`. Collective."""
+        with counted_off("saving", uses_disk=True):
+            self._checkpoints.save(step, list(parts.shards()), parts.facts())
+
+    def keep(self) -> None:
+        """Lets the tensors change from now on. Not collective."""
+        began = time.perf_counter()
+        self._checkpoints.keep()
+        self._keep_seconds = max(self._keep_seconds, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Waits for the last save. Collective."""
+        with counted_off("saving", uses_disk=True):
+            self._checkpoints.close()
+
+    def note_step(self, seconds: float) -> None:
+        """Notes how long a step took, by which the interval of `checkpoint.every=auto` is found."""
+        self._interval.note_step(seconds)
+
+    def note_save(self, step: int, seconds: float) -> None:
+        """Notes for how long training stood still where it began to save after a step. Collective."""
+        self._interval.note_save(step, seconds + self._keep_seconds)
+
+    def newest_bytes(self) -> int:
+        """Returns the size of the newest complete checkpoint, 0 where there is none. Collective."""
+        return self._checkpoints.newest_bytes()
+
+    def saved_text(self, step: int) -> str:
+        """Returns whether the checkpoint of a step is there, and how to go on from it. Collective."""
+        return self._checkpoints.saved_text(step)
+
+    @contextmanager
+    def failures_noted(self, parts: CheckpointedParts) -> Iterator[None]:
+        """Adds to the list of failures that numbers aren't finite."""
+        started_after = parts.state.step
+        try:
+            yield
+        except NonFiniteError:
+            if parts.pipe.leads:
+                with DiskTrouble(self._progress.warn).tolerated(self._folder.failures.name):
+                    self._folder.listed.add(self._folder.failures)
+                    self._failures.add(parts.state.step + 1, started_after)
+            raise
+
+    def _note_written(self, *figures: Any) -> None:
+        record = SaveRecord(*figures)
+        self._interval.note_written(record.save_seconds)
+        self._written(record)
+
+
+class FailureLog:
+    """The file at `path`, with a line for each failure by numbers that aren't finite. Used on rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, step: int, started_after: int) -> None:
+        """Appends that a run which began after the step `started_after` has failed in `step`."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "started_after": started_after}) + "\n")
+
+    def earlier_than(self) -> int | None:
+        """Returns the step before which a checkpoint must be to lead elsewhere: that from which the last failure came,
+        where it was the second in the same step or more; None where it was the first."""
+        lines = self._lines()
+        is_repeated = sum(line["step"] == lines[-1]["step"] for line in lines) > 1
+        return int(lines[-1]["started_after"]) if is_repeated else None
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """Returns the lines; the last may have been cut off when a run ended."""
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+_FIRST = 10  # the step of the first one, before anything is measured
+_REMEMBERED = 32  # steps and saves, of whose seconds the median is taken
+_SECONDS_OF_A_DAY = 86400.0
+
+
+def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
+    """Returns the seconds of training between two saves that lose the least time.
+
+    Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37, whose first
+    term is Young's sqrt(2 * save_seconds * seconds_between_failures).
+    """
+    if save_seconds >= 2 * seconds_between_failures:
+        return seconds_between_failures
+    ratio = save_seconds / (2 * seconds_between_failures)
+    first = math.sqrt(2 * save_seconds * seconds_between_failures)
+    return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+class SaveInterval:
+    """Says after which steps a checkpoint is due. Every rank makes one and calls its methods alike.
+
+    Args:
+        every: steps, 0 for never, or "auto": from the seconds that training stands still for a save, but never so often
+            that a save would wait for the one before.
+        failures_per_day: that are expected of the whole run.
+        world: all ranks, which follow the first.
+    """
+
+    def __init__(self, every: int | Literal["auto"], failures_per_day: float, world: RankGroup) -> None:
+        self._every, self._world = every, world
+        self._between_failures = _SECONDS_OF_A_DAY / failures_per_day
+        self._steps, self._costs, self._writes = (deque[float](maxlen=_REMEMBERED) for _ in range(3))
+        self._next = 0
+
+    def note_step(self, seconds: float) -> None:
+        """Notes how long a step took."""
+        self._steps.append(seconds)
+
+    def note_written(self, seconds: float) -> None:
+        """Notes how long it took until a checkpoint was complete, while training went on."""
+        self._writes.append(seconds)
+
+    def note_save(self, step: int, cost: float) -> None:
+        """Notes for how many seconds training stood still for the last save, and decides about the next. Collective
+        where the interval is found here."""
+        self._costs.append(cost)
+        if self._every == "auto":
+            self._next = step + int(self._world.gather(self._best_steps())[0])
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a checkpoint is due after a step."""
+        if self._every == "auto":
+            return step >= (self._next or _FIRST)
+        return self._every > 0 and step % self._every == 0
+
+    def _best_steps(self) -> int:
+        seconds = best_interval(statistics.median(self._costs), self._between_failures)
+        seconds = max(seconds, statistics.median(self._writes) if self._writes else 0.0)
+        return max(1, round(seconds / statistics.median(self._steps))) if self._steps else _FIRST

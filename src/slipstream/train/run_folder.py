@@ -1,0 +1,215 @@
+"""The files of a run's folder: their names, and the list of what runs made. Nothing else is ever replaced.
+
+output/
+  slipstream-run/      the list of the files that runs made here, whose folder it is while a run is going on, what that
+                       run is writing, and the lines of its terminal since nobody reads them there any more
+  config.yaml          the settings it ran with
+  reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
+  inputs/              the tokens, the tokenizer and the model's configuration; beside/, what lay beside the weights of
+                       the model's folder and comes with exports; run_id, by which ranks see that they share the folder
+  plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
+  plan.txt             the planned order, which plan.yaml names
+  metrics.jsonl        one line per start, step, validation and checkpoint
+  failures.jsonl       one line for each time that numbers were not finite
+  schedule.txt         the order in which the last steps ran, sends and receives included
+  timeline.png         the last step as it was measured
+  timeline.json        the same for ui.perfetto.dev and chrome://tracing
+  comparison.json      seconds per step of one process alone, where asked for
+  checkpoints/         where asked for, what the run can be resumed from
+  tensorboard/         event files, where asked for
+  model-step-100/      exports at intervals
+  model/               the trained model and its tokenizer
+  adapter/             with lora, the trained adapter
+
+The list of what runs made in a folder: nothing else in it is ever replaced or removed.
+
+output/slipstream-run/files.json
+    {"files": ["config.yaml", "inputs/", "model/config.json", ...]}    a slash: a folder with everything inside
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from slipstream.errors import SlipstreamError
+from slipstream.train.folder_lock import FOLDER, work_folder
+
+if TYPE_CHECKING:
+    from slipstream.train.config import Config
+
+
+def exported(model: Path, config: Config) -> dict[Path, bool]:
+    """Returns the folders that an export to `model` writes, and whether they have merged weights or the adapter."""
+    if config.lora is None or config.lora.export == "merged":
+        return {model: True}
+    adapter = model.with_name(model.name.replace("model", "adapter", 1))
+    return {adapter: False} if config.lora.export == "adapter" else {model: True, adapter: False}
+
+
+class RunFolder:
+    """The paths inside the folder at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.log = path / FOLDER / "output.log"
+        self.config = path / "config.yaml"
+        self.inputs = path / "inputs"
+        self.beside = self.inputs / "beside"
+        self.run_id = self.inputs / "run_id"
+        self.reference = path / "reference.safetensors"
+        self.plan = path / "plan.yaml"
+        self.planned_schedule = path / "plan.txt"
+        self.metrics = path / "metrics.jsonl"
+        self.failures = path / "failures.jsonl"
+        self.schedule = path / "schedule.txt"
+        self.timeline = path / "timeline.png"
+        self.perfetto = path / "timeline.json"
+        self.comparison = path / "comparison.json"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.model = path / "model"
+        self.adapter = path / "adapter"
+        self.listed = ListedFiles(path)
+
+    @property
+    def work(self) -> Path:
+        """The folder in which this process writes what then gets its place by a rename."""
+        return work_folder(self.path)
+
+    @contextmanager
+    def replaced(self, path: Path) -> Iterator[Path]:
+        """Yields where to write a file that then gets its place at `path`, whole or not at all. Raises OSError where
+        another run has the folder by now."""
+        part = self.work / f"part.{path.name}"  # what writes pictures goes by the end of the name
+        yield part
+        part.replace(path)
+
+    def model_at(self, step: int) -> Path:
+        """Returns the folder of the export after a step."""
+        return self.path / f"model-step-{step}"
+
+    def find_result(self) -> Path | None:
+        """Returns something that a run made and that would be missed; None where there is nothing."""
+        kept = [*self.exports(), self.metrics, self.checkpoints]
+        return next((path for path in kept if path.exists()), None)
+
+    def find_unlisted(self, adopts_checkpoints: bool) -> Path | None:
+        """Returns something in the way that no run has listed as its own, or a model that somebody put here; None where
+        there is nothing. `adopts_checkpoints`: whether those that were copied here are to be resumed from."""
+        model_files = [self.path / "config.json", *sorted(self.path.glob("*.safetensors"))]
+        if adopts_checkpoints:  # which go on with it
+            model_files = [file for file in model_files if file != self.reference]
+        folders = [*self.exports(), self.inputs, self.tensorboard, *([] if adopts_checkpoints else [self.checkpoints])]
+        results = (self.schedule, self.timeline, self.perfetto, self.comparison)
+        files = (self.config, self.plan, self.planned_schedule, self.metrics, self.failures, *results)
+        paths = [*model_files, *files, *folders]
+        return next((found for path in paths if (found := self.listed.find_unlisted(path))), None)
+
+    def exports(self) -> list[Path]:
+        """Returns the folders of exported models that are there, and of what a killed run left of one."""
+        patterns = [f"{kind}{rest}" for kind in ("model", "adapter") for rest in ("-step-*", "*.part")]
+        found = [self.model, self.adapter, *sorted({each for p in patterns for each in self.path.glob(p)})]
+        return [path for path in found if path.exists()]
+
+
+_FILE = "files.json"
+
+
+class ListedFiles:
+    """The list in the folder at `folder`. Only the run that holds the folder's lock changes it, one process at a time.
+
+    Its methods raise OSError where the disk fails, and SlipstreamError where the list can't be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / FOLDER / _FILE
+
+    def add(self, *paths: Path) -> None:
+        """Lists files that are about to be written; so a run that is killed in between leaves nothing unlisted."""
+        self._write(self._names() | {self._name(path) for path in paths})
+
+    def add_folder(self, path: Path) -> None:
+        """Lists a folder with everything that is and will be inside."""
+        name = f"{self._name(path)}/"
+        self._write({each for each in self._names() if not each.startswith(name)} | {name})
+
+    def itemise(self, path: Path) -> None:
+        """Replaces a folder in the list by the files inside, now that it is complete: what comes later is another's."""
+        inside = {self._name(file) for file in path.rglob("*") if not file.is_dir()}
+        self._write(self._names() - {f"{self._name(path)}/"} | inside)
+
+    def is_itemised(self, path: Path) -> bool:
+        """Returns whether the folder at this path was complete when its files were listed, and they are there."""
+        name = f"{self._name(path)}/"
+        inside = [each for each in self._names() if each.startswith(name)]
+        return bool(inside) and name not in inside and all((self._folder / each).exists() for each in inside)
+
+    def has(self, path: Path) -> bool:
+        """Returns whether a file or a folder is in the list, by itself or as a part of a folder."""
+        name = self._name(path)
+        parents = [f"{parent}/" for parent in PurePosixPath(name).parents]
+        return not self._names().isdisjoint([name, f"{name}/", *parents])
+
+    def find_unlisted(self, path: Path) -> Path | None:
+        """Returns the file at this path, or one in the folder there, that isn't in the list; hidden ones may be."""
+        if not os.path.lexists(path) or self.has(path):
+            return None
+        if path.is_symlink() or not path.is_dir():
+            return path
+        inside = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]
+        return next((found for each in inside if (found := self.find_unlisted(each))), None)
+
+    def remove(self) -> None:
+        """Removes all that is listed, and folders that this leaves empty."""
+        names = self._names()
+        removed = work_folder(self._folder) / "removed"  # into which no rename leads once another run has the folder
+        for name in sorted(names):
+            path = self._folder / name
+            if path.is_symlink() or (path.is_dir() if name.endswith("/") else path.is_file()):
+                removed.mkdir(exist_ok=True)
+                path.rename(removed / "it")
+                shutil.rmtree(removed)
+        for parent in {self._folder / parent for name in names for parent in [*PurePosixPath(name).parents][:-1]}:
+            with suppress(OSError):  # it isn't empty, or isn't there
+                parent.rmdir()
+        self._write(set())
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._folder).as_posix()
+
+    def _names(self) -> set[str]:
+        if not self._file.exists():
+            return set()
+        try:
+            names = json.loads(self._file.read_text(encoding="utf-8"))["files"]
+            return set(_inside(names))
+        except (ValueError, TypeError, KeyError) as error:
+            raise SlipstreamError(
+                f"{self._file} isn't a list of a run's files ({error!r}); choose another folder, or move it away with "
+                "the files around it"
+            ) from error
+
+    def _write(self, names: set[str]) -> None:
+        """Replaces the list in one step, so that it is never half there."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        part = work_folder(self._folder) / "files.part"
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"files": sorted(names)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._file)
+
+
+def _inside(names: list[str]) -> Iterator[str]:
+    """Yields the names; raises ValueError for one that leads out of the folder."""
+    for name in names:
+        parts = PurePosixPath(name)
+        if not parts.parts or parts.is_absolute() or ".." in parts.parts:
+            raise ValueError(f"{name!r} isn't a path inside of the folder")
+        yield name

@@ -1,0 +1,183 @@
+"""What a checkpoint keeps so that a run can be resumed: the tensors of a rank, and facts."""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, kept_parts, load_training, training_shards
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.gradients import LossScale
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.saving import describe_model
+from slipstream.profile import versions
+from slipstream.train.data import TokenisedText, TrainingSequences
+from slipstream.train.data.tokenised_text import Array
+
+_READ_AT_ONCE = 2**24  # tokens
+
+
+def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
+    """Yields the shards of this rank's parameters, as its optimizer updates them, and of what that keeps of each; of a
+    model with an adapter, those of the adapter.
+
+    Raises SlipstreamError for state that no other mesh could load.
+    """
+    return training_shards(kept_parts(pipe.parameter_shards(), pipe.adapter is not None), optimizer)
+
+
+def load_run(checkpoints: Checkpoints, saved: SavedCheckpoint, pipe: Pipeline, optimizer: Optimizer) -> None:
+    """Fills what `run_shards` yields; the optimizer then has the checkpoint's state and no other. Collective.
+
+    Raises SlipstreamError, on all ranks and before any tensor is changed, where the checkpoint doesn't fit.
+    """
+    load_training(checkpoints, saved, kept_parts(pipe.parameter_shards(), pipe.adapter is not None), optimizer)
+
+
+class RunState:
+    """The progress of a run, apart from its tensors."""
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        scheduler: LambdaLR,
+        loss_scale: LossScale,
+        sequences: TrainingSequences,
+        settings: dict[str, Any],
+        planned: dict[str, Any] | None = None,
+    ) -> None:
+        """`settings` are the run's by section. `planned` is kept of a plan by which steps on documents of any length
+        are planned."""
+        self._settings, self._planned = settings, planned
+        self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
+        path = settings.get("model", {}).get("path")  # an adapter belongs to these weights
+        self._base = describe_base(str(path)) if pipe.adapter is not None and pipe.leads else None
+        self._data = describe_data(sequences)  # computed once: it reads all of the text
+        self.step = 0
+        self.num_samples = 0  # sequences that were trained on
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps next to the tensors, as JSON can hold it."""
+        pipe = self._pipe
+        seed, num_steps = pipe.random_state
+        return {
+            "step": self.step,
+            "num_samples": self.num_samples,
+            "data": self._data,
+            "stream": self._sequences.state(self.num_samples),
+            "settings": self._settings,
+            "model": describe_model(pipe.config),
+            "base": self._base,
+            "random_state": {"seed": seed, "num_steps": num_steps},
+            "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
+            "loss_scale": dict(self._loss_scale.state_dict()),
+            "tuned": self._planned or self._settled(),
+            "mesh": {axis: group.size for axis, group in pipe.axes.items()},
+            "versions": versions(),
+        }
+
+    def _settled(self) -> dict[str, Any] | None:
+        """Returns what runs, where the next steps run as the last one did. None while "auto" tries, and where sequences
+        differ in length, of which each step is planned anew."""
+        pipe = self._pipe
+        if pipe.is_tuning or self._sequences.packing == "none":
+            return None
+        return {"schedule": str(pipe.order), "slices": pipe.slices(self._sequences.seq_len), **describe_cut(pipe)}
+
+    def restore(self, facts: dict[str, Any]) -> None:
+        """Takes over the facts of a checkpoint whose tensors are loaded.
+
+        Raises:
+            SlipstreamError: if the checkpoint was trained on different data.
+        """
+        check_data(facts["data"], self._data)
+        self.step, self.num_samples = facts["step"], facts["num_samples"]
+        if stream := facts.get("stream"):
+            self._sequences.go_to(stream)
+        self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
+        self._pipe.refresh()
+        self._loss_scale.load_state_dict(facts["loss_scale"])
+        scheduler, number = self._scheduler, facts["num_updates"]
+        rates = [base * ratio(number) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        same = {"lr_lambdas": [None] * len(rates)}
+        scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def describe_cut(pipe: Pipeline) -> dict[str, Any]:
+    """Returns the layers of each stage, and what is computed again in the backward, as a plan chooses them."""
+    layers = [stage.stop - stage.start for stage in pipe.layout.layers]
+    recompute = pipe.layout.recompute
+    return {"partition": layers, "recompute": "none" if recompute is None else recompute.setting}
+
+
+def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
+    """Returns what decides which sample comes when."""
+    texts = [describe_text(text) for text in sequences.texts]
+    of_them = texts[0] if len(texts) == 1 else {"sources": texts, "weights": sequences.weights}
+    if sequences.origin is not None:
+        of_them = {**sequences.origin}
+    grouped = {"group_size": sequences.group_size} if sequences.group_size > 1 else {}
+    return {**of_them, "seq_len": sequences.seq_len, "seed": sequences.seed, "packing": sequences.packing, **grouped}
+
+
+def describe_text(text: TokenisedText) -> dict[str, Any]:
+    """Returns what tells the tokens and the labels of a text from others."""
+    facts = {"num_tokens": len(text.tokens), "crc32": _checksum(text.tokens)}
+    return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels)}
+
+
+def _checksum(array: Array) -> int:
+    """Returns the checksum of an array; one on the disk is read in parts, of which none stays in memory."""
+    checksum = 0
+    for begin in range(0, len(array), _READ_AT_ONCE):
+        checksum = zlib.crc32(array[begin : begin + _READ_AT_ONCE].data, checksum)
+        if isinstance(array, np.memmap) and hasattr(mmap, "MADV_DONTNEED"):
+            array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    return checksum
+
+
+def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises SlipstreamError, with what differs, where `describe_data` of a checkpoint isn't that of this run."""
+    was = {"packing": "fixed"} | was  # before there was another, checkpoints didn't say
+    values = ((key, was.get(key), now.get(key)) for key in {**now, **was})
+    different = [f"{key} was {before!r}, is {value!r}" for key, before, value in values if value != before]
+    if different:
+        raise SlipstreamError(
+            f"the checkpoint was trained on different data: {'; '.join(different)}. Resume with the settings it was "
+            "saved with, or train from the beginning in another folder."
+        )
+
+
+_BLOCK = 2**16  # bytes that are read of a file at each of a number of places
+_PLACES = 64
+
+
+def describe_base(path: str) -> dict[str, Any]:
+    """Returns what tells the weights in a folder from others: of each file its size and a checksum of its header and of
+    blocks at equal distances; of a name on the hub that name."""
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors"))
+    return {"files": {file.name: _describe(file) for file in files}} if files else {"name": path}
+
+
+def differs(saved: Mapping[str, Any] | None, path: str) -> bool:
+    """Returns whether the weights at `path` aren't those that a checkpoint's adapter was trained on."""
+    return saved is not None and dict(saved) != describe_base(path)
+
+
+def _describe(file: Path) -> list[int]:
+    size, checksum = file.stat().st_size, 0
+    with file.open("rb") as opened:
+        for start in sorted({size * place // _PLACES for place in range(_PLACES)}):
+            opened.seek(start)
+            checksum = zlib.crc32(opened.read(_BLOCK), checksum)
+    return [size, checksum]

@@ -1,0 +1,148 @@
+"""A whole run as the command line starts it: check, prepare, start the ranks, compare."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint import CheckpointFolder
+from slipstream.errors import InterruptedRunError, RankFailedError
+from slipstream.launch import ForkServer, Progress, ended_by_requests, fork_server, has_launcher, launch_ranks
+from slipstream.terminal import go_on_in, make_console
+from slipstream.train.config import Config
+from slipstream.train.device_choice import check_machine, choose_backends, sharing_here
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.preflight import less_memory, memory_account, preflight
+from slipstream.train.run_folder import RunFolder
+
+_RUN_BY_RANKS = (
+    "slipstream.train.training_rank",
+    "slipstream.train.comparison",
+    "transformers.models.auto.modeling_auto",
+)
+
+
+def start_training(config: Config) -> None:
+    """Trains as configured: with local ranks that it starts, or as one rank under torchrun or srun.
+
+    Raises:
+        SlipstreamError: for bad input, before a rank is started.
+        RankFailedError: if a rank ended early, after `training.max_restarts` more starts.
+        StoppedRunError: if the run was asked to stop.
+        InterruptedRunError: after Ctrl-C, where there is a checkpoint to go on from; KeyboardInterrupt where not.
+    """
+    if has_launcher():
+        from slipstream.train.training_rank import join_run
+
+        join_run(config)
+        return
+    progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
+    for module in _RUN_BY_RANKS:
+        import_module(module)
+    with ended_by_requests(), fork_server() as server:  # before anything below starts threads or looks for GPUs
+        check_machine(config)
+        inputs = preflight(config, progress)
+        if inputs.is_finished:
+            return
+        with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
+            inputs.write()
+            go_on_in(folder.log)
+            ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+            progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
+            if sharing := sharing_here(config):
+                way = "NCCL and sockets" if "nccl" in choose_backends(config) else "gloo and pinned host memory"
+                progress.say(f"{sharing}: messages go through {way}")
+            launch_with_restarts(folder, lock.key, num_ranks, config.training.max_restarts, progress, server)
+            if config.training.single_process_steps:
+                _compare(folder, lock.key, progress, server)
+
+
+@contextmanager
+def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
+    """Says last, after Ctrl-C and after a failure, what to type to go on: from which checkpoint, if there is one."""
+    folder = RunFolder(config.training.output)
+    try:
+        yield
+    except KeyboardInterrupt:
+        steps = CheckpointFolder(folder.checkpoints).steps()
+        if not steps:
+            raise
+        raise InterruptedRunError(
+            f"the checkpoint of step {steps[0]} is in {folder.checkpoints}: to go on from it, type the same command "
+            "with --checkpoint.resume=latest"
+        ) from None
+    except RankFailedError as error:
+        if "--checkpoint.resume" in str(error):  # it says it by itself
+            raise
+        steps = CheckpointFolder(folder.checkpoints).steps()
+        again = "Type the same command with --training.overwrite=true to begin again"
+        account = partial(memory_account, config, model_config)
+        if steps:
+            again = f"Type the same command with --checkpoint.resume=last-good to go on from step {steps[0]}"
+        raise RankFailedError(". ".join([str(error), *less_memory(str(error), config, account), again])) from error
+
+
+def _compare(folder: RunFolder, owner: str, progress: Progress, server: ForkServer | None) -> None:
+    from slipstream.train.comparison import compare, steps_of
+
+    if not steps_of(folder):
+        progress.say("no step of this start is in the metrics, so there is none to compare with one process")
+        return
+    with progress.waiting("measuring one process alone"):
+        launch_ranks("slipstream.train.comparison", [str(folder.config), owner], 1, server)
+    progress.say_result(compare(folder))
+
+
+_RANK = "slipstream.train.training_rank"
+_LONGEST_WAIT = 60.0  # seconds between a crash and the next start
+
+
+def launch_with_restarts(
+    folder: RunFolder, owner: str, num_ranks: int, max_restarts: int, progress: Progress, server: ForkServer | None
+) -> None:
+    """Runs the ranks of the folder's `owner`, at most `max_restarts` times again after one has crashed, with a wait
+    that doubles while the run gets no further.
+
+    Raises:
+        RankFailedError: if a step has failed twice, or a rank has crashed once more than it is started again.
+        SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
+    """
+    arguments, failed_step = [str(folder.config), owner], None
+    without_progress = 0
+    for restart in range(1, max_restarts + 2):
+        before = _contents(folder.metrics)
+        try:
+            launch_ranks(_RANK, arguments, num_ranks, server)
+            return
+        except RankFailedError as error:
+            after = _contents(folder.metrics)
+            step = None if after == before else _last_step(after) + 1  # None: it failed before the first step
+            if restart > max_restarts:
+                raise
+            if step is not None and step == failed_step:
+                raise RankFailedError(
+                    f"{error}; step {step} has failed twice, so the run is not started again"
+                ) from None
+            without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
+            failed_step, wait = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress)
+            progress.warn(
+                f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint"
+            )
+            time.sleep(wait)
+            arguments = [str(folder.config), owner, "--checkpoint.resume=last-good"]
+
+
+def _contents(metrics: Path) -> bytes:
+    return metrics.read_bytes() if metrics.exists() else b""
+
+
+def _last_step(metrics: bytes) -> int:
+    """Returns the last step of a metrics file, 0 before the first; its last line may be cut off."""
+    lines = [line for line in metrics.splitlines(keepends=True) if line.endswith(b"}\n")]
+    return max((int(json.loads(line).get("step", 0)) for line in lines), default=0)

@@ -1,0 +1,217 @@
+"""One rank of a run, started by `slipstream train`, torchrun or Slurm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
+
+from slipstream import launch
+from slipstream.errors import SlipstreamError
+from slipstream.model import trust_remote_code
+from slipstream.parallel import NO_LIMIT, RankGroup, share_gpus_by_nccl, shortage_explained
+from slipstream.schedule import Schedule
+from slipstream.terminal import go_on_in, log_details, make_console, outlast_readers
+from slipstream.train.config import Config, load_config, named_schedule
+from slipstream.train.device_choice import (
+    check_machine,
+    choose_backends,
+    choose_device,
+    count_local_ranks,
+    describe_device,
+    sharing_here,
+)
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.preflight import less_memory, preflight
+from slipstream.train.run_folder import RunFolder
+from slipstream.train.trainer import Trainer
+from slipstream.watchdog import counted_off
+
+_log = logging.getLogger("slipstream.train.training_rank")  # a launched rank runs this module as __main__
+
+# NFS may show a folder as it was for as long as this (acdirmax).
+_SECONDS_TO_APPEAR = 60.0
+
+
+def join_run(config: Config) -> None:
+    """Trains as one rank under torchrun or srun: all ranks connect, rank 0 prepares the run, and all train. Collective.
+
+    Raises:
+        SlipstreamError: on every rank, before a model is built, if the ranks don't fit together or preflight failed.
+    """
+    stop = launch.StopRequest()
+    stop.listen()
+    config = _resumed_after_restart(config, os.environ)
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        os.environ.update(launch.local_ranks.torchrun_variables(os.environ))
+    problem = None  # what keeps this rank from taking part, though others may be ready
+    try:
+        check_machine(config)
+    except SlipstreamError as error:
+        problem = str(error)
+    if os.environ["RANK"] == "0":
+        launch.Progress(make_console()).say(f"connecting {config.num_processes} ranks")
+    ranks = launch.connect_ranks(_describe(config), problem)
+    check_world_size(config)
+    ranks.store.set_timeout(NO_LIMIT)
+    place, limit = ranks.place, config.training.stall_limit
+    try:
+        with launch.watched_run(ranks.store, place.rank, place.world_size, limit, ranks.address):
+            _join(config, ranks, stop)
+    except torch.OutOfMemoryError as error:  # no launcher of ours adds this
+        error.args = (". ".join([str(error), *less_memory(str(error), config)]),)
+        raise
+
+
+def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest) -> None:
+    """Trains with the ranks that are connected. Collective."""
+    device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
+    progress = launch.Progress(make_console() if ranks.place.rank == 0 else None)
+    lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes, and the others join
+    try:
+        try:
+            with counted_off("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
+                is_finished = _prepare(config, ranks, lock, progress)
+        except SlipstreamError:
+            dist.destroy_process_group()
+            raise
+        if is_finished:
+            dist.destroy_process_group()
+        else:
+            _train(config, device, stop)
+    finally:
+        lock.release()
+
+
+def _resumed_after_restart(config: Config, environment: Mapping[str, str]) -> Config:
+    """Returns the configuration of a run that torchrun has started again: it goes on from the last good checkpoint."""
+    if config.checkpoint.resume != "no" or environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return config
+    checkpoint = config.checkpoint.model_copy(update={"resume": "last-good"})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises SlipstreamError where the launcher started another number of processes than the run has ranks."""
+    world_size, num_ranks = int(environment["WORLD_SIZE"]), config.num_processes
+    if world_size == num_ranks:
+        return
+    if num_ranks == config.pipeline.num_ranks:
+        raise SlipstreamError(
+            f"the launcher started {world_size} processes, but pipeline.num_ranks={num_ranks} needs {num_ranks}; use "
+            f"torchrun --nproc-per-node={num_ranks} or --pipeline.num_ranks={world_size}"
+        )
+    raise SlipstreamError(
+        f"the launcher started {world_size} processes, but {config.mesh_text} need {num_ranks}; start {num_ranks} "
+        f"processes, or choose three numbers whose product is {world_size}"
+    )
+
+
+def _describe(config: Config) -> dict[str, str]:
+    """Returns the versions, the device and the settings of this rank, which must be the same on all."""
+    schedule = named_schedule(config.pipeline)
+    texts = {f"contents of {config.pipeline.schedule}": str(schedule)} if isinstance(schedule, Schedule) else {}
+    return launch.describe_process(config.model_dump(mode="json"), describe_device(config), texts)
+
+
+def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, progress: launch.Progress) -> bool:
+    """Lets rank 0 check the run, take its folder and write to it; returns whether nothing is left to train. Collective.
+
+    Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
+    """
+    world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
+    problem, is_finished = None, False
+    run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
+    if world.rank == 0:
+        about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
+        progress.say("; ".join(filter(None, about)))
+        try:
+            inputs = preflight(config, progress)
+            is_finished = inputs.is_finished
+            if not is_finished:
+                lock.take()
+                inputs.write()
+                folder.run_id.write_text(run_id)
+        except SlipstreamError as error:
+            problem = str(error)
+    problem, is_finished, run_id, owner = world.gather((problem, is_finished, run_id, lock.key))[0]
+    if problem is not None:
+        raise SlipstreamError(problem)
+    if is_finished:
+        return True
+    blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
+    if blind:
+        raise SlipstreamError(
+            f"{launch.name_ranks(blind, ranks.hosts)}: what rank 0 ({ranks.hosts[0]}) wrote to {folder.path} isn't "
+            "there; name a training.output on a disk that all machines share"
+        )
+    if world.rank != 0:
+        lock.join(owner, beats=False)
+    return False
+
+
+def _appears(file: Path, text: str) -> bool:
+    """Returns whether the file has this text, now or within the time that a network's disk may need."""
+    deadline = time.monotonic() + min(_SECONDS_TO_APPEAR, launch.time_limit(os.environ))
+    while not (file.exists() and file.read_text() == text):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _init_process_group(config: Config, **connection: Any) -> torch.device:
+    """Connects the ranks through gloo, and their GPUs through NCCL unless ranks share one and don't ask for it; returns
+    this rank's device."""
+    device, backends = choose_device(config), choose_backends(config)
+    if "nccl" in backends:
+        share_gpus_by_nccl(connection["rank"], count_local_ranks(config))
+    dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
+    return device
+
+
+def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> None:
+    go_on_in(RunFolder(config.training.output).log)
+    disable_progress_bar()  # transformers' bars would write over ours
+    if config.model.trust_remote_code:
+        trust_remote_code(str(config.model.path))
+    rank = dist.get_rank()
+    log_details(f"rank {rank}")
+    _log.debug("process %d on %s, %s, threads: %d", os.getpid(), socket.gethostname(), device, torch.get_num_threads())
+    torch.manual_seed(config.training.seed)
+    progress = launch.Progress(make_console() if rank == 0 else None)
+    progress.say("ranks are connected; building the model")
+    with shortage_explained():
+        Trainer(config, device, progress, stop).run()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Trains as one of the local ranks that `start_training` launches: `python -m ... config.yaml OWNER [SETTINGS]`."""
+    outlast_readers()
+    with launch.reported_to_the_launcher():
+        stop = launch.StopRequest()
+        stop.listen()
+        config = load_config(Path(sys.argv[1]), sys.argv[3:])
+        rank, num_ranks, host = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), timeout=NO_LIMIT)  # type: ignore[attr-defined]
+        place, limit = (int(rank), int(num_ranks)), config.training.stall_limit
+        FolderLock(config.training.output, print).join(sys.argv[2], beats=place[0] == 0)
+        with launch.watched_run(store, *place, limit, host, launch.launched_error_file()):
+            device = _init_process_group(config, rank=place[0], world_size=place[1], store=store)
+            _train(config, device, stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""One training step: its arithmetic, and its result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from slipstream.parallel.gradients import LossScale
+from slipstream.train.config import Config, TrainingSection
+from slipstream.train.data import BatchSize, TokenBatch, TrainingSequences
+
+
+class StepResult(NamedTuple):
+    """The results of one training step, its learning rate and its seconds."""
+
+    loss: float
+    grad_norm: float  # of the whole gradient, before clipping
+    lr: float
+    seconds: float
+    optimizer_seconds: float  # of them, of clipping and update
+    rewards: dict[str, float] | None = None  # of preferences, means over pairs
+    bad: dict[str, Any] | None = None  # of a step that didn't update: why, its samples, and what was done
+
+
+def train_step(
+    model: Any,
+    scheduler: LRScheduler,
+    batch: TokenBatch,
+    config: Config,
+    device: torch.device,
+    loss_scale: LossScale | None = None,
+    before_update: Callable[[], None] = lambda: None,
+    accepts: Callable[[float, float], bool] = lambda _loss, norm: math.isfinite(norm),
+) -> StepResult:
+    """Runs forward and backward, clips, calls `before_update`, and lets the scheduler's optimizer update.
+
+    The model is a Pipeline, or has its `step` and `clip_grad_norm_`. Collective where these are. `accepts` gets the
+    loss and the norm of the gradient and returns whether to update, on all ranks alike.
+    """
+    started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
+    optimizer.zero_grad()
+    given: dict[str, Any] = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
+    if batch.sequence_values is not None:
+        given["sequence_values"] = batch.sequence_values
+    with autocast(config, device):
+        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **given)
+    began = time.perf_counter()
+    norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
+    if accepts(float(loss), norm):
+        before_update()
+        optimizer.step()
+        scheduler.step()
+    if loss_scale is not None:
+        loss_scale.update(math.isfinite(norm))
+    ended = time.perf_counter()
+    return StepResult(float(loss), norm, lr, ended - started, ended - began)
+
+
+def count_steps(training: TrainingSection, sequences: TrainingSequences) -> int:
+    """Returns the steps of the optimizer in a whole run."""
+    if training.steps is not None:
+        return training.steps
+    size, visits = BatchSize(training.batch_size, training.batch_tokens), training.epochs or 0
+    return max(1, sum(1 for _ in size.batches(sequences, int(visits * sequences.num_sequences))))
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Returns a context of bfloat16 or float16 arithmetic where that is configured; weights and sums stay float32."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """Returns the dtype of matrix products."""
+    dtypes = {"float32": torch.float32, "fp16": torch.float16}
+    return dtypes.get(config.training.precision, torch.bfloat16)

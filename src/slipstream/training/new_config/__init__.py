@@ -1,3 +1,0 @@
-"""Writes the first configuration of a model and data, with a plan for this machine."""
-
-from slipstream.training.new_config.written_config import WrittenConfig, read_settings, write_config

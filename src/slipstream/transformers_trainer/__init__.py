@@ -1,8 +1,0 @@
-"""A Trainer of transformers that trains a Pipeline: same arguments, callbacks and logs. Needs accelerate."""
-
-from importlib.util import find_spec
-
-if find_spec("accelerate") is None:
-    raise ImportError("a Trainer needs accelerate, which isn't installed: pip install 'slipstream[trainer]'")
-
-from slipstream.transformers_trainer.slipstream_trainer import SlipstreamTrainer
