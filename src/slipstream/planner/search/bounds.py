@@ -12,6 +12,7 @@ import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
 from slipstream.cost import CostSource, StageCosts, StageParts
+from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import (
     NARROWEST_WINDOW,
@@ -80,11 +81,6 @@ class PlacedPartition:
     @cached_property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
-
-    @cached_property
-    def firsts(self) -> list[int]:
-        """The first stage on each rank."""
-        return [self.placement.index(rank) for rank in range(self.num_ranks)]
 
     @cached_property
     def trains(self) -> Flags:
@@ -158,22 +154,23 @@ class ConfigurationGroup:
 
     @cached_property
     def _last_action_ends(self) -> dict[str, Floats]:
-        """The earliest end of each rank's last action, by kind of recomputation."""
-        times, cut = self.times, self.cut
-        forward, inputs = times.compute[Op.F], times.compute[Op.I]
+        """The earliest end of each rank's last action, by kind of recomputation.
+
+        The last slice of a microbatch isn't recomputed where its backward directly follows its forward, but then the
+        rank waits in between for the stages after: the shorter of the two counts.
+        """
+        compute, cut, number = self.times.compute, self.cut, self.num_microbatches
         split = (self.splits_all | cut.sends_back)[:, None]
-        whole = np.where(split, inputs + times.compute[Op.W], times.compute[Op.B])
-        back = np.where(split, inputs, times.compute[Op.B])
-        before, after = _sums_before(forward[:, 0]), _sums_before(back[:, 0])
-        ends = {}
-        for recompute, seconds in times.replay.items():
-            replay = seconds.copy()
-            replay[-1, -1] = 0  # not recomputed where its backward directly follows its forward
-            critical, everything = (
-                cut.per_rank((forward + replay + each).sum(axis=1)) * self.num_microbatches for each in (back, whole)
-            )
-            ends[recompute] = before[cut.firsts] + np.maximum(critical + after[cut.firsts], everything)
-        return ends
+        back = np.where(split, compute[Op.I], compute[Op.B])
+        weights = np.where(split, compute[Op.W], 0.0)
+        seconds = {Op.F: compute[Op.F], Op.B: back + weights, Op.I: back, Op.W: weights}
+        ends = rank_bounds(seconds, np.array(cut.placement), [0], np.zeros(1), number)
+        around = compute[Op.F][:, -1] + back[:, -1]
+        waits = np.append(np.cumsum(around[:0:-1])[::-1], 0.0)
+        again = {
+            what: each[:, :-1].sum(axis=1) + np.minimum(each[:, -1], waits) for what, each in self.times.replay.items()
+        }
+        return {what: ends + number * cut.per_rank(each) for what, each in again.items()}
 
     def _copy_seconds(self, configuration: Configuration) -> float:
         """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
@@ -200,11 +197,6 @@ class ConfigurationGroup:
         context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
         kept = state.weights * per_rank(sizes.parameters) + per_trained * per_rank(sizes.trained)
         return float((kept + context + activations).max())
-
-
-def _sums_before(seconds: Floats) -> Floats:
-    """Returns the sum of all entries before each."""
-    return np.concatenate([[0.0], np.cumsum(seconds)[:-1]])
 
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
