@@ -27,7 +27,7 @@ from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.export import OpenedModel
-from slipstream.train.preferences import PairSource, kept_reference, mean_rewards, sums_of_pairs
+from slipstream.train.preferences import kept_reference, mean_rewards, sums_of_pairs
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_step import autocast
 
@@ -123,7 +123,7 @@ def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progr
         return texts
     check_file(held_out_file(config))
     source = config.data.validation_source or config.data
-    found = (OpenSource if config.preference is None else PairSource).of(source, progress.warn)
+    found = OpenSource.of(source, progress.warn, are_pairs=config.preference is not None)
     progress.say(found.describe())
     template = ChatTemplate(opened.tokenizer, config.data.chat_template) if found.has_messages else None
     text = found.tokenise(opened.tokenizer, template, config.training.seq_len, progress)

@@ -13,6 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import DataSection
 from slipstream.train.data import read_documents
+from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.tokenised_text import END_OF_DOCUMENT, load_tokenizer, tokenise, train_tokenizer
 
 TEXTS = ["first text", "second text, longer", "third"]
@@ -114,7 +115,7 @@ def test_a_wrong_column_lists_the_columns(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"body": "x", "title": "y"}))
     with pytest.raises(SlipstreamError, match=r"no column 'text'; choose data.text_column, .* from: body, title"):
-        read_documents(DataSection(dataset=str(path)), pytest.fail)
+        OpenSource.of(DataSection(dataset=str(path)), pytest.fail)
 
 
 def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from slipstream.errors import SlipstreamError
 from slipstream.train.data import (
     BatchSize,
+    HeldOutBatches,
     PackedSequences,
     TokenisedText,
     WholeDocuments,
     load_texts,
     save_texts,
-    spread_batches,
     unigram_entropy,
 )
 
@@ -84,9 +84,9 @@ def test_batches_depend_on_the_index_alone_and_epochs_differ() -> None:
 def test_batches_of_one_epoch_are_full_and_limited() -> None:
     packed = PackedSequences(numbered([50]), 5, seed=None)
     assert packed.batch(3, 3).input_ids.shape == (3, 5)
-    threes, ones = ([*BatchSize(size).batches(packed, packed.num_sequences)] for size in (3, 1))
-    assert spread_batches(threes) == [(0, 3), (3, 3), (6, 3)]
-    assert spread_batches(ones, limit=3) == [(0, 1), (3, 1), (6, 1)]
+    threes = [*BatchSize(3).batches(packed, packed.num_sequences)]
+    assert threes == [(0, 3), (3, 3), (6, 3)]
+    assert HeldOutBatches(packed, BatchSize(1)).chosen(limit=3) == [(0, 1), (3, 1), (6, 1)]
 
 
 @given(lengths=lengths, seq_len=st.integers(2, 9), seed=st.integers(0, 3), size=st.sampled_from([2, 4]))

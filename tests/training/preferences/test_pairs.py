@@ -16,8 +16,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data import MixedSequences, PreferencePairs, TokenisedText, sequences_of
-from slipstream.train.data.samples import SampleReader
-from slipstream.train.preferences import PairReader, PairSource, read_pairs
+from slipstream.train.data.open_source import OpenSource
+from slipstream.train.data.samples import SampleReader, tokenise_samples
 
 WORDS = ["<end>", "say", "it", "yes", "no", "a", "b", "c", "user", "assistant"]
 TEMPLATE = (
@@ -37,8 +37,8 @@ def tokenizer() -> Any:
 def read(rows: list[dict[str, Any]], seq_len: int = 9) -> tuple[TokenisedText, list[str]]:
     said: list[str] = []
     source = SourceSection(dataset="pairs.jsonl")
-    reader = PairReader(SampleReader(source, "prompt-completion", "completion", tokenizer(), None), seq_len)
-    return read_pairs(rows, reader, "pairs", said.append), said
+    reader = SampleReader(source, "pairs", "completion", tokenizer(), None)
+    return tokenise_samples(rows, reader, "pairs", seq_len, said.append), said
 
 
 def words(text: TokenisedText, document: int) -> tuple[str, str]:
@@ -113,7 +113,7 @@ def test_a_data_set_without_the_columns_is_refused_with_what_it_has(tmp_path: Pa
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     with pytest.raises(SlipstreamError, match="has no column 'chosen', but prompt, completion; preference needs"):
-        PairSource.of(SourceSection(dataset=str(file)), print)
+        OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True)
 
 
 def test_a_source_says_what_it_has(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_source_says_what_it_has(tmp_path: Path) -> None:
         )
         + "\n"
     )
-    source = PairSource.of(SourceSection(dataset=str(file)), print)
+    source = OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True)
     assert source.has_messages
     assert source.num_closed == 0
     assert source.describe().startswith("preferences: 1 pairs of answers to the first messages that both have")
@@ -140,7 +140,7 @@ def test_messages_are_found_though_the_first_row_is_null(tmp_path: Path) -> None
     file = tmp_path / "rows.jsonl"
     good = {"chosen": [message("user", "say"), message("assistant", "a")], "rejected": [message("user", "say")]}
     file.write_text("".join(json.dumps(row) + "\n" for row in ({**good, "chosen": None}, good)))
-    assert PairSource.of(SourceSection(dataset=str(file)), print).has_messages
+    assert OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True).has_messages
 
 
 def pairs(number: int) -> TokenisedText:

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from slipstream import Pipeline, Runtime
 from slipstream.train.config import PreferenceSection, SourceSection
 from slipstream.train.data import TokenisedText, sequences_of
-from slipstream.train.data.samples import SampleReader
-from slipstream.train.preferences import PairReader, mean_rewards, preference_loss, read_pairs, reward_sums
+from slipstream.train.data.samples import SampleReader, tokenise_samples
+from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 
 ROWS = [
@@ -90,8 +90,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Step:
 @pytest.fixture(scope="module")
 def pairs() -> TokenisedText:
     """The same pairs as a run reads them, with their log-probabilities by the model before."""
-    reader = SampleReader(SourceSection(dataset="pairs"), "prompt-completion", "completion", tokenizer(), None)
-    text = read_pairs(ROWS, PairReader(reader, SEQ_LEN), "pairs", print)
+    reader = SampleReader(SourceSection(dataset="pairs"), "pairs", "completion", tokenizer(), None)
+    text = tokenise_samples(ROWS, reader, "pairs", SEQ_LEN, print)
     batch = sequences_of([text], "none", SEQ_LEN, None).batch(0, len(ROWS))
     reference = pipeline(llama(1), schedule="1f1b")
     with no_rounding_inside():

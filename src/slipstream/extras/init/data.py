@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -15,16 +15,13 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data import read_rows
-from slipstream.train.data.open_source import OpenSource, columns_of
+from slipstream.train.data.open_source import PAIR_COLUMNS, OpenSource, columns_of
 from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.sources import Documents
 from slipstream.train.data.tokenised_text import Array
-from slipstream.train.preferences import PairSource
 
-Opened: TypeAlias = OpenSource | PairSource
 _CORPUS = "python-stdlib"
 _TYPED = (".jsonl", ".json", ".parquet")  # tables that tell what their values are; a .csv's are texts, as `files`
-_ANSWERS = {"chosen", "rejected"}
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,17 @@ class DataChoice:
     """The data, opened, and the settings that say what it is."""
 
     settings: dict[str, Any]
-    opened: Opened
+    opened: OpenSource
 
     @property
     def are_pairs(self) -> bool:
         """Whether rows are pairs of answers, of which one is preferred."""
-        return isinstance(self.opened, PairSource)
+        return self.opened.form == "pairs"
 
     @property
     def is_text(self) -> bool:
         """Whether rows are documents, all of whose tokens count."""
-        return isinstance(self.opened, OpenSource) and self.opened.form == "text"
+        return self.opened.form == "text"
 
 
 def choose_data(name: str, given: Mapping[str, Any], say: Callable[[str], None]) -> DataChoice:
@@ -57,8 +54,8 @@ def choose_data(name: str, given: Mapping[str, Any], say: Callable[[str], None])
     if not _source(settings).has_rows:
         return DataChoice(settings, OpenSource.of(_source(settings), say))
     rows = read_rows(_source(settings))
-    if {*rows.column_names} >= _ANSWERS:
-        return DataChoice(settings, PairSource(_source(settings), rows))
+    if {*rows.column_names} >= {*PAIR_COLUMNS}:
+        return DataChoice(settings, OpenSource.of_pairs(_source(settings), rows))
     settings |= _names_of_columns(_source(settings), rows)
     return DataChoice(settings, OpenSource.of(_source(settings), say))
 
@@ -145,7 +142,7 @@ class DataSizes:
         return int(np.sort(self.lengths)[:number].sum())
 
 
-def some_of(opened: Opened) -> Opened:
+def some_of(opened: OpenSource) -> OpenSource:
     """Returns as much of the data as is tokenised here."""
     rows = opened.rows
     if isinstance(rows, Documents):
@@ -167,7 +164,9 @@ def _some_text(documents: Documents) -> list[str]:
     return found
 
 
-def count_tokens(data: DataChoice, some: Opened, tokenizer: Any, template: ChatTemplate | None, most: int) -> DataSizes:
+def count_tokens(
+    data: DataChoice, some: OpenSource, tokenizer: Any, template: ChatTemplate | None, most: int
+) -> DataSizes:
     """Returns the sizes of the data, of which `some` are tokenised. A sample isn't read beyond `most` tokens.
 
     Raises:

@@ -9,8 +9,8 @@ from slipstream.train.data.packing import (
     PreferencePairs,
     WholeDocuments,
 )
-from slipstream.train.data.sequences import BatchSize, HeldOutBatches, TokenBatch, TrainingSequences, spread_batches
-from slipstream.train.data.sources import Documents, open_rows, read_documents, read_rows, row_files
+from slipstream.train.data.sequences import BatchSize, HeldOutBatches, TokenBatch, TrainingSequences
+from slipstream.train.data.sources import Documents, read_documents, read_rows, row_files
 from slipstream.train.data.tokenised_text import (
     DocumentWriter,
     TokenisedText,

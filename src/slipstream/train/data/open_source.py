@@ -24,19 +24,35 @@ class OpenSource:
     rows: Any  # Documents, or a datasets.Dataset
 
     @classmethod
-    def of(cls, source: SourceSection, say: Callable[[str], None]) -> OpenSource:
-        """Opens a source. `say` gets a line about documents without text.
+    def of(cls, source: SourceSection, say: Callable[[str], None], are_pairs: bool = False) -> OpenSource:
+        """Opens a source, of pairs of answers or of anything else. `say` gets a line about documents without text.
 
         Raises:
             SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
         """
         rows = read_rows(source) if source.has_rows else None
+        if are_pairs:
+            return cls.of_pairs(source, rows)
         form = "text" if rows is None else find_form(source, rows.column_names)
         loss = find_loss(source, form)
         return cls(source, form, loss, read_documents(source, say, rows) if form == "text" else rows)
 
+    @classmethod
+    def of_pairs(cls, source: SourceSection, rows: Any) -> OpenSource:
+        """Takes rows that are pairs of answers. Raises SlipstreamError where they have no such columns."""
+        if missing := [name for name in PAIR_COLUMNS if name not in rows.column_names]:
+            raise SlipstreamError(
+                f"{source.name} has no column {missing[0]!r}, but {', '.join(rows.column_names)}; preference needs "
+                "pairs of answers: rename columns to prompt, chosen and rejected, or leave the section preference out"
+            )
+        return cls(source, "pairs", "completion", rows)
+
     def describe(self) -> str:
         """Returns how many rows there are, of what form, and which tokens count."""
+        if self.form == "pairs":
+            has_prompts = "prompt" in self.rows.column_names
+            whose = "a prompt of its own" if has_prompts else "the first messages that both have"
+            return f"preferences: {len(self.rows):,} pairs of answers to {whose}, of which the answers count"
         if isinstance(self.rows, Documents):
             noun = "document" if len(self.rows) == 1 else "documents"
             return f"text: {len(self.rows):,} {noun}, {self.rows.num_characters:,} characters"
@@ -48,25 +64,31 @@ class OpenSource:
     @property
     def has_messages(self) -> bool:
         """Whether rows need a chat template."""
-        return self.form == "messages" or (self.form == "prompt-completion" and not self._is_plain)
+        return self.form == "messages" or (self.form in _ANSWERS and not self._is_plain)
 
     @property
     def num_closed(self) -> int:
-        """The rows that should be closed by an end-of-text token; a chat template closes the turns by itself."""
-        return len(self.rows) if self.form == "text" or self._is_plain else 0
+        """The documents that should be closed by an end-of-text token; a chat template closes the turns by itself."""
+        if self.form != "text" and not self._is_plain:
+            return 0
+        return len(self.rows) * (2 if self.form == "pairs" else 1)
 
     @property
     def _is_plain(self) -> bool:
-        return self.form == "prompt-completion" and not is_list(self.rows.features["completion"])
+        return self.form in _ANSWERS and not is_list(self.rows.features[_ANSWERS[self.form]])
 
     def texts(self) -> Iterator[str]:
         """Yields the texts in all rows, for a tokenizer to be trained on."""
-        columns = {"messages": [self.source.messages_column], "prompt-completion": ["prompt", "completion"]}
+        columns = {
+            "messages": [self.source.messages_column],
+            "prompt-completion": ["prompt", "completion"],
+            "pairs": ["prompt", *PAIR_COLUMNS],
+        }
         for row in self.rows:
             if self.form == "text":
                 yield row
             for column in columns.get(self.form, ()):
-                yield from texts_in(row[column])
+                yield from texts_in(row.get(column))
 
     def tokenise(
         self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
@@ -110,6 +132,12 @@ _LOSSES = {
 
 # The forms that may be conversations.
 WITH_ANSWERS = ("messages", "prompt-completion")
+
+# The columns of pairs of answers, which may have a prompt besides.
+PAIR_COLUMNS = ("chosen", "rejected")
+
+# The column that shows whether answers are texts or messages.
+_ANSWERS = {"prompt-completion": "completion", "pairs": "chosen"}
 
 _SHAREGPT = "conversations"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,11 +11,11 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
-from slipstream.train.data.sequences import PADDING, Row, Shuffled, TrainingSequences
+from slipstream.train.data.sequences import PADDING, Row, TextSequences, TrainingSequences
 from slipstream.train.data.tokenised_text import Array, TokenisedText
 
 
-class PackedSequences(TrainingSequences):
+class PackedSequences(TextSequences):
     """Documents in a row, cut every `seq_len` tokens.
 
         documents   |aaaaaaaa|bbb|ccccccccccc|dd|
@@ -28,21 +29,15 @@ class PackedSequences(TrainingSequences):
     packing = "fixed"
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None, pads: bool = False) -> None:
-        self.text, self.seq_len, self.seed = text, seq_len, seed
-        self.texts = [text]
-        self.num_sequences = -(-len(text.tokens) // seq_len) if pads else len(text.tokens) // seq_len
-        if self.num_sequences == 0:
+        number = -(-len(text.tokens) // seq_len) if pads else len(text.tokens) // seq_len
+        if number == 0:
             raise SlipstreamError(
                 f"the text has {len(text.tokens)} tokens, less than one sequence of {seq_len}; "
                 f"give more text or a smaller training.seq_len"
             )
+        super().__init__(text, seq_len, seed, np.full(number, seq_len))
         self._epoch = -1
-        self._order = self._starts = self._visits = np.zeros(0, dtype=np.int64)
-
-    @property
-    def mean_length(self) -> float:
-        """The tokens of each sequence."""
-        return float(self.seq_len)
+        self._order = self._starts = self._places = np.zeros(0, dtype=np.int64)
 
     def length(self, index: int) -> int:
         """Returns the tokens of a sequence: all have as many."""
@@ -52,7 +47,7 @@ class PackedSequences(TrainingSequences):
         """Returns one sequence."""
         epoch, position = divmod(index, self.num_sequences)
         self._enter(epoch)
-        start = int(self._visits[position]) * self.seq_len
+        start = int(self._places[position]) * self.seq_len
         stop = start + self.seq_len
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop, side="left"))
@@ -63,25 +58,22 @@ class PackedSequences(TrainingSequences):
         ]
         tokens, documents = np.concatenate(parts).astype(np.int64), np.repeat(places, [len(part) for part in parts])
         rest = (0, self.seq_len - len(tokens))
-        labels, padding = (
-            np.pad(tokens, rest, constant_values=IGNORED),
-            np.pad(documents, rest, constant_values=PADDING),
-        )
-        return Row(np.pad(tokens, rest), labels, padding)
+        labels = np.pad(tokens, rest, constant_values=IGNORED)
+        return Row(np.pad(tokens, rest), labels, np.pad(documents, rest, constant_values=PADDING))
 
     def _enter(self, epoch: int) -> None:
         """Draws the orders of an epoch, and computes where each document starts in it."""
         if epoch == self._epoch:
             return
-        self._order, self._visits = np.arange(self.text.num_documents), np.arange(self.num_sequences)
+        self._order, self._places = np.arange(self.text.num_documents), np.arange(self.num_sequences)
         if self.seed is not None:
             random = np.random.default_rng([self.seed, epoch])
-            self._order, self._visits = random.permutation(self._order), random.permutation(self._visits)
+            self._order, self._places = random.permutation(self._order), random.permutation(self._places)
         lengths = self.text.lengths[self._order]
         self._starts, self._epoch = np.cumsum(lengths) - lengths, epoch
 
 
-class PackedSamples(TrainingSequences):
+class PackedSamples(TextSequences):
     """Whole samples, each a document of its own, in sequences of `seq_len` tokens whose rest is padding.
 
         samples     |aaaa|bbb|ccccc|d|     seq_len 6
@@ -94,27 +86,15 @@ class PackedSamples(TrainingSequences):
     packing = "fixed"
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
-        self.text, self.seq_len, self.seed = text, seq_len, seed
-        self.texts = [text]
         self._contents = best_fit(text.lengths, seq_len)
-        self.num_sequences = len(self._contents)
-        if self.num_sequences == 0:
+        if not self._contents:
             raise SlipstreamError("there is no sample to train on; give more of them")
-        self._visits = Shuffled(self.num_sequences, seed)
-
-    @property
-    def mean_length(self) -> float:
-        """The tokens of each sequence, padding included."""
-        return float(self.seq_len)
+        super().__init__(text, seq_len, seed, np.full(len(self._contents), seq_len))
 
     @property
     def filled(self) -> float:
         """The share of tokens that aren't padding."""
         return len(self.text.tokens) / (self.num_sequences * self.seq_len)
-
-    def length(self, index: int) -> int:
-        """Returns the tokens of a sequence: all have as many, padding included."""
-        return self.seq_len
 
     def row(self, index: int) -> Row:
         """Returns one sequence."""
@@ -158,7 +138,7 @@ def best_fit(lengths: Array, room: int) -> list[list[int]]:
 _FEWEST = 2  # tokens of a sequence, so that one is predicted
 
 
-class WholeDocuments(TrainingSequences):
+class WholeDocuments(TextSequences):
     """Documents as they are, those of more than `seq_len` tokens cut every `seq_len`.
 
         documents   |aaaaaaaa|bbb|ccccccccccc|dd|      seq_len 6
@@ -171,33 +151,16 @@ class WholeDocuments(TrainingSequences):
     packing = "none"
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
-        self.text, self.seq_len, self.seed = text, seq_len, seed
-        self.texts = [text]
-        self._begins, self._lengths = _cut(text.offsets, seq_len)
-        self.num_sequences = len(self._begins)
-        if self.num_sequences == 0:
+        self._begins, sizes = _cut(text.offsets, seq_len)
+        if not len(sizes):
             raise SlipstreamError("no document of the text has two tokens or more; give more text")
-        self._visits = Shuffled(self.num_sequences, seed)
-
-    @property
-    def mean_length(self) -> float:
-        """The mean tokens of a sequence."""
-        return float(self._lengths.mean())
-
-    @property
-    def typical_length(self) -> float:
-        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
-        return float((self._lengths**2).sum() / self._lengths.sum())
-
-    def length(self, index: int) -> int:
-        """Returns the tokens of a sequence."""
-        return int(self._lengths[self._visits[index]])
+        super().__init__(text, seq_len, seed, sizes)
 
     def row(self, index: int) -> Row:
         """Returns one sequence."""
         piece = self._visits[index]
         begin = int(self._begins[piece])
-        end = begin + int(self._lengths[piece])
+        end = begin + int(self._sizes[piece])
         tokens = self.text.tokens[begin:end].astype(np.int64)
         labels = tokens.copy() if self.text.labels is None else self.text.labels[begin:end].astype(np.int64)
         return Row(tokens, labels, None)
@@ -213,7 +176,7 @@ def _cut(offsets: Array, seq_len: int) -> tuple[Array, Array]:
     return begins[predicts], lengths[predicts]
 
 
-class PreferencePairs(TrainingSequences):
+class PreferencePairs(TextSequences):
     """Pairs of documents that follow each other in the text, each a prompt with an answer.
 
         documents   |ppccc|ppr|qqqc|qqqrr|      p, q: prompts; c: chosen; r: rejected
@@ -226,26 +189,8 @@ class PreferencePairs(TrainingSequences):
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
         """Takes a text whose documents have at most `seq_len` tokens, chosen and rejected in turn."""
-        self.text, self.seq_len, self.seed = text, seq_len, seed
-        self.texts = [text]
         self._lengths = text.lengths.reshape(-1, 2)
-        self.num_sequences = len(self._lengths)
-        self._visits = Shuffled(self.num_sequences, seed)
-
-    @property
-    def mean_length(self) -> float:
-        """The mean tokens of a pair."""
-        return float(self._lengths.sum(1).mean())
-
-    @property
-    def typical_length(self) -> float:
-        """The mean tokens of the pairs in which tokens are: long ones count by their tokens."""
-        both = self._lengths.sum(1)
-        return float((both**2).sum() / both.sum())
-
-    def length(self, index: int) -> int:
-        """Returns the tokens of both documents of a pair."""
-        return sum(self.document_lengths(index))
+        super().__init__(text, seq_len, seed, self._lengths.sum(1))
 
     def document_lengths(self, index: int) -> list[int]:
         """Returns the tokens of the chosen and of the rejected document."""
@@ -262,81 +207,96 @@ class PreferencePairs(TrainingSequences):
         return Row(self.text.tokens[both].astype(np.int64), labels[both].astype(np.int64), documents, values)
 
 
-class MixedSequences(TrainingSequences):
+class Mixture(TrainingSequences):
+    """Sequences of several sources, round after round, in each of which `seed` draws the order of the sources; None
+    puts them one after the other. Each source goes on where it was, in epochs of its own."""
+
+    def __init__(
+        self, parts: Sequence[TrainingSequences], shares: Sequence[float], seed: int | None, round_length: int
+    ) -> None:
+        """Takes sequences of one packing and one `seq_len`, one for each source, and each one's share of a round."""
+        self.seed, self.num_sequences = seed, sum(part.num_sequences for part in parts)
+        self.packing, self.seq_len, self.group_size = parts[0].packing, parts[0].seq_len, parts[0].group_size
+        tokens = [share * part.mean_length for share, part in zip(shares, parts, strict=True)]
+        self.mean_length = float(np.average([part.mean_length for part in parts], weights=shares))
+        self.typical_length = float(np.average([part.typical_length for part in parts], weights=tokens))
+        self._parts, self._round_length, self._round = parts, round_length, -1
+        self._begins = self._order = self._places = np.zeros(0, dtype=np.int64)
+
+    @abstractmethod
+    def _counts(self, rounds: int) -> Array:
+        """Returns how many sequences of the first rounds are from each source."""
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence."""
+        source, place = self._find(index)
+        return self._parts[source].length(place)
+
+    def document_lengths(self, index: int) -> list[int]:
+        """Returns the tokens of each document of a sequence without packing."""
+        source, place = self._find(index)
+        return self._parts[source].document_lengths(place)
+
+    def row(self, index: int) -> Row:
+        """Returns one sequence."""
+        source, place = self._find(index)
+        return self._parts[source].row(place)
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Returns the source of a sequence, and the sequence's number there."""
+        position = self._enter(index)
+        return int(self._order[position]), int(self._places[position])
+
+    def _enter(self, index: int) -> int:
+        """Draws the order of the sources in the round of a sequence, if it isn't there; returns the place in it."""
+        number, position = divmod(index, self._round_length)
+        if number != self._round:
+            self._round, self._begins, ends = number, self._counts(number), self._counts(number + 1)
+            self._order = np.repeat(np.arange(len(self._parts)), ends - self._begins)
+            if self.seed is not None:
+                self._order = np.random.default_rng([self.seed, number]).permutation(self._order)
+            self._places = np.zeros_like(self._order)
+            for source in range(len(self._parts)):
+                self._places[self._order == source] = np.arange(self._begins[source], ends[source])
+        return position
+
+
+class MixedSequences(Mixture):
     """Sequences of several sources. An epoch has as many as the sources have together.
 
         sources     aaaa bb, weights 1 and 2
         epoch 0     b a b b a b      a third of a; each source goes on where it was, in epochs of its own
         epoch 1     a b b b a b
 
-    Without weights an epoch has each sequence of each source once. `seed` draws for each epoch the order of the
-    sources; `None` puts them one after the other.
+    Without weights an epoch has each sequence of each source once.
     """
 
     def __init__(
         self, parts: Sequence[TrainingSequences], seed: int | None, weights: Sequence[float] | None = None
     ) -> None:
         """Takes sequences of one packing and one `seq_len`, one for each source."""
-        self.parts, self.weights, self.seed = parts, weights, seed
-        self.packing, self.seq_len, self.group_size = parts[0].packing, parts[0].seq_len, parts[0].group_size
-        self.texts = [text for part in parts for text in part.texts]
-        self.num_sequences = sum(part.num_sequences for part in parts)
-        self._counts = _counts([part.num_sequences for part in parts], weights)  # in an epoch, of each source
-        if 0 in self._counts:
-            number, total = self._counts.index(0) + 1, self.num_sequences
+        self.weights, self.texts = weights, [text for part in parts for text in part.texts]
+        self._of_epoch = _counts_of_epoch([part.num_sequences for part in parts], weights)
+        if 0 in self._of_epoch:
+            total = int(self._of_epoch.sum())
             raise SlipstreamError(
-                f"data.sources: number {number} has so small a weight that none of an epoch's {total} sequences would "
-                "be from it; give it a larger one, or leave it out"
+                f"data.sources: number {self._of_epoch.tolist().index(0) + 1} has so small a weight that none of an "
+                f"epoch's {total} sequences would be from it; give it a larger one, or leave it out"
             )
-        self._epoch, self._order, self._places = -1, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        super().__init__(parts, self._of_epoch.tolist(), seed, int(self._of_epoch.sum()))
 
-    @property
-    def mean_length(self) -> float:
-        """The mean tokens of a sequence."""
-        lengths = [part.mean_length for part in self.parts]
-        return float(np.average(lengths, weights=self._counts))
-
-    @property
-    def typical_length(self) -> float:
-        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
-        tokens = [count * part.mean_length for count, part in zip(self._counts, self.parts, strict=True)]
-        return float(np.average([part.typical_length for part in self.parts], weights=tokens))
-
-    def length(self, index: int) -> int:
-        """Returns the tokens of a sequence."""
-        source, place = self._find(index)
-        return self.parts[source].length(place)
-
-    def document_lengths(self, index: int) -> list[int]:
-        """Returns the tokens of each document of a sequence without packing."""
-        source, place = self._find(index)
-        return self.parts[source].document_lengths(place)
-
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
-        source, place = self._find(index)
-        return self.parts[source].row(place)
-
-    def _find(self, index: int) -> tuple[int, int]:
-        """Returns the source of a sequence, and the sequence's number there."""
-        epoch, position = divmod(index, self.num_sequences)
-        if epoch != self._epoch:
-            self._enter(epoch)
-        return int(self._order[position]), int(self._places[position])
-
-    def _enter(self, epoch: int) -> None:
-        """Draws the order of the sources in an epoch."""
-        self._epoch, self._order = epoch, np.repeat(np.arange(len(self.parts)), self._counts)
-        if self.seed is not None:
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self._order)
-        self._places = np.zeros_like(self._order)
-        for source, count in enumerate(self._counts):
-            self._places[self._order == source] = np.arange(epoch * count, (epoch + 1) * count)
+    def _counts(self, rounds: int) -> Array:
+        return rounds * self._of_epoch
 
 
-def _counts(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
+def _counts_of_epoch(sizes: Sequence[int], weights: Sequence[float] | None) -> Array:
     """Returns how many sequences of an epoch are from each source; together as many as all have."""
     if weights is None:
-        return [*sizes]
-    ends = np.cumsum(weights) / np.sum(weights) * sum(sizes)
-    return [int(count) for count in np.diff(np.rint(ends).astype(np.int64), prepend=0)]
+        return np.array(sizes)
+    return rounded_counts(weights, sum(sizes))
+
+
+def rounded_counts(weights: Sequence[float], total: int) -> Array:
+    """Returns the share of each weight in a number of sequences, to whole ones."""
+    ends = np.cumsum(weights) / np.sum(weights) * total
+    return np.diff(np.rint(ends).astype(np.int64), prepend=0)

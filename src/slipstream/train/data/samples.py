@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from slipstream.train.config import SourceSection
 from slipstream.train.data.tokenised_text import DocumentWriter, TokenisedText
 
 Sample = tuple[list[int], list[int]]  # tokens and labels
-_NULL, _EMPTY, _NOTHING, _CUT = "without content (null)", "empty", "in which no token counts", "cut"
+_NULL, _EMPTY, _EQUAL = "without content (null)", "empty", "with equal answers"
+_NOTHING, _FULL = "in which no token counts", "with no room for an answer after the prompt"
 
 
 class UnusableRowError(Exception):
@@ -27,27 +27,34 @@ class UnusableRowError(Exception):
 
 
 class SampleReader:
-    """Reads the rows of one source, of one form."""
+    """Reads the rows of one source, of one form: a sample each, or in the form `pairs` two answers to one prompt."""
 
     def __init__(self, source: SourceSection, form: str, loss: str, tokenizer: Any, template: ChatTemplate | None):
         self._source, self._form, self._loss = source, form, loss
         self._tokenizer, self._template = tokenizer, template
         start = tokenizer("")["input_ids"]
         self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
+        self.are_pairs = form == "pairs"
 
-    def read(self, row: Mapping[str, Any]) -> Sample:
-        """Returns the tokens and the labels of a row.
+    def read(self, row: Mapping[str, Any], seq_len: int) -> tuple[list[Sample], bool]:
+        """Returns the tokens and labels of a row's documents up to `seq_len` tokens, and whether one was cut there.
 
         Raises:
             UnusableRowError: where nothing can be trained on.
             SlipstreamError: where it hasn't the form of the source.
         """
-        if self._form == "messages":
-            tokens, counts = self._conversation(row)
-        elif self._form == "prompt-completion":
-            tokens, counts = self._completion(row)
-        else:
+        whole = [self._read_document(each) for each in (_answers(row) if self.are_pairs else [row])]
+        documents = [(tokens[:seq_len], labels[:seq_len]) for tokens, labels in whole]
+        if any(all(label == IGNORED for label in labels[1:]) for _, labels in documents):
+            raise UnusableRowError(_FULL if self.are_pairs else _NOTHING)
+        if self.are_pairs and documents[0] == documents[1]:
+            raise UnusableRowError(_EQUAL)
+        return documents, any(len(tokens) > seq_len for tokens, _ in whole)
+
+    def _read_document(self, row: Mapping[str, Any]) -> Sample:
+        if self._form == "tokens":
             return _given_tokens(row)
+        tokens, counts = self._conversation(row) if self._form == "messages" else self._completion(row)
         return tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)]
 
     def _conversation(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
@@ -94,6 +101,26 @@ class SampleReader:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         return ids[:-1] if self._adds_end else ids
+
+
+def _answers(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the chosen and the rejected answer as completions of the prompt; without a prompt, the first messages
+    that both have are it. Raises UnusableRowError and SlipstreamError as `read` does."""
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if chosen is None or rejected is None:
+        raise UnusableRowError(_NULL)
+    given = [column for column in (prompt, chosen, rejected) if column is not None]
+    if not any(all(isinstance(column, kind) for column in given) for kind in (str, list)):
+        hint = "; where chosen and rejected begin with the prompt, leave that column out" if prompt is not None else ""
+        raise SlipstreamError(f"prompt, chosen and rejected must all be texts, or all be lists of messages{hint}")
+    if "prompt" not in row:
+        if isinstance(chosen, str):
+            raise SlipstreamError("chosen and rejected are texts, which need the column prompt: what both answer")
+        shared = len([*takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))])
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if chosen == rejected:
+        raise UnusableRowError(_EQUAL)
+    return [{"prompt": prompt, "completion": answer, "tools": row.get("tools")} for answer in (chosen, rejected)]
 
 
 def _tools(given: Any) -> Any:
@@ -150,14 +177,15 @@ def tokenise_samples(
     say: Callable[[str], None],
     show: Callable[[float], None] = lambda _done: None,
 ) -> TokenisedText:
-    """Returns the samples of all rows, as `read_samples` does. `say` gets a line about those left out or cut.
+    """Returns the documents of all rows, as `read_samples` does. `say` gets a line about rows left out or cut.
 
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others, or none is left.
     """
     text, report = read_samples(rows, reader, name, seq_len, show)
     if not text.num_documents:
-        raise SlipstreamError(f"{name} holds no sample to train on{': ' + report if report else ''}")
+        what = "pair" if reader.are_pairs else "sample"
+        raise SlipstreamError(f"{name} holds no {what} to train on{': ' + report if report else ''}")
     if report:
         say(f"{name}: {report}")
     return text
@@ -170,45 +198,45 @@ def read_samples(
     seq_len: int,
     show: Callable[[float], None] = lambda _done: None,
 ) -> tuple[TokenisedText, str]:
-    """Returns the samples of rows, cut after `seq_len` tokens, and what was left out or cut, if anything. `show` gets
+    """Returns the documents of rows, cut after `seq_len` tokens, and what was left out or cut, if anything. `show` gets
     the number of rows that are done.
 
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
-    writer, found = DocumentWriter(), Counter[str]()
+    writer, left_out, num_cut = DocumentWriter(), dict[str, list[int]](), 0
+    number = 0
     for number, row in enumerate(rows, start=1):
         try:
-            ids, counted = reader.read(row)
-            if all(label == IGNORED for label in counted[1:seq_len]):
-                raise UnusableRowError(_NOTHING)
+            documents, is_cut = reader.read(row, seq_len)
         except UnusableRowError as reason:
-            found[str(reason)] += 1
+            left_out.setdefault(str(reason), []).append(number)
         except SlipstreamError as error:
             raise SlipstreamError(f"{name}, row {number}: {error}") from error
         else:
-            found[_CUT] += len(ids) > seq_len
-            both = (np.asarray(each[:seq_len], dtype=np.int32) for each in (ids, counted))
-            writer.add(*both)
+            num_cut += is_cut
+            for document in documents:
+                writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
         show(number)
-    report = _report(found, sum(found.values()) - found[_CUT] + len(writer), seq_len)
-    return writer.finish(has_labels=True), report
+    report = "; ".join(_report(left_out, num_cut, number, reader.are_pairs, seq_len))
+    return writer.finish(has_labels=True, group_size=2 if reader.are_pairs else 1), report
 
 
-def _report(found: Counter[str], total: int, seq_len: int) -> str:
-    """Returns what was left out and what was cut, with counts; nothing where neither was."""
-    parts = []
-    if left_out := {reason: found[reason] for reason in (_NULL, _EMPTY, _NOTHING) if found[reason]}:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
-        if _NOTHING in left_out:
-            reasons += f" (of the first {seq_len:,})"
-        parts.append(f"left out {sum(left_out.values()):,} of {total:,} samples: {reasons}")
-    if found[_CUT]:
-        parts.append(
-            f"{found[_CUT]:,} of {total:,} samples have more than training.seq_len={seq_len} tokens: what comes after "
-            "them is left out"
+def _report(
+    left_out: Mapping[str, list[int]], num_cut: int, total: int, are_pairs: bool, seq_len: int
+) -> Iterator[str]:
+    """Yields how many rows were left out and why, and how many were cut."""
+    noun = "pairs" if are_pairs else "samples"
+    if left_out:
+        reasons = (f"{len(rows):,} {why}{f' (first: row {rows[0]})' * are_pairs}" for why, rows in left_out.items())
+        seen = f" (of the first {seq_len:,})" if _NOTHING in left_out else ""
+        yield f"left out {sum(map(len, left_out.values())):,} of {total:,} {noun}: {', '.join(reasons)}{seen}"
+    if num_cut:
+        what = "an answer that ends after" if are_pairs else "more than"
+        yield (
+            f"{num_cut:,} of {total:,} {noun} have {what} training.seq_len={seq_len} tokens: what comes after them is "
+            "left out"
         )
-    return "; ".join(parts)
 
 
 Messages = Sequence[Mapping[str, Any]]

@@ -73,6 +73,8 @@ class TrainingSequences(ABC):
     Attributes:
         packing: `fixed` where all have `seq_len` tokens, `none` where they are as long as their documents.
         num_sequences: of an epoch.
+        mean_length: the mean tokens of a sequence.
+        typical_length: the mean tokens of the sequences in which tokens are: long ones count by their tokens.
         texts: what they are made of, source by source.
         group_size: how many documents are one sequence of `packing` none: 2 for pairs of answers.
         weights: of several sources, the shares of their sequences; None where each comes once in an epoch.
@@ -83,20 +85,12 @@ class TrainingSequences(ABC):
     seq_len: int
     seed: int | None
     num_sequences: int
+    mean_length: float
+    typical_length: float
     texts: Sequence[TokenisedText]
     group_size: int = 1
     weights: Sequence[float] | None = None
     origin: Mapping[str, Any] | None = None
-
-    @property
-    @abstractmethod
-    def mean_length(self) -> float:
-        """The mean tokens of a sequence."""
-
-    @property
-    def typical_length(self) -> float:
-        """The mean tokens of the sequences in which tokens are: long ones count by their tokens."""
-        return self.mean_length
 
     @abstractmethod
     def row(self, index: int) -> Row:
@@ -148,6 +142,22 @@ class TrainingSequences(ABC):
             return range(first + replica * each, first + (replica + 1) * each)
         lengths = [self.length(index) for index in range(first, first + size)]
         return [first + place for place in _dealt(lengths, num_replicas)[replica]]
+
+
+class TextSequences(TrainingSequences):
+    """The sequences of one text, each of which is visited once in an epoch."""
+
+    def __init__(self, text: TokenisedText, seq_len: int, seed: int | None, sizes: Array) -> None:
+        """`sizes` are the tokens of each sequence, in the order of the text."""
+        self.text, self.texts, self.seq_len, self.seed = text, [text], seq_len, seed
+        self._sizes, self.num_sequences = sizes, len(sizes)
+        self.mean_length = float(sizes.mean())
+        self.typical_length = float((sizes**2).sum() / sizes.sum())
+        self._visits = Shuffled(len(sizes), seed)
+
+    def length(self, index: int) -> int:
+        """Returns the tokens of a sequence, padding included."""
+        return int(self._sizes[self._visits[index]])
 
 
 class Shuffled:
@@ -218,12 +228,6 @@ class BatchSize:
             first += size
 
 
-def spread_batches(batches: Sequence[Batch], limit: int | None = None) -> list[Batch]:
-    """Returns all batches, or `limit` of them, spread evenly."""
-    count = min(limit or len(batches), len(batches))
-    return [batches[index * len(batches) // count] for index in range(count)]
-
-
 class HeldOutBatches:
     """Batches of sequences without a seed. The last one is filled up with the first sequences, which count only once.
 
@@ -241,7 +245,8 @@ class HeldOutBatches:
 
     def chosen(self, limit: int | None = None) -> list[Batch]:
         """Returns all batches, or `limit` of them, spread evenly."""
-        return spread_batches(self._batches, limit)
+        count = min(limit or len(self._batches), len(self._batches))
+        return [self._batches[index * len(self._batches) // count] for index in range(count)]
 
     def counts(self, batch: Batch, replica: int = 0, num_replicas: int = 1) -> list[bool]:
         """Returns of each sequence in a replica's part of a batch whether it counts."""

@@ -39,24 +39,6 @@ def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
     return found
 
 
-def read_rows(config: SourceSection) -> Any:
-    """Returns the rows of a source, a `datasets.Dataset`: dictionaries that are read from the disk when used.
-
-    Raises:
-        SlipstreamError: if it can't be read.
-    """
-    return _load(config)
-
-
-def open_rows(config: SourceSection) -> Any:
-    """Returns the rows of a source, a `datasets.IterableDataset`: read from the files or the hub when used.
-
-    Raises:
-        SlipstreamError: if it can't be read.
-    """
-    return _load(config, streaming=True)
-
-
 def with_given_keys(rows: Iterable[dict[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
     """Yields rows without the null keys inside of them that a column's type adds where other rows have a value: each
     tool's arguments would be all tools'. `features` are what `datasets` says of the columns."""
@@ -81,7 +63,13 @@ def row_files(config: SourceSection) -> list[Path]:
     return [file] if file.suffix in _BUILDERS else []
 
 
-def _load(config: SourceSection, **options: Any) -> Any:
+def read_rows(config: SourceSection, streaming: bool = False) -> Any:
+    """Returns the rows of a source, a `datasets.Dataset`: dictionaries that are read from the disk when used; or a
+    `datasets.IterableDataset`, read from the files or the hub when used.
+
+    Raises:
+        SlipstreamError: if it can't be read.
+    """
     from datasets import load_dataset
     from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
 
@@ -89,6 +77,7 @@ def _load(config: SourceSection, **options: Any) -> Any:
     set_verbosity(CRITICAL)  # what it logs, an error of ours says better
     files = row_files(config)
     _check_files(config, files)
+    options: dict[str, Any] = {"streaming": True} if streaming else {}
     try:
         if files:
             builder = _BUILDERS[files[0].suffix]
@@ -209,11 +198,6 @@ def read_documents(config: SourceSection, say: Callable[[str], None], rows: Any 
         files = find_files(config.files or (), config.suffixes)
         return Documents(config, lambda: map(_read_file, files), say)
     rows = read_rows(config) if rows is None else rows
-    if config.text_column not in rows.column_names:
-        raise SlipstreamError(
-            f"{config.name} has no column {config.text_column!r}; "
-            f"choose data.text_column, or --column of `slipstream eval`, from: {', '.join(rows.column_names)}"
-        )
     return Documents(config, lambda: _column(rows, config.text_column), say)
 
 

@@ -15,10 +15,10 @@ from slipstream.launch import Progress
 from slipstream.train.config import Config, SourceSection
 from slipstream.train.data import sequences_of
 from slipstream.train.data.open_source import find_form, find_loss
-from slipstream.train.data.packing import PackedSamples, PackedSequences, WholeDocuments
+from slipstream.train.data.packing import Mixture, rounded_counts
 from slipstream.train.data.samples import ChatTemplate, SampleReader, read_samples
 from slipstream.train.data.sequences import Row, TokenBatch, TrainingSequences
-from slipstream.train.data.sources import find_bad_line, open_rows, row_files, with_given_keys
+from slipstream.train.data.sources import find_bad_line, read_rows, row_files, with_given_keys
 from slipstream.train.data.tokenised_text import Array, TokenisedText, load_texts, load_tokenizer, tokenise
 
 State = dict[str, Any]
@@ -65,7 +65,7 @@ class RowStream:
         return f"{self._source.name}, rows {first:,} to {self._num_read:,}", rows
 
     def _open(self, state: Any = None) -> None:
-        self._rows = open_rows(self._source)
+        self._rows = read_rows(self._source, streaming=True)
         if state is not None:
             self._rows.load_state_dict(state)
         self._iterator = iter(self._rows)
@@ -103,6 +103,7 @@ class StreamedSequences(TrainingSequences):
     """
 
     origin: dict[str, Any]
+    seed: int
 
     def __init__(
         self,
@@ -118,26 +119,15 @@ class StreamedSequences(TrainingSequences):
         Raises:
             SlipstreamError: as `tokenise` does, for the first block, and where no block has a sequence.
         """
-        self._seed = seed
         self.packing, self.seq_len, self.seed, self.texts = packing, seq_len, seed, []
         self.origin = {**stream.facts, **facts}
         self._stream, self._tokenise = stream, tokenise
         self._thread = ThreadPoolExecutor(1)
         self._blocks = [self._make(0, 0)]
         first = self._blocks[0].sequences
-        self._mean, self._typical, self.num_sequences = first.mean_length, first.typical_length, first.num_sequences
-        self.first_text = first.texts[0]
+        self.mean_length, self.typical_length = first.mean_length, first.typical_length
+        self.num_sequences, self.first_text = first.num_sequences, first.texts[0]
         self._next: Future[_Block] | None = None
-
-    @property
-    def mean_length(self) -> float:
-        """The mean tokens of a sequence of the first block."""
-        return self._mean
-
-    @property
-    def typical_length(self) -> float:
-        """The mean tokens of the first block's sequences in which tokens are."""
-        return self._typical
 
     def length(self, index: int) -> int:
         """Returns the tokens of a sequence."""
@@ -196,67 +186,35 @@ class StreamedSequences(TrainingSequences):
         for _ in range(_MOST_EMPTY):
             state = self._stream.state()
             text = self._tokenise(*self._stream.next_block())
-            if sequences := self._sequences_of(text, number):
+            if (text.lengths > 1).any():
+                seed = int(np.random.default_rng([self.seed, number]).integers(2**31))
+                sequences = sequences_of([text], self.packing, self.seq_len, seed, pads=True)
                 return _Block(number, first, sequences, state)
         raise SlipstreamError(f"{_MOST_EMPTY} blocks of rows hold nothing to train on; see what was said of them")
-
-    def _sequences_of(self, text: TokenisedText, number: int) -> TrainingSequences | None:
-        if not (text.lengths > 1).any():
-            return None
-        seed = int(np.random.default_rng([self._seed, number]).integers(2**31))
-        if self.packing == "none":
-            return WholeDocuments(text, self.seq_len, seed)
-        if text.labels is not None:
-            return PackedSamples(text, self.seq_len, seed)
-        return PackedSequences(text, self.seq_len, seed, pads=True)
 
 
 _ROUND = 256  # sequences
 
 
-class MixedStreams(TrainingSequences):
+class MixedStreams(Mixture):
     """Sequences of several streams, interleaved by weight.
 
         streams   aaaa..., bbbb..., weights 1 and 2
         round 0   b a b b a b      a third of a; each stream goes on where it was, in epochs of its own
         round 1   a b b b a b
 
-    `seed` draws the order in each round of 256 sequences, in which the shares are those of the weights but for
-    rounding, which the next rounds make up for. Which stream a sequence is from depends only on its number, so that a
-    resumed run needs no more than the place of each stream.
+    A round has 256 sequences, in which the shares are those of the weights but for rounding, which the next rounds make
+    up for. Which stream a sequence is from depends only on its number, so that a resumed run needs no more than the
+    place of each stream.
     """
+
+    weights: Sequence[float]
 
     def __init__(self, parts: Sequence[StreamedSequences], weights: Sequence[float], seed: int) -> None:
         """Takes streams of one packing and one `seq_len`."""
-        self.parts, self.weights, self.seed, self.texts = parts, weights, seed, []
-        self.packing, self.seq_len = parts[0].packing, parts[0].seq_len
-        self.num_sequences = sum(part.num_sequences for part in parts)
+        super().__init__(parts, weights, seed, _ROUND)
+        self.parts, self.weights, self.texts = parts, weights, []
         self.origin = {"sources": [part.origin for part in parts], "weights": [*weights]}
-        self._round = -1
-        self._order = self._places = self._begins = np.zeros(0, dtype=np.int64)
-
-    @property
-    def mean_length(self) -> float:
-        """The mean tokens of a sequence, by the first block of each stream."""
-        assert self.weights is not None
-        return float(np.average([part.mean_length for part in self.parts], weights=self.weights))
-
-    @property
-    def typical_length(self) -> float:
-        """The mean tokens of the sequences in which tokens are, by the first block of each stream."""
-        assert self.weights is not None
-        tokens = [weight * part.mean_length for weight, part in zip(self.weights, self.parts, strict=True)]
-        return float(np.average([part.typical_length for part in self.parts], weights=tokens))
-
-    def length(self, index: int) -> int:
-        """Returns the tokens of a sequence."""
-        stream, place = self._find(index)
-        return self.parts[stream].length(place)
-
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
-        stream, place = self._find(index)
-        return self.parts[stream].row(place)
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns one replica's part of a batch. What is before it can't be asked for any more."""
@@ -277,34 +235,14 @@ class MixedStreams(TrainingSequences):
         for part, each in zip(self.parts, state["streams"], strict=True):
             part.go_to(each)
 
-    def _find(self, index: int) -> tuple[int, int]:
-        """Returns the stream of a sequence, and the sequence's number there."""
-        position = self._enter(index)
-        return int(self._order[position]), int(self._places[position])
-
     def _next_places(self, index: int) -> list[int]:
         """Returns the number of each stream's next sequence, where those before `index` are done."""
         position = self._enter(index)
         done: list[int] = (self._begins + np.bincount(self._order[:position], minlength=len(self.parts))).tolist()
         return done
 
-    def _enter(self, index: int) -> int:
-        """Draws the order of the streams in the round of a sequence, if it isn't there; returns the place in it."""
-        number, position = divmod(index, _ROUND)
-        if number != self._round:
-            self._begins, ends = self._counts(number), self._counts(number + 1)
-            order = np.repeat(np.arange(len(self.parts)), ends - self._begins)
-            self._round, self._order = number, np.random.default_rng([self.seed or 0, number]).permutation(order)
-            self._places = np.zeros_like(self._order)
-            for stream in range(len(self.parts)):
-                self._places[self._order == stream] = np.arange(self._begins[stream], ends[stream])
-        return position
-
     def _counts(self, rounds: int) -> Array:
-        """Returns how many sequences of the first rounds are from each stream."""
-        assert self.weights is not None
-        ends = np.rint(np.cumsum(self.weights) / np.sum(self.weights) * rounds * _ROUND).astype(np.int64)
-        return np.diff(ends, prepend=0)
+        return rounded_counts(self.weights, rounds * _ROUND)
 
 
 def load_sequences(config: Config, inputs: Path, say: Callable[[str], None]) -> TrainingSequences:

@@ -22,7 +22,6 @@ from slipstream.train.data.samples import (
     show_example,
 )
 from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
-from slipstream.train.preferences import PairReader, PairSource, read_pairs
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,11 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     return PreparedText(tokenizer, texts, validation, sequences)
 
 
-def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource | PairSource:
-    kind = OpenSource if config.preference is None else PairSource
-    return kind.of(source, progress.warn)
+def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource:
+    return OpenSource.of(source, progress.warn, are_pairs=config.preference is not None)
 
 
-def _open_validation(config: Config, progress: Progress) -> list[OpenSource | PairSource]:
+def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
     """Returns what `data.validation` names, if anything; errors say that it is meant."""
     source = config.data.validation_source
     if source is None:
@@ -114,8 +112,8 @@ def check_turns(config: Config) -> list[str] | None:
     """
     sources = [(source, RowStream(source, LOOKED_AT)) for source in config.data.all_sources if source.has_rows]
     pairs = config.preference is not None
-    forms = ["prompt-completion" if pairs else find_form(source, stream.columns) for source, stream in sources]
-    if {*forms}.isdisjoint(WITH_ANSWERS):
+    forms = ["pairs" if pairs else find_form(source, stream.columns) for source, stream in sources]
+    if not pairs and {*forms}.isdisjoint(WITH_ANSWERS):
         return None
     name, seq_len = config.data.tokenizer or config.model.path, config.training.seq_len
     if name is None or config.data.vocab_size is not None:
@@ -124,20 +122,14 @@ def check_turns(config: Config) -> list[str] | None:
     template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
     texts = []
     for (source, stream), form in zip(sources, forms, strict=True):
-        if form in WITH_ANSWERS:
-            reader = SampleReader(source, form, "completion" if pairs else find_loss(source, form), tokenizer, template)
-            where, rows = stream.next_block()
-            texts.append(
-                read_pairs(rows, PairReader(reader, seq_len), where, lambda _line: None)
-                if pairs
-                else read_samples(rows, reader, where, seq_len)[0]
-            )
+        if form in (*WITH_ANSWERS, "pairs"):
+            loss = "completion" if pairs else find_loss(source, form)
+            name, rows = stream.next_block()
+            texts.append(read_samples(rows, SampleReader(source, form, loss, tokenizer, template), name, seq_len)[0])
     return find_turn_problems(texts, tokenizer, seq_len)
 
 
-def make_tokenizer(
-    config: Config, model_config: Any, sources: Sequence[OpenSource | PairSource], progress: Progress
-) -> Any:
+def make_tokenizer(config: Config, model_config: Any, sources: Sequence[OpenSource], progress: Progress) -> Any:
     """Returns the tokenizer that the configuration names, or one that is trained on the text, whose special tokens
     `model_config` gets."""
     name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
