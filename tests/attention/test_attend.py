@@ -12,10 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend, kernels, slice_attention
+from slipstream.attention import (
+    AttentionSite,
+    ContextStore,
+    KeyRanges,
+    attend,
+    flash_cpu,
+    fused_cuda,
+    masked_math,
+    slice_attention,
+)
 from slipstream.attention import masks as key_ranges
-from slipstream.attention.backend import QueryState
-from slipstream.attention.kernels import FusedCUDA, KeyGradients, MaskedMath
+from slipstream.attention.backend import AttentionBackend, QueryState, TileGradients
+from slipstream.attention.fused_cuda import PartlyFusedCUDA
+from slipstream.attention.kernels import KeyGradients
+from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
@@ -31,17 +42,14 @@ def small_tiles() -> Iterator[None]:
         patch.setattr(key_ranges, "SHORTEST_RUN", 3)
         patch.setattr(key_ranges, "MASKED_ROWS", 6)
         patch.setattr(key_ranges, "SQUARE", 5)
-        patch.setattr(kernels, "KEYS_AT_ONCE", 7)
-        patch.setattr(kernels, "ROWS_AT_ONCE", 7)
-        patch.setattr(kernels, "SCORES_AT_ONCE", 100)
+        patch.setattr(flash_cpu, "KEYS_AT_ONCE", 7)
+        patch.setattr(flash_cpu, "ROWS_AT_ONCE", 7)
+        patch.setattr(masked_math, "SCORES_AT_ONCE", 100)
         yield
 
 
 def only_masked_math(patch: pytest.MonkeyPatch) -> None:
-    def backend(_query: Tensor, _value: Tensor, site: AttentionSite) -> MaskedMath:
-        return MaskedMath(site)
-
-    patch.setattr(slice_attention, "_backend", backend)
+    patch.setattr(slice_attention, "BACKENDS", (MaskedMath,))
 
 
 def causal(length: int) -> Tensor:
@@ -132,13 +140,53 @@ class PlainKernel:
 def test_a_fused_kernel_takes_slices_whole(mask: str, num_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a slice with a regular mask in one call forward and one backward, others tile by tile."""
     whole = PlainKernel()
-    monkeypatch.setattr(slice_attention, "_backend", lambda _query, _value, site: FusedCUDA(site))
-    monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: whole)
-    monkeypatch.setattr(kernels, "_FLASH", PlainKernel())  # of tiles
+    monkeypatch.setattr(PartlyFusedCUDA, "takes", lambda *_: True)
+    monkeypatch.setattr(slice_attention, "BACKENDS", (PartlyFusedCUDA,))
+    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: whole)
+    monkeypatch.setattr(fused_cuda, "_FLASH", PlainKernel())  # of tiles
     first_key = {"causal": causal(48), "window": window(48, 10), "documents": documents(48, [20, 30])}[mask]
     case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
     assert distance(case.sliced(), case.reference()) < 1e-12
     assert whole.num_calls == num_whole
+
+
+class PlainBackend(AttentionBackend):
+    """A backend of one class, by the formulas above."""
+
+    width_multiple = None
+
+    def __init__(self, site: AttentionSite) -> None:
+        self.site = site
+
+    @classmethod
+    def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
+        return site.ranges.regular is not None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        mask = self.site.ranges.regular
+        assert mask is not None
+        return PlainKernel().forward(query, key, value, mask, self.site.scale)
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        mask = self.site.ranges.regular
+        assert mask is not None
+        grad_query, (part,) = PlainKernel().backward(queries, key, value, mask, self.site.scale)
+        grads.key.add_(part.key)
+        grads.value.add_(part.value)
+        return (grad_query,)
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_a_further_backend_takes_what_it_says(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one class, and one place in the list of preferences."""
+    monkeypatch.setattr(slice_attention, "BACKENDS", (PlainBackend, *slice_attention.BACKENDS))
+    first_key = {"causal": causal(48), "documents": documents(48, [20, 30])}[mask]
+    case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
+    site = AttentionSite(ContextStore(48), 0, KeyRanges(first_key, 0), scale=0.3)
+    assert PlainBackend.takes(case.query, case.value, site) is (mask == "causal")
+    assert distance(case.sliced(), case.reference()) < 1e-12
 
 
 LENGTH = 700  # with cuts that need several squares and a long past
@@ -305,7 +353,7 @@ def test_no_prefix_is_copied(first_key: Tensor, key_heads: int) -> None:
         store.context(0, keys[2])  # allocates the gradient buffers, once for the microbatch
     with LargestStorage([*context.buffers, first_key]) as backward:
         output.backward(grad)
-    assert backward.bytes <= 2 * one_slice + kernels.ROWS_AT_ONCE * 16 * 4
+    assert backward.bytes <= 2 * one_slice + flash_cpu.ROWS_AT_ONCE * 16 * 4
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import AttentionSite, ContextStore, KeyRanges, kernel_choice, slice_attention
+from slipstream.attention import AttentionSite, ContextStore, KeyRanges, fused_cuda, kernel_choice, slice_attention
 from slipstream.attention.flex import FlexCUDA
+from slipstream.attention.fused_cuda import FusedCUDA
 from support.attention import distance, make_case
 
 pytestmark = [
@@ -35,8 +36,8 @@ MASKS = {
 def test_flash(first_key: Tensor, widths: tuple[int, int], dtype: torch.dtype) -> None:
     case = make_case((2, 4, 2, LENGTH, *widths), first_key, [0, 1, 20, 350, LENGTH], dtype, "cuda", sinks=True)
     site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3)
-    backend = slice_attention._backend(case.query, case.value, site)
-    assert type(backend).__name__ == ("FlexCUDA" if first_key is MASKS["irregular"] else "FusedCUDA")
+    backend = next(kind for kind in slice_attention.BACKENDS if kind.takes(case.query, case.value, site))
+    assert backend is (FlexCUDA if first_key is MASKS["irregular"] else FusedCUDA)
     assert distance(case.sliced(), case.reference()) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
@@ -45,7 +46,7 @@ def test_soft_caps_take_a_compiled_kernel(first_key: Tensor) -> None:
     shape, cuts = (2, 4, 2, LENGTH, 64, 64), [0, 20, 350, LENGTH]
     case = make_case(shape, first_key, cuts, torch.bfloat16, "cuda", sinks=True, softcap=5.0)
     site = AttentionSite(ContextStore(LENGTH), "layer", KeyRanges(first_key, 0), scale=0.3, softcap=5.0)
-    assert isinstance(slice_attention._backend(case.query, case.value, site), FlexCUDA)
+    assert next(kind for kind in slice_attention.BACKENDS if kind.takes(case.query, case.value, site)) is FlexCUDA
     assert distance(case.sliced(), case.reference()) < 2e-2
 
 
@@ -56,7 +57,7 @@ def test_each_fused_kernel(kernel: str, width: int, monkeypatch: pytest.MonkeyPa
     case = make_case(
         (2, 4, 2, 704, width, width), torch.zeros(1, 704, dtype=torch.int64), [0, 64, 320, 704], torch.bfloat16, "cuda"
     )
-    monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: kernel_choice.KERNELS[kernel])
+    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: kernel_choice.KERNELS[kernel])
     assert distance(case.sliced(), case.reference()) < 2e-2
 
 

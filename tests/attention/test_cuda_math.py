@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import kernel_choice, kernels, slice_attention, store
+from slipstream.attention import fused_cuda, kernel_choice, kernels, slice_attention, store
+from slipstream.attention.fused_cuda import FusedCUDA
 from slipstream.attention.kernels import KeyGradients, add_gradients
 from support.attention import distance, make_case
 
@@ -33,7 +34,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Tenso
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, seen: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients by the formulas of `attention_backend`."""
+    """Returns the gradients by the formulas of `slipstream.attention.backend`."""
     group = query.shape[1] // key.shape[1]
     probs = (scores(query, key, scale, seen) - lse[..., None]).exp()
     of_scores = probs * (grad @ value.repeat_interleave(group, 1).mT - (grad * out).sum(-1, keepdim=True))
@@ -85,8 +86,9 @@ def test_slices_equal_the_whole(
     name: str, first_key: Tensor, batch: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_aten", InFloat64())
-    monkeypatch.setattr(slice_attention, "_backend", lambda query, value, site: kernels.FusedCUDA(site))
-    monkeypatch.setattr(slice_attention, "choose_kernel", lambda *_: kernel_choice.KERNELS[name])
+    monkeypatch.setattr(FusedCUDA, "takes", lambda *_: True)
+    monkeypatch.setattr(slice_attention, "BACKENDS", (FusedCUDA,))
+    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: kernel_choice.KERNELS[name])
     monkeypatch.setattr(store, "_buffer", buffer_of_a_gpu)
     case = make_case((batch, 4, 2, LENGTH, 16, 16), first_key, [0, 1, 12, 29, LENGTH], dtype, sinks=True)
     assert distance(case.sliced(), case.reference()) < bound

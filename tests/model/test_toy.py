@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
-from torch.utils._device import _device_constructors
 
 from slipstream.model.toy import full_precision
 
@@ -27,8 +28,11 @@ def test_float64_stays_float64() -> None:
 
 
 def test_full_precision_leaves_devices_alone() -> None:
-    _device_constructors.cache_clear()  # as in a process that hasn't made a tensor on another device yet
     with full_precision(), torch.device("meta"):
         assert torch.full((2,), 1.0).is_meta
-    with torch.device("meta"):
-        assert torch.full((2,), 1.0).is_meta
+
+
+def test_full_precision_leaves_other_threads_alone() -> None:
+    wide = torch.rand(2, 3, dtype=torch.float64)
+    with full_precision(), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(wide.float).result().dtype == torch.float32

@@ -1,27 +1,23 @@
-"""The inputs and buffers of a backend: `FlashCPU`, `FusedCUDA` or `MaskedMath`, which compute attention tile by tile.
+"""What computes attention: the protocol of a backend, its inputs and buffers, and the walk over a slice's tiles.
 
-`FusedCUDA` computes a slice with a regular mask as a whole, and `FlexCUDA` every slice.
-
-Each computes the attention of one tile: its T queries and its S keys, [tile.first, tile.end). With
-P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the gradients of any rectangle of the
-scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):
+A backend computes the attention of a whole slice, or of one tile at a time: its T queries and its S keys,
+[tile.first, tile.end). With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the
+gradients of any rectangle of the scores don't depend on the others (Dao 2022, FlashAttention, appendix B.2):
 
     dV = P^T dO,   dS = P * (dO V^T - rowsum(dO * O)),   dQ = scale * dS K,   dK = scale * dS^T Q
-
-`forward` fills out (B,H,T,Dv) and lse (B,H,T), in float32 or wider; `backward` adds the tile's share to the gradients.
-`width_multiple` is of what number the head dim of queries, keys and values must be a multiple, all padded to the same
-with zeros; None where each keeps its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator
+from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from slipstream.attention.masks import KeyRanges
-from slipstream.attention.store import ContextStore
+from slipstream.attention.masks import KeyRanges, ScoreTile
+from slipstream.attention.store import AttentionResult, ContextStore
 from slipstream.keyed_draws import EAGER, NO_PLACE, Draws, PlaceSeed
 
 
@@ -36,6 +32,12 @@ class AttentionSite(NamedTuple):
     dropout: float = 0.0  # the probability of dropping an attention weight, drawn from `seed`
     seed: PlaceSeed = NO_PLACE  # of its tiles
     draws: Draws = EAGER  # also of the backward
+    selected: Tensor | None = None  # (B,T,k) the keys that each query sees of those in its range; None: all
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are products alone, of all keys in a query's range."""
+        return self.softcap is None and not self.dropout and self.selected is None
 
 
 class QueryState(NamedTuple):
@@ -61,3 +63,78 @@ class TileGradients(NamedTuple):
     query: Tensor  # (B,H,T,D)
     key: Tensor  # (B,Hkv,S,D)
     value: Tensor  # (B,Hkv,S,Dv)
+
+
+class AttentionBackend(Protocol):
+    """Computes the attention of a slice; keys and values are those from the first that any query sees."""
+
+    site: AttentionSite
+    width_multiple: ClassVar[int | None]
+    """Of what number the head dim of queries, keys and values must be a multiple, all padded to the same with zeros;
+    None where each keeps its own."""
+
+    def __init__(self, site: AttentionSite) -> None: ...
+
+    @classmethod
+    def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
+        """Returns whether it computes the attention of such tensors; the first that does is used."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+        """Returns output (B,H,T,Dv) and log-sum-exp (B,H,T)."""
+        ...
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        """Adds to the gradients of keys and values; returns the query's, and those of the slice's own keys and values
+        where they are added up beside `grads`."""
+        ...
+
+
+class TiledBackend(AttentionBackend, Protocol):
+    """Computes a slice tile by tile."""
+
+    def __init__(self, site: AttentionSite) -> None:
+        self.site = site
+
+    @abstractmethod
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
+        """Fills out (B,H,T,Dv) and lse (B,H,T), in float32 or wider, with a tile's attention."""
+
+    @abstractmethod
+    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
+        """Adds the tile's share to the gradients."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+        """See `AttentionBackend`."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = _empty(query, value.shape[-1], wide)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)
+        for tile, own, seen in self._tiles():
+            self.forward(query[own], key[seen], value[seen], output[own], logsumexp[own], tile)
+        return output, logsumexp
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        """See `AttentionBackend`."""
+        total = _empty(queries.query, queries.query.shape[-1], grads.key.dtype).zero_()
+        for tile, own, seen in self._tiles():
+            gradients = TileGradients(total[own], grads.key[seen], grads.value[seen])
+            self.backward(QueryState(*(each[own] for each in queries)), key[seen], value[seen], gradients, tile)
+        return (total.to(queries.query.dtype),)
+
+    def _tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
+        """Yields each tile with the indices of its queries and of its keys in what the slice sees."""
+        ranges = self.site.ranges
+        for tile in ranges.tiles:
+            queries = slice(tile.start - ranges.start, tile.end - ranges.start)
+            keys = slice(tile.first - ranges.first, tile.end - ranges.first)
+            yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
+
+
+def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns an empty (B,H,T,width) tensor stored as (B,T,H,width), the order in which models use it."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)

@@ -7,7 +7,6 @@ the blocks of 128 x 128 scores that nobody sees.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from slipstream.attention.backend import AttentionSite, QueryState, TileGradients
+from slipstream.attention.backend import AttentionBackend, AttentionSite, QueryState, TileGradients
+from slipstream.attention.fused_cuda import fits_kernels
 from slipstream.attention.masks import KeyRanges
-from slipstream.attention.store import ContextStore
+from slipstream.attention.store import AttentionResult, ContextStore
 
 _log = logging.getLogger(__name__)
 _BLOCK = 128
@@ -40,20 +40,28 @@ def flex_works(device: torch.device, softcap: float | None) -> bool:
     return error <= _MOST_ERROR
 
 
-@dataclass(frozen=True)
-class FlexCUDA:
+class FlexCUDA(AttentionBackend):
     """Computes a whole slice, in the dtype of the query."""
 
-    site: AttentionSite
-    width_multiple: ClassVar[int] = 16
+    width_multiple: ClassVar[int | None] = 16
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns output and log-sum-exp; keys and values are those from the first that any query sees."""
+    def __init__(self, site: AttentionSite) -> None:
+        self.site = site
+
+    @classmethod
+    def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
+        """See `AttentionBackend`."""
+        return fits_kernels(query, value, site) and flex_works(query.device, site.softcap)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
+        """See `AttentionBackend`."""
         with torch.no_grad():
             return self._run(query.detach(), key.detach(), value.detach())
 
     @torch.enable_grad()
-    def differentiate(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients) -> tuple[Tensor]:
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
         """Adds to the gradients of keys and values; returns the query's.
 
         The forward runs again. Its own softmax P' has another log-sum-exp than the slice's, which may have a sink; with

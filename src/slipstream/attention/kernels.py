@@ -1,6 +1,4 @@
-r"""Attention kernels: those of GPUs, FlashAttention's packages, PyTorch's for CPUs, and plain formulas.
-
-The fused attention kernels of a GPU, on a slice with a regular mask: FlashAttention in one call, cuDNN's in two.
+r"""The fused attention kernels of a GPU, on a slice with a regular mask: FlashAttention in one call, cuDNN's in two.
 
 Both return the log-sum-exp, so that parts can be merged, and take that of the merged parts in backward. FlashAttention
 aligns causal masks and windows lower-right, as a slice needs them. cuDNN's kernel, as PyTorch offers it, aligns them
@@ -18,18 +16,18 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TileGradients
-from slipstream.attention.masks import RegularMask, ScoreRectangle, ScoreTile
+from slipstream.attention.backend import QueryState
+from slipstream.attention.masks import RegularMask
 
+_log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 
 
@@ -192,40 +190,6 @@ def merged(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
     return output, torch.logaddexp(logsumexp, other_logsumexp)
 
 
-_FLASH = FlashKernel()
-
-
-@dataclass(frozen=True)
-class FusedCUDA:
-    """Computes a tile by a fused kernel of a GPU; by the masked math where its mask is neither causal nor a window."""
-
-    site: AttentionSite
-    width_multiple: ClassVar[int] = 16  # as of `FlexCUDA`, which other slices of a sequence may need
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        if tile.irregular:
-            MaskedMath(self.site).forward(query, key, value, out, lse, tile)
-            return
-        found_out, found_lse = _FLASH.forward(query, key, value, tile.regular, self.site.scale)
-        out.copy_(found_out)
-        lse.copy_(found_lse)
-
-    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        if tile.irregular:
-            MaskedMath(self.site).backward(queries, key, value, grads, tile)
-            return
-        grad_query, parts = _FLASH.backward(queries, key, value, tile.regular, self.site.scale)
-        grads.query.add_(grad_query)
-        for part in parts:
-            grads.key.add_(part.key)
-            grads.value.add_(part.value)
-
-
-_log = logging.getLogger(__name__)
-
-
 class Flash3Kernel:
     """FlashAttention-3 for Hopper, by the operators that the package flash_attn_interface registers."""
 
@@ -339,203 +303,3 @@ def _tokens_first(*tensors: Tensor) -> list[Tensor]:
 def _heads_first(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, list[KeyGradients]]:
     """Returns the gradients as a `FusedKernel` does."""
     return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]
-
-
-# A thread's work in backward fits in its cache (2 MB): K, V, dK, dV of 2 heads and 1024 keys, or of more heads where
-# there are fewer keys. This limits the temporary dK and dV, and at 4096 tokens in 8 slices it takes 0.96-0.99 of the
-# time of all heads together.
-KEYS_AT_ONCE = 1024
-ROWS_AT_ONCE = 2 * KEYS_AT_ONCE  # keys times heads, per thread
-
-
-def merge_(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
-    """Combines the attention over two disjoint sets of keys, in place of the first.
-
-    lse = log(e^lse1 + e^lse2),   O = e^(lse1 - lse) O1 + e^(lse2 - lse) O2
-    """
-    weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse)
-    output.lerp_(other.to(output.dtype), weight[..., None])
-    logsumexp.copy_(torch.logaddexp(logsumexp, other_logsumexp))
-
-
-@dataclass(frozen=True)
-class FlashCPU:
-    """Computes a tile rectangle by rectangle, as the CPU kernel handles causal squares, full rectangles and masks."""
-
-    site: AttentionSite
-    width_multiple: ClassVar[int] = 1
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        for part in tile.parts:
-            part_out, part_lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-                _fold(query[:, :, part.queries], key, part),
-                key[:, :, part.keys],
-                value[:, :, part.keys],
-                is_causal=part.causal,
-                attn_mask=_mask(query, tile, part),
-                scale=self.site.scale,
-            )
-            own_out, own_lse = out[:, :, part.queries], lse[:, :, part.queries]
-            part_out, part_lse = part_out.reshape(own_out.shape), part_lse.reshape(own_lse.shape)
-            if part.diagonal:
-                own_out.copy_(part_out)
-                own_lse.copy_(part_lse)
-            else:
-                merge_(own_out, own_lse, part_out, part_lse)
-
-    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        for part in tile.parts:
-            mask = _mask(queries.query, tile, part)
-            for keys in _pieces(part):
-                total = TileGradients(grads.query[:, :, part.queries], grads.key[:, :, keys], grads.value[:, :, keys])
-                self._backward(queries.rows(part.queries), key[:, :, keys], value[:, :, keys], total, part, mask)
-
-    def _backward(
-        self,
-        queries: QueryState,
-        key: Tensor,
-        value: Tensor,
-        total: TileGradients,
-        part: ScoreRectangle,
-        mask: Tensor | None,
-    ) -> None:
-        """Adds the gradients of some queries and keys; with the merged output and log-sum-exp the parts are
-        independent."""
-        num_rows, num_heads, num_keys, _ = key.shape
-        group = queries.query.shape[1] // num_heads
-        at_once = max(1, ROWS_AT_ONCE * torch.get_num_threads() // (num_keys * num_rows))
-        for head in range(0, num_heads, at_once):
-            heads, key_heads = slice(head * group, (head + at_once) * group), slice(head, head + at_once)
-            query, out, lse, grad_out = (_fold(each, key[:, key_heads], part) for each in queries.heads(heads))
-            dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_out,
-                query,
-                key[:, key_heads],
-                value[:, key_heads],
-                out,
-                lse,
-                dropout_p=0.0,
-                is_causal=part.causal,
-                attn_mask=mask,
-                scale=self.site.scale,
-            )
-            grad_query = total.query[:, heads]
-            grad_query.add_(dq.reshape(grad_query.shape))
-            total.key[:, key_heads].add_(dk)
-            total.value[:, key_heads].add_(dv)
-
-
-def _fold(each: Tensor, key: Tensor, part: ScoreRectangle) -> Tensor:
-    """Turns (B,H,T,...) into (B,Hkv,G*T,...) where all keys are seen: a key head's queries become one matrix."""
-    if part.diagonal or part.masked or each.shape[1] == key.shape[1]:
-        return each
-    return each.reshape(each.shape[0], key.shape[1], -1, *each.shape[3:])
-
-
-def _pieces(part: ScoreRectangle) -> list[slice]:
-    """Returns the rectangle's keys, divided where that would not divide a mask."""
-    if part.diagonal or part.masked:
-        return [part.keys]
-    starts = range(part.keys.start, part.keys.stop, KEYS_AT_ONCE)
-    return [slice(start, min(start + KEYS_AT_ONCE, part.keys.stop)) for start in starts]
-
-
-def _mask(query: Tensor, tile: ScoreTile, part: ScoreRectangle) -> Tensor | None:
-    """Returns what the kernel adds to a masked rectangle's scores: 0 where a key is seen."""
-    if not part.masked:
-        return None
-    seen = tile.mask(part, query.device)
-    return query.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-
-
-SCORES_AT_ONCE = 1 << 24  # limits memory: a long tile is computed some queries at a time
-
-
-@dataclass(frozen=True)
-class MaskedMath:
-    """Scores s = scale * q.k, or softcap * tanh(scale * q.k / softcap); P = exp(s - lse); O = (keep * P) V.
-
-    `keep` is attention dropout's 0 or 1/(1-p), drawn from the seed and the tile's index, and drawn again in backward.
-    In backward dS = P * (keep * dO V^T - rowsum(dO * O)), times 1 - (s / softcap)^2 for tanh.
-    """
-
-    site: AttentionSite
-    selected: Tensor | None = None  # (B,T,k) the keys that each query sees of those in its range; None: all
-    width_multiple: ClassVar[int | None] = None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        query, key, value = (each.to(out.dtype) for each in (query, key, value))
-        generator = self._generator(query.device, tile)
-        for block, seen in self._blocks(query, key, tile):
-            scores = self._scores(query[:, :, block], key, seen)  # (B,H,t,S)
-            lse[:, :, block] = scores.logsumexp(-1)  # (B,H,t)
-            probs = scores.sub_(lse[:, :, block, None]).exp_()
-            out[:, :, block] = _times(self._dropped(probs, generator), value)
-
-    def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
-        """See `attention_backend`."""
-        wide = grads.query.dtype
-        key, value = key.to(wide), value.to(wide)
-        generator = self._generator(key.device, tile)
-        for block, seen in self._blocks(queries.query, key, tile):
-            query, out, lse, grad_out = (each.to(wide) for each in queries.rows(block))
-            scores = self._scores(query, key, seen)  # (B,H,t,S)
-            probs = (scores - lse[..., None]).exp_()
-            keep = self._dropped(torch.ones_like(probs), generator)
-            grads.value.add_(_transposed_times(probs * keep, grad_out, value))
-            grad_scores = _times(grad_out, value.mT).mul_(keep)
-            grad_scores.sub_((grad_out * out).sum(-1, keepdim=True)).mul_(probs).mul_(self.site.scale)
-            if self.site.softcap is not None:
-                grad_scores.mul_(1 - (scores.masked_fill_(~seen, 0) / self.site.softcap) ** 2)
-            grads.query[:, :, block] += _times(grad_scores, key)
-            grads.key.add_(_transposed_times(grad_scores, query, key))
-
-    def _scores(self, query: Tensor, key: Tensor, seen: Tensor) -> Tensor:
-        scores = _times(query, key.mT).mul_(self.site.scale)
-        if self.site.softcap is not None:
-            scores.div_(self.site.softcap).tanh_().mul_(self.site.softcap)
-        return scores.masked_fill_(~seen, -torch.inf)
-
-    def _blocks(self, query: Tensor, key: Tensor, tile: ScoreTile) -> Iterator[tuple[slice, Tensor]]:
-        """Yields some queries at a time, with a mask (t,S) or (B,1,t,S) of the keys they see."""
-        batch, heads, length, _ = query.shape
-        rows = max(1, SCORES_AT_ONCE // (batch * heads * key.shape[2]))
-        for start in range(0, length, rows):
-            block = slice(start, min(start + rows, length))
-            seen = tile.mask(ScoreRectangle(block, slice(0, key.shape[2])), query.device)
-            yield block, seen if self.selected is None else seen & self._is_selected(self.selected, tile, block)
-
-    def _is_selected(self, selected: Tensor, tile: ScoreTile, block: slice) -> Tensor:
-        """Returns which of the tile's keys were selected for some of its queries, (B,1,t,S)."""
-        first = tile.start - self.site.ranges.start
-        keys = selected[tile.rows, first + block.start : first + block.stop].long()  # (B,t,k)
-        length = max(tile.end, self.site.store.length)
-        found = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
-        return found[:, None, :, tile.first : tile.end]
-
-    def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator | None:
-        if self.site.dropout == 0.0:
-            return None
-        return self.site.draws.generator(device, self.site.seed.part(tile.index))
-
-    def _dropped(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-        if self.site.dropout == 0.0:
-            return probs
-        draw = torch.rand(probs.shape, generator=generator, device=probs.device, dtype=probs.dtype)
-        return probs.mul_((draw >= self.site.dropout) / (1 - self.site.dropout))
-
-
-def _times(left: Tensor, right: Tensor) -> Tensor:
-    """Multiplies (B,H,t,n) x (B,Hkv,n,m) -> (B,H,t,m): a group of heads shares one key head."""
-    batch, heads, rows, width = left.shape
-    folded = left.reshape(batch, right.shape[1], -1, width)  # (B,Hkv,G*t,n)
-    return (folded @ right).view(batch, heads, rows, -1)
-
-
-def _transposed_times(left: Tensor, right: Tensor, key: Tensor) -> Tensor:
-    """Multiplies (B,H,t,n), (B,H,t,m) -> (B,Hkv,n,m): summed over the queries, and over the heads of a group."""
-    left, right = (each.reshape(each.shape[0], key.shape[1], -1, each.shape[3]) for each in (left, right))
-    return left.mT @ right

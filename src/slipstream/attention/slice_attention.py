@@ -7,40 +7,27 @@ Nothing is known of what such code does with them, so it gets copies, which it m
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from math import ceil
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.attention.backend import AttentionSite, QueryState, TileGradients
-from slipstream.attention.flex import FlexCUDA, flex_works
-from slipstream.attention.kernel_choice import choose_kernel
-from slipstream.attention.kernels import FlashCPU, FusedCUDA, MaskedMath, add_gradients
-from slipstream.attention.masks import KeyRanges, RegularMask, ScoreTile
+from slipstream.attention.backend import AttentionBackend, AttentionSite, QueryState, TileGradients
+from slipstream.attention.flash_cpu import FlashCPU
+from slipstream.attention.flex import FlexCUDA
+from slipstream.attention.fused_cuda import FusedCUDA, PartlyFusedCUDA
+from slipstream.attention.masked_math import MaskedMath
+from slipstream.attention.masks import KeyRanges
 from slipstream.attention.store import AttentionResult, ContextStore
 from slipstream.autograd_calls import differentiable_once, direct_apply
 from slipstream.errors import SlipstreamError
 
-AttentionBackend = FlashCPU | FusedCUDA | FlexCUDA | MaskedMath
-
-
-class SliceComputation(Protocol):
-    """Attention of a whole slice; keys and values are those from the first that any query sees."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
-        """Returns output and log-sum-exp."""
-        ...
-
-    def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
-    ) -> tuple[Tensor, ...]:
-        """Adds to the gradients of keys and values; returns the query's, and those of the slice's own keys and values
-        where they are added up beside `grads`."""
-        ...
+BACKENDS: tuple[type[AttentionBackend], ...] = (FlashCPU, FusedCUDA, FlexCUDA, PartlyFusedCUDA, MaskedMath)
+"""In order of preference: the first that takes an attention computes it."""
 
 
 def attend(
@@ -73,13 +60,14 @@ def attend(
     """
     query, key, value = _autocast(query, key, value)
     _check(query, key, value, sinks, site.ranges)
-    backend = _backend(query, value, site) if selected is None else MaskedMath(site)
+    asked = _selecting(site, selected)
+    backend = next(kind for kind in BACKENDS if kind.takes(query, value, asked))
     value_width = value.shape[-1]
     multiple = backend.width_multiple
     if multiple is not None and (value_width % multiple or value_width != query.shape[-1]):
         width = ceil(max(query.shape[-1], value_width) / multiple) * multiple
         query, key, value = (_padded(each, width) for each in (query, key, value))
-    output: Tensor = _slice_attention(query, key, value, sinks, selected, backend)
+    output: Tensor = _slice_attention(query, key, value, sinks, selected, site, backend)
     return output if output.shape[-1] == value_width else output[..., :value_width]
 
 
@@ -88,19 +76,9 @@ def _padded(each: Tensor, width: int) -> Tensor:
     return each if width == each.shape[-1] else F.pad(each, (0, width - each.shape[-1]))
 
 
-def _backend(query: Tensor, value: Tensor, site: AttentionSite) -> AttentionBackend:
-    if site.dropout:
-        return MaskedMath(site)
-    if query.device.type == "cpu":
-        return FlashCPU(site) if site.softcap is None else MaskedMath(site)
-    narrow = max(query.shape[-1], value.shape[-1]) <= 256  # what the kernels take
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or not narrow:
-        return MaskedMath(site)
-    if site.softcap is None and not site.ranges.irregular:
-        return FusedCUDA(site)
-    if flex_works(query.device, site.softcap):
-        return FlexCUDA(site)
-    return FusedCUDA(site) if site.softcap is None else MaskedMath(site)
+def _selecting(site: AttentionSite, selected: Tensor | None) -> AttentionSite:
+    """Returns the site with these keys, which the graph keeps as it keeps the query, and may drop as such."""
+    return site if selected is None else site._replace(selected=selected)
 
 
 class _SliceAttention(torch.autograd.Function):
@@ -118,32 +96,34 @@ class _SliceAttention(torch.autograd.Function):
         value: Tensor,
         sinks: Tensor | None,
         selected: Tensor | None,
-        backend: AttentionBackend,
+        site: AttentionSite,
+        backend: type[AttentionBackend],
     ) -> Tensor:
-        site = backend.site
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
-        computing = _selecting(backend, selected)
+        computing = backend(_selecting(site, selected))
         output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, computing))
         ctx.save_for_backward(query, output, logsumexp, sinks, selected)
-        ctx.backend = backend
+        ctx.site, ctx.backend = site, backend
         return output
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp, sinks, selected = ctx.saved_tensors
-        backend = _selecting(ctx.backend, selected)
-        site = backend.site
+        site: AttentionSite = ctx.site
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
         if not grad_output.transpose(1, 2).is_contiguous():  # as other tensors are; once, not for every rectangle
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
-        queries, buffers = QueryState(query, output, logsumexp, grad_output), (keys, values, grad_keys, grad_values)
+        queries = QueryState(query, output, logsumexp, grad_output)
+        keys, values, *totals = map(site.ranges.seen, (keys, values, grad_keys, grad_values))
         with _without_autocast(query):
-            grad_query, *own = _differentiate(queries, buffers, backend)
+            # none of the query's gradient yet, in whose place the query stands
+            buffers = TileGradients(query, *totals)
+            grad_query, *own = ctx.backend(_selecting(site, selected)).differentiate(queries, keys, values, buffers)
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
         own = own or [_copy(site.ranges.own(each), query.dtype) for each in (grad_keys, grad_values)]
         site.store.finish(site.call, site.ranges)
-        return grad_query, *own, grad_sinks, None, None
+        return grad_query, *own, grad_sinks, None, None, None
 
 
 _slice_attention = direct_apply(_SliceAttention)
@@ -155,90 +135,15 @@ def _without_autocast(query: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _selecting(backend: AttentionBackend, selected: Tensor | None) -> AttentionBackend:
-    """Returns the backend for these keys, which the graph keeps as it keeps the query, and may drop as such."""
-    return backend if selected is None else MaskedMath(backend.site, selected)
-
-
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
 ) -> AttentionResult:
     keys, values = (backend.site.ranges.seen(each) for each in (keys, values))
     with _without_autocast(query):
-        output, logsumexp = _computation(backend).attend(query, keys, values)
+        output, logsumexp = backend.attend(query, keys, values)
         if sinks is not None:
             output, logsumexp = _with_sinks(output, logsumexp, sinks)
     return output.to(query.dtype), logsumexp
-
-
-def _differentiate(queries: QueryState, buffers: tuple[Tensor, ...], backend: AttentionBackend) -> tuple[Tensor, ...]:
-    """Adds to the gradients of keys and values; returns what `SliceComputation.differentiate` does."""
-    keys, values, grad_keys, grad_values = (backend.site.ranges.seen(each) for each in buffers)
-    totals = TileGradients(queries.query, grad_keys, grad_values)  # none of the query's yet
-    return _computation(backend).differentiate(queries, keys, values, totals)
-
-
-def _computation(backend: AttentionBackend) -> SliceComputation:
-    """Returns how a backend computes a slice: as a whole where it can, else tile by tile."""
-    if isinstance(backend, FlexCUDA):
-        return backend
-    if isinstance(backend, FusedCUDA) and (mask := backend.site.ranges.regular) is not None:
-        return _RegularSlice(mask, backend.site.scale)
-    return _TiledSlice(backend)
-
-
-class _RegularSlice(NamedTuple):
-    """Computes a slice with a regular mask, by one kernel or two."""
-
-    mask: RegularMask
-    scale: float
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
-        return choose_kernel(query, key.shape[1], self.mask).forward(query, key, value, self.mask, self.scale)
-
-    def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
-    ) -> tuple[Tensor, ...]:
-        kernel = choose_kernel(queries.query, key.shape[1], self.mask)
-        grad_query, parts = kernel.backward(queries, key, value, self.mask, self.scale)
-        return grad_query, *add_gradients(parts, self.mask.past, grads.key, grads.value)
-
-
-class _TiledSlice(NamedTuple):
-    """Computes a slice tile by tile."""
-
-    backend: FlashCPU | FusedCUDA | MaskedMath
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionResult:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        output = _empty(query, value.shape[-1], wide)
-        logsumexp = query.new_empty(query.shape[:-1], dtype=wide)  # (B,H,T)
-        for tile, own, seen in self._tiles():
-            self.backend.forward(query[own], key[seen], value[seen], output[own], logsumexp[own], tile)
-        return output, logsumexp
-
-    def differentiate(
-        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
-    ) -> tuple[Tensor, ...]:
-        total = _empty(queries.query, queries.query.shape[-1], grads.key.dtype).zero_()
-        for tile, own, seen in self._tiles():
-            gradients = TileGradients(total[own], grads.key[seen], grads.value[seen])
-            self.backend.backward(QueryState(*(each[own] for each in queries)), key[seen], value[seen], gradients, tile)
-        return (total.to(queries.query.dtype),)
-
-    def _tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yields each tile with the indices of its queries and of its keys in what the slice sees."""
-        ranges = self.backend.site.ranges
-        for tile in ranges.tiles:
-            queries = slice(tile.start - ranges.start, tile.end - ranges.start)
-            keys = slice(tile.first - ranges.first, tile.end - ranges.first)
-            yield tile, (tile.rows, slice(None), queries), (tile.rows, slice(None), keys)
-
-
-def _empty(like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Returns an empty (B,H,T,width) tensor stored as (B,T,H,width), the order in which models use it."""
-    batch, heads, length, _ = like.shape
-    return like.new_empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _copy(each: Tensor, dtype: torch.dtype) -> Tensor:

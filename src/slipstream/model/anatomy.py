@@ -29,7 +29,6 @@ from slipstream.model.layer_range import LayerHalf, ModelEnd
 from slipstream.model.tensors import has_parameters
 from slipstream.model.toy import (
     WatchedToy,
-    attends_itself,
     full_precision,
     shapes_model,
     toy_failure,
@@ -144,23 +143,22 @@ def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnato
 
 
 def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
-    model, tokens = toy_model(config), toy_tokens(config)
-    toy = WatchedToy.of(model, tokens)
+    model = toy_model(config)
+    toy = WatchedToy(model, toy_tokens(config))
     _check_layers(config, toy)
     before, after = _ends(config, toy)
     aliases, tied = _shared_weights(config, toy, before, after)
-    itself = attends_itself(model, toy.every_layer, tokens, toy.attended)
-    if itself:
+    if attends_itself := toy.attends_itself():
         check_own_attention(config)
     anatomy = ModelAnatomy(
         toy.layers,
         before,
         after,
-        tuple_length=len(toy.output) if isinstance(toy.output, (tuple, list)) else 0,
+        tuple_length=len(output) if isinstance(output := toy.layer_calls[-1].output, (tuple, list)) else 0,
         tied=tied,
         aliases=aliases,
         skips_padding=_skips_padding(model),
-        attends_itself=itself,
+        attends_itself=attends_itself,
     )
     with full_precision():
         return _with_tensors(anatomy, config) if takes_more(model, toy.every_layer) else anatomy
@@ -168,16 +166,16 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
 
 def _check_layers(config: PretrainedConfig, toy: WatchedToy) -> None:
     """Raises SlipstreamError unless every layer ran once, on what layers before it give."""
-    num_layers, entered = len(toy.every_layer), toy.num_entered
+    num_layers, entered = len(toy.every_layer), len(toy.layer_calls)
     if entered < num_layers:
         raise _refusal(config, f"only {entered} of its {num_layers} layers run on text alone")
     if entered != num_layers:
         raise _refusal(
             config, f"its {num_layers} layers run in cycles, {entered} calls in one forward, so no stage ends after one"
         )
-    for name in toy.constants:
-        if toy.reaches_layers(name):
-            kind = type(toy.outside[name]).__name__
+    for name, module in toy.outside.items():
+        if toy.gives_layers_constants(name):
+            kind = type(module).__name__
             raise _refusal(config, f"its layers all take what {name} ({kind}) gives, which only the first stage has")
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
 from math import inf, isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from slipstream.model.anatomy import LayerPart, ModelAnatomy
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import keep_half, second_half
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states, with_hidden_states
+from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
 from slipstream.model.layer_range import LayerHalf
 from slipstream.model.tensors import has_parameters
 from slipstream.model.toy import (
@@ -61,7 +60,7 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
 def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> tuple[LayerPart, ...]:
     perturb_parameters(model)  # so that a missing part shows
     found: dict[tuple[str, str], LayerPart] = {}
-    for index, run in enumerate(_record_calls(model, anatomy, tokens)):
+    for index, run in enumerate(_record_layers(model, anatomy, tokens)):
         try:
             parts = _parts_of(run, {part.name for part in found.values() if part.begins_half})
             for part in parts:
@@ -92,46 +91,34 @@ class _NotTwoHalvesError(Exception):
     """Raised with the reason why a layer can't be cut in two."""
 
 
-@dataclass
-class _LayerCall:
-    """The call of a layer, and its children with parameters in the order in which they ran."""
+class _LayerRun(NamedTuple):
+    """The call of a layer, and those of its children with parameters in the order in which they ran."""
 
     layer: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    children: list[str] = field(default_factory=list)
-    tuple_lengths: dict[str, int] = field(default_factory=dict)
-    attending: str = ""  # the child that attends
+    call: ModuleCall
+    children: list[ModuleCall]
+    attending: str  # the child that attends; "" where none does
 
 
-def _record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> list[_LayerCall]:
-    runs = [_LayerCall(layer) for layer in anatomy.layers_of(model)]
-    with torch.no_grad(), recorded_attention() as attending, ExitStack() as hooks:
-        for run in runs:
-            hooks.enter_context(run.layer.register_forward_pre_hook(partial(_record_call, run), with_kwargs=True))
-            for name, child in run.layer.named_children():
-                if has_parameters(child):
-                    hooks.enter_context(child.register_forward_hook(partial(_record_child, run, name)))
+def _record_layers(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> list[_LayerRun]:
+    layers = anatomy.layers_of(model)
+    children = [{name: child for name, child in layer.named_children() if has_parameters(child)} for layer in layers]
+    with torch.no_grad(), recorded_attention() as attending, ExitStack() as stack:
+        calls = stack.enter_context(recorded_calls({str(index): layer for index, layer in enumerate(layers)}))
+        inner_calls = [stack.enter_context(recorded_calls(modules)) for modules in children]
         model(input_ids=tokens, use_cache=False)
-    for run in runs:
-        inside = {name: set(child.modules()) for name, child in run.layer.named_children()}
-        run.attending = next((name for name, modules in inside.items() if modules & set(attending)), "")
+    runs = []
+    for layer, call, inner in zip(layers, calls, inner_calls, strict=True):
+        attends = (name for name, child in layer.named_children() if not set(child.modules()).isdisjoint(attending))
+        runs.append(_LayerRun(layer, call, inner, next(attends, "")))
     return runs
 
 
-def _record_call(run: _LayerCall, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    run.args, run.kwargs = args, kwargs
-
-
-def _record_child(run: _LayerCall, name: str, _child: nn.Module, _args: Any, output: Any) -> None:
-    run.children.append(name)
-    run.tuple_lengths[name] = len(output) if isinstance(output, tuple) else 0
-
-
-def _parts_of(run: _LayerCall, beginnings: set[str]) -> list[LayerPart]:
+def _parts_of(run: _LayerRun, beginnings: set[str]) -> list[LayerPart]:
     """Tries every child after the attention as the beginning of the second half, those of earlier layers first."""
     _check_children(run)
-    candidates = run.children[run.children.index(run.attending) + 1 :]
+    names = [child.name for child in run.children]
+    candidates = names[names.index(run.attending) + 1 :]
     if not candidates:
         raise _NotTwoHalvesError(f"nothing that has parameters runs after its {run.attending}")
     smallest = inf
@@ -149,28 +136,30 @@ def _parts_of(run: _LayerCall, beginnings: set[str]) -> list[LayerPart]:
     )
 
 
-def _check_children(run: _LayerCall) -> None:
+def _check_children(run: _LayerRun) -> None:
     if not run.attending:
         raise _NotTwoHalvesError("none of its children attends through transformers' AttentionInterface")
     own = [*dict(run.layer.named_parameters(recurse=False)), *dict(run.layer.named_buffers(recurse=False))]
     if own:
         raise _NotTwoHalvesError(f"{own[0]} belongs to the layer itself, so to none of its halves")
     for name, child in run.layer.named_children():
-        if has_parameters(child) and run.children.count(name) != 1:
-            raise _NotTwoHalvesError(f"{name} runs {run.children.count(name)} times in one forward")
+        num_calls = sum(call.name == name for call in run.children)
+        if has_parameters(child) and num_calls != 1:
+            raise _NotTwoHalvesError(f"{name} runs {num_calls} times in one forward")
 
 
-def _cut_at(run: _LayerCall, beginning: str) -> list[LayerPart]:
-    middle = run.children.index(beginning)
+def _cut_at(run: _LayerRun, beginning: str) -> list[LayerPart]:
+    middle = next(index for index, child in enumerate(run.children) if child.name == beginning)
     parts = []
-    for index, name in enumerate(run.children):
-        kind = type(run.layer.get_submodule(name)).__name__
+    for index, child in enumerate(run.children):
+        kind = type(run.layer.get_submodule(child.name)).__name__
         half = LayerHalf.ATTENTION if index < middle else LayerHalf.FEED_FORWARD
-        parts.append(LayerPart(name, kind, half, run.tuple_lengths[name], begins_half=index in (0, middle)))
+        tuple_length = len(child.output) if isinstance(child.output, tuple) else 0
+        parts.append(LayerPart(child.name, kind, half, tuple_length, begins_half=index in (0, middle)))
     return parts
 
 
-def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
+def _difference(run: _LayerRun, parts: Sequence[LayerPart]) -> float:
     """Returns the largest relative error of outputs and gradients; infinity if one is missing or a half can't run."""
     halves = [copy_with_shared_weights(run.layer) for _ in LayerHalf]
     for half, layer in zip(LayerHalf, halves, strict=True):
@@ -187,13 +176,13 @@ def _difference(run: _LayerCall, parts: Sequence[LayerPart]) -> float:
 
 
 def _outputs_and_gradients(
-    run: _LayerCall, layers: Sequence[nn.Module], parts: Sequence[LayerPart]
+    run: _LayerRun, layers: Sequence[nn.Module], parts: Sequence[LayerPart]
 ) -> dict[str, Tensor]:
     """Runs the layers in sequence, as stages run them: with dropout whose random state is keyed by the half."""
-    hidden: Any = hidden_states(run.args, run.kwargs).clone().requires_grad_()
+    hidden: Any = hidden_states(run.call.args, run.call.kwargs).clone().requires_grad_()
     received = hidden
     for layer in layers:
-        args, kwargs = with_hidden_states(run.args, run.kwargs, hidden)
+        args, kwargs = with_hidden_states(run.call.args, run.call.kwargs, hidden)
         torch.manual_seed(0)
         middle = second_half(layer.train(), parts)
         with nullcontext() if middle is None else middle.register_forward_pre_hook(_seed_second_half):

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._device import _device_constructors
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
@@ -34,7 +31,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.attention import POSITION_BIAS
 from slipstream.model.hooks.crossing_tensors import TRAIN_WHOLE, hidden_states
 from slipstream.model.hooks.length_dependent_rope import keep_frequencies
-from slipstream.model.tensors import has_parameters, storage_ids
+from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
+from slipstream.model.tensors import has_parameters, storage_id, storage_ids
 from slipstream.model.toy_sizes import (
     shrink_layers,
     shrink_number,
@@ -58,25 +56,6 @@ def recorded_attention() -> Iterator[list[nn.Module]]:
         yield modules
     finally:
         _attending.reset(token)
-
-
-def attends_itself(
-    model: PreTrainedModel, layers: Sequence[nn.Module], tokens: Tensor, attended: list[nn.Module]
-) -> bool:
-    """Returns whether some layer keeps keys and values in the cache that it doesn't attend to through the interface.
-
-    `attended` are the modules that do, in a forward without a cache.
-    """
-    through_interface = {index for index, layer in enumerate(layers) if set(layer.modules()) & set(attended)}
-    if len(through_interface) == len(layers):
-        return False
-    cache = _NotedUpdates(config=model.config)
-    try:
-        with torch.no_grad(), full_precision():
-            model(input_ids=tokens, past_key_values=cache, use_cache=True)
-    except Exception:  # the model's own code, which may have another cache or none
-        return False
-    return not cache.updated <= through_interface
 
 
 class _NotedUpdates(DynamicCache):  # type: ignore[misc]
@@ -105,57 +84,29 @@ AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
 AttentionMaskInterface.register(REFERENCE_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
+class full_precision(TorchFunctionMode):  # noqa: N801  used as a context
     """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
 
-    Rounding inside hides every difference below about 1e-7; a comparison under this context shows it.
+    Rounding inside hides every difference below about 1e-7; a comparison under this context shows it. It holds for the
+    calls of this thread alone.
     """
-    _device_constructors()  # PyTorch remembers those that it finds first, which must be its own, not these below
-    softmax, matmul = nn.functional.softmax, Tensor.__matmul__
-    total, zeros_like, full = torch.sum, torch.zeros_like, torch.full
-    to_float, to, to_type = Tensor.float, Tensor.to, Tensor.type
 
-    def wide_softmax(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-        return softmax(tensor, dim=dim, dtype=tensor.dtype if tensor.dtype == torch.float64 else dtype)
-
-    def wide_float(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype == torch.float64 else to_float(tensor)
-
-    def wide_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.dtype == torch.float64:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func is Tensor.float:
+                return first
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
-        return to(tensor, *args, **kwargs)
-
-    def wide_type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_rounding = tensor.dtype == torch.float64 and torch.float32 in (*args, *kwargs.values())
-        return tensor if is_rounding else to_type(tensor, *args, **kwargs)
-
-    def wide_sum(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if tensor.dtype == torch.float64:
-            kwargs = {key: torch.float64 if arg is torch.float32 else arg for key, arg in kwargs.items()}
-        return total(tensor, *args, **kwargs)
-
-    def wide_zeros_like(tensor: Tensor, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        """Makes what sums of float64 are added to in experts."""
-        kept = tensor.dtype if tensor.dtype == torch.float64 and dtype == torch.float32 else dtype
-        return zeros_like(tensor, dtype=kept, **kwargs)
-
-    def wide_full(size: Any, fill_value: Any, **kwargs: Any) -> Tensor:
-        """Makes a tensor of the smallest float64, by which models mask scores, although it isn't asked for float64."""
-        wide = {"dtype": torch.float64} if fill_value == torch.finfo(torch.float64).min else {}
-        return full(size, fill_value, **kwargs | wide)
-
-    def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
-        """Multiplies rotary frequencies that stayed float64 by positions, whole numbers that became float32."""
-        wide = torch.promote_types(left.dtype, right.dtype)
-        return matmul(left.to(wide), right.to(wide))
-
-    methods = patch.multiple(Tensor, float=wide_float, to=wide_to, type=wide_type, __matmul__=wide_matmul)
-    functions = patch.multiple(torch, sum=wide_sum, zeros_like=wide_zeros_like, full=wide_full)
-    with methods, functions, patch.object(nn.functional, "softmax", wide_softmax):
-        yield
+        if func is Tensor.matmul:
+            # Rotary frequencies that stayed float64 are multiplied by positions, whole numbers that became float32.
+            dtype = torch.promote_types(args[0].dtype, args[1].dtype)
+            args = tuple(factor.to(dtype) for factor in args)
+        elif func is torch.full and torch.finfo(torch.float64).min in (*args[1:], kwargs.get("fill_value")):
+            # Models mask scores by the smallest number of their dtype, without asking for a tensor of that dtype.
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 def output_weights(output: Tensor) -> Tensor:
@@ -329,35 +280,31 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-@dataclass
 class WatchedToy:
     """What a toy did in one forward.
 
-    Args:
-        layers: the name of its list of layers.
-        outside: the largest modules that neither contain the layers nor lie in them, by name.
+    `layers` is the name of its list of layers, `outside` has the largest modules that neither contain the layers nor
+    lie in them, by name.
     """
 
-    model: PreTrainedModel
-    layers: str
-    outside: dict[str, nn.Module]
-    num_entered: int = 0  # calls of layers
-    output: Any = None  # of the last of them
-    taken: list[Tensor] = field(default_factory=list)  # by layers, besides hidden states
-    calls: dict[str, set[int]] = field(default_factory=dict)  # after how many layers each of `outside` was called
-    given: dict[str, list[Tensor]] = field(default_factory=dict)  # what each of them was given last
-    constants: dict[str, list[Tensor]] = field(default_factory=dict)  # what those with frozen parameters alone gave
-    attended: list[nn.Module] = field(default_factory=list)  # through the attention interface
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokens: Tensor) -> WatchedToy:
-        """Runs the toy, once its layers are found."""
-        with full_precision():
-            layers = _find_layers(model, tokens)
-        run = cls(model, layers, _outside(model, layers))
-        with run._watched(), torch.no_grad(), full_precision(), recorded_attention() as run.attended:
+    def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        self.model, self._tokens = model, tokens
+        modules = dict(model.named_modules(remove_duplicate=False))
+        with torch.no_grad(), full_precision(), recorded_attention() as attended, recorded_calls(modules) as calls:
             model(input_ids=tokens, use_cache=False)
-        return run
+        self._attended = set(attended)
+        self.layers = _largest_list(model, {call.name for call in calls})
+        self.outside = _outside(model, self.layers)
+        layers = {f"{self.layers}.{name}" for name, _ in model.get_submodule(self.layers).named_children()}
+        self.layer_calls: list[ModuleCall] = []
+        self._outer_calls: dict[str, list[ModuleCall]] = {name: [] for name in self.outside}
+        self._places: dict[str, set[int]] = {name: set() for name in self.outside}  # after how many layers it ran
+        for call in calls:
+            if call.name in layers:
+                self.layer_calls.append(call)
+            elif call.name in self.outside:
+                self._outer_calls[call.name].append(call)
+                self._places[call.name].add(len(self.layer_calls))
 
     @property
     def every_layer(self) -> list[nn.Module]:
@@ -365,71 +312,67 @@ class WatchedToy:
 
     def runs_after(self, name: str) -> bool:
         """Returns whether a module outside of the layers ran after the last of them alone."""
-        return self.calls[name] == {len(self.every_layer)}
+        return self._places[name] == {len(self.every_layer)}
 
     def runs_before(self, name: str) -> bool:
         """Returns whether it ran before the first layer alone, or not at all."""
-        return self.calls[name] <= {0}
+        return self._places[name] <= {0}
 
     def takes_other_tensors(self, name: str) -> bool:
         """Returns whether it took several tensors that the last layer didn't give."""
-        given = self.given[name]
-        return len(given) > 1 and not storage_ids(given) <= storage_ids(_tensors(self.output))
+        call = self._outer_calls[name][-1]
+        taken = _tensors((call.args, call.kwargs))
+        return len(taken) > 1 and not storage_ids(taken) <= storage_ids(_tensors(self.layer_calls[-1].output))
 
-    def reaches_layers(self, name: str) -> bool:
-        """Returns whether layers took what a module of constants gave."""
-        return not storage_ids(self.constants[name]).isdisjoint(storage_ids(self.taken))
+    def gives_layers_constants(self, name: str) -> bool:
+        """Returns whether all its parameters are frozen, and layers took what it gave besides hidden states."""
+        module = self.outside[name]
+        if not has_parameters(module) or any(parameter.requires_grad for parameter in module.parameters()):
+            return False
+        taken = {
+            storage_id(tensor)
+            for call in self.layer_calls
+            for tensor in _tensors((call.args, call.kwargs))
+            if tensor is not hidden_states(call.args, call.kwargs)
+        }
+        return any(not taken.isdisjoint(storage_ids(_tensors(call.output))) for call in self._outer_calls[name])
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        with ExitStack() as hooks:
-            for layer in self.every_layer:
-                hooks.enter_context(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
-                hooks.enter_context(layer.register_forward_hook(self._leave))
-            for name, module in self.outside.items():
-                self.calls[name] = set()
-                hooks.enter_context(module.register_forward_pre_hook(partial(self._call, name), with_kwargs=True))
-                if has_parameters(module) and not any(each.requires_grad for each in module.parameters()):
-                    hooks.enter_context(module.register_forward_hook(partial(self._give, name)))
-            yield
-
-    def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.num_entered += 1
-        hidden = hidden_states(args, kwargs)
-        self.taken += [each for each in _tensors((args, kwargs)) if each is not hidden]
-
-    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
-        self.output = output
-
-    def _call(self, name: str, _: nn.Module, *given: Any) -> None:
-        self.calls[name].add(self.num_entered)
-        self.given[name] = _tensors(given)
-
-    def _give(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        self.constants[name] = _tensors(output)
+    def attends_itself(self) -> bool:
+        """Returns whether some layer keeps keys and values in a cache that it doesn't attend to through the
+        interface."""
+        layers = self.every_layer
+        through_interface = {index for index, layer in enumerate(layers) if set(layer.modules()) & self._attended}
+        if len(through_interface) == len(layers):
+            return False
+        cache = _NotedUpdates(config=self.model.config)
+        try:
+            with torch.no_grad(), full_precision():
+                self.model(input_ids=self._tokens, past_key_values=cache, use_cache=True)
+        except Exception:  # the model's own code, which may have another cache or none
+            return False
+        return not cache.updated <= through_interface
 
 
-def _tensors(given: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _find_layers(model: nn.Module, tokens: Tensor) -> str:
+def _largest_list(model: nn.Module, called: set[str]) -> str:
     """Returns the name of the model's list of decoder layers: of the lists that run on tokens, the largest.
 
     Models of images and text have a list for images, too.
     """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    ran: set[str] = set()
-    with ExitStack() as hooks, torch.no_grad():
-        for name, layers in lists.items():
-            for layer in layers:
-                hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=name: ran.add(name)))
-        model(input_ids=tokens, use_cache=False)
-    if not ran:
+    lists: dict[str, nn.ModuleList] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and any(f"{name}.{child}" in called for child, _ in module.named_children())
+    }
+    if not lists:
         raise SlipstreamError(
             f"{type(model).__name__} has no nn.ModuleList of layers, so it can't be cut into stages. {TRAIN_WHOLE}"
         )
-    return max(sorted(ran), key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    return max(sorted(lists), key=lambda name: sum(p.numel() for p in lists[name].parameters()))
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:

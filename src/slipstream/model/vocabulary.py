@@ -37,6 +37,7 @@ from slipstream.model.anatomy import ModelAnatomy
 from slipstream.model.attached_code import runs_class_code
 from slipstream.model.cross_entropy import IGNORED
 from slipstream.model.cutting import EmptyEmbedding
+from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
 from slipstream.model.hooks.token_slice import current_slice
 from slipstream.model.toy import toy_model, toy_tokens
 from slipstream.model.weight_gradients import add_product, add_rows
@@ -293,21 +294,21 @@ def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> Hea
     if type(head) is not nn.Linear or name is None:
         kind = type(head).__name__
         raise _refusal(f"the head of model_type {config.model_type!r} is a {kind}, not an nn.Linear")
-    outputs: list[Tensor] = []
-    head.register_forward_hook(lambda _module, _args, output: outputs.append(output))
     embedding = _tied_embedding(model, name, anatomy) if anatomy.tied else ""
     obstacle = anatomy.obstacle((name, embedding))
     if not runs_class_code(head):
         obstacle = "nn.Linear has another forward than PyTorch's"
     if obstacle:
         raise _refusal(f"{obstacle}, and rows of a head are multiplied by other code. Give vocabulary='whole'")
-    lookups: list[tuple[Any, Tensor]] = []
-    if embedding:
-        model.get_submodule(embedding).register_forward_hook(lambda _, args, output: lookups.append((args, output)))
-    with torch.no_grad():
+    with (
+        torch.no_grad(),
+        recorded_calls({each: model.get_submodule(each) for each in (name, embedding) if each}) as calls,
+    ):
         logits = model(input_ids=tokens, use_cache=False).logits
+    outputs = [call.output for call in calls if call.name == name]
     if len(outputs) != 1 or logits.data_ptr() != outputs[0].data_ptr() or logits.shape != outputs[0].shape:
         raise _refusal(f"model_type {config.model_type!r} changes what its head returns, such as by a scale or a cap")
+    lookups = [call for call in calls if call.name == embedding]
     if embedding and not _only_looks_up(model.get_submodule(embedding), lookups, tokens):
         raise _refusal(f"{embedding} of model_type {config.model_type!r} does more than to look the tokens' rows up")
     return HeadNames(name, embedding)
@@ -327,15 +328,15 @@ def _tied_embedding(model: Any, head: str, anatomy: ModelAnatomy) -> str:
     return name
 
 
-def _only_looks_up(embedding: nn.Module, lookups: list[tuple[Any, Tensor]], tokens: Tensor) -> bool:
+def _only_looks_up(embedding: nn.Module, lookups: Sequence[ModuleCall], tokens: Tensor) -> bool:
     """Returns whether one lookup was made, and what it gave follows from the tokens' rows alone."""
-    if len(lookups) != 1 or len(lookups[0][0]) != 1 or not torch.equal(lookups[0][0][0], tokens):
+    if len(lookups) != 1 or len(lookups[0].args) != 1 or not torch.equal(lookups[0].args[0], tokens):
         return False
     weight: Any = embedding.weight
     spread = SpreadEmbedding(copy.deepcopy(embedding), None, is_first=True)
     with torch.no_grad():
         found = spread.of_looked_up(functional.embedding(tokens, weight))
-    return torch.equal(found, lookups[0][1])
+    return torch.equal(found, lookups[0].output)
 
 
 def _refusal(reason: str) -> SlipstreamError:
