@@ -15,7 +15,6 @@ import yaml
 from typer.testing import CliRunner, Result
 
 import slipstream
-from slipstream import Pipeline, Runtime
 from slipstream.cli import app
 from slipstream.cost import load_profile
 from slipstream.errors import SlipstreamError
@@ -28,6 +27,7 @@ from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import load_trace, save_trace
 from slipstream.units import duration_unit
 from support.architectures import llama
+from support.pipelines import make_pipe
 from support.run_folders import make_run
 from support.timeouts import LIMIT
 
@@ -289,15 +289,7 @@ def test_a_run_a_plan_and_a_timeline_read_the_same_kept_costs(
     kept = replace(measured, hardware=replace(measured.hardware, processes=2))
     CostCache(llama(), request.profile, cpu, num_processes=1).keep(kept, print)
 
-    pipe = Pipeline.from_config(
-        llama(),
-        schedule="auto",
-        slices="auto",
-        seq_len=64,
-        num_ranks=2,
-        vocabulary=vocabulary,
-        runtime=Runtime(self_check=False),
-    )
+    pipe = make_pipe(llama(), schedule="auto", slices="auto", seq_len=64, num_ranks=2, vocabulary=vocabulary)
     chosen = pipe.plan
     assert chosen is not None
     assert chosen.schedule.spreads_vocabulary == (vocabulary == "spread")

@@ -30,7 +30,7 @@ def step(
         num_ranks=num_ranks,
         loss_fn=case.loss_fn,
     )
-    return pipe.step(inputs, targets), gradients(pipe.named_parameters())
+    return pipe.step(inputs, targets), gradients(pipe)
 
 
 @cache

@@ -18,7 +18,6 @@ from support.architectures import (
     BOUND,
     build,
     gradient_error,
-    gradients,
     labels_of,
     no_rounding_inside,
     tokens,
@@ -27,6 +26,7 @@ from support.architectures import (
 from support.hybrids import HYBRIDS, LENGTH
 from support.options import grouped
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 from support.versions import since
 
 pytestmark = since("5.21")
@@ -60,7 +60,7 @@ def error_of(name: str, model: PreTrainedModel | None = None, **settings: Any) -
         loss = pipe.step(inputs, labels_of(inputs))
         assert abs(loss - expected) < BOUND * expected
         assert abs(pipe.evaluate(inputs, labels_of(inputs)) - expected) < BOUND * expected
-    return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    return gradient_error(whole, pipe)
 
 
 @pytest.mark.parametrize("name", first_of(HYBRIDS, 2))
@@ -113,7 +113,7 @@ def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int], every: int) -> 
             assert float(pipe.evaluate(inputs, inputs)) == pytest.approx(float(expected[0] / expected[1]), rel=1e-12)
             pipe.step(inputs, inputs)
             unsplit_step(model, inputs, inputs)
-    assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(model, pipe) < BOUND
 
 
 def documents(*rows: tuple[int, ...]) -> Tensor:
@@ -135,7 +135,7 @@ def test_a_state_is_reset_where_a_document_begins(name: str, slices: list[int]) 
                 (causal_cross_entropy(logits[:, :-1], document[None, 1:])[0] / count).backward()
         pipe = Pipeline(model, slices=slices, num_ranks=2)
         pipe.step(inputs, inputs, document_ids=documents(*rows))
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 def test_sequences_of_different_lengths() -> None:
@@ -148,7 +148,7 @@ def test_sequences_of_different_lengths() -> None:
             (causal_cross_entropy(logits[:, :-1], each[None, 1:])[0] / count).backward()
         pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2)
         pipe.step(sequences, sequences)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 @pytest.mark.more
@@ -167,6 +167,6 @@ def test_a_residual_in_float32_goes_to_the_next_stage(name: str) -> None:
     inputs, losses = tokens(length=LENGTH), []
     for ranks, partition in ((1, "auto"), (2, "auto"), (2, [0, HYBRIDS[name].num_hidden_layers])):
         settings = {"slices": SLICES, "num_ranks": ranks, "partition": partition, "dtype": torch.bfloat16}
-        pipe = Pipeline.from_config(HYBRIDS[name], **grouped(self_check=False, **settings))
+        pipe = make_pipe(HYBRIDS[name], **settings)
         losses.append(pipe.step(inputs, inputs))
     assert losses[1] == losses[2] == losses[0]

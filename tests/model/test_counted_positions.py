@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import RobertaConfig
 
-from slipstream import Pipeline, Runtime, SlipstreamError
-from support.architectures import build, gradient_error, gradients, labels_of, no_rounding_inside, unsplit_step
+from slipstream import SlipstreamError
+from support.architectures import build, gradient_error, labels_of, no_rounding_inside, unsplit_step
+from support.pipelines import make_pipe
 
 PADDING, LONGEST = 3, 60
 CONFIG = RobertaConfig(
@@ -36,9 +37,9 @@ def test_positions_begin_after_the_padding_tokens_id() -> None:
     whole = build(CONFIG)
     with no_rounding_inside():
         expected = unsplit_step(whole, inputs, labels)
-        pipe = Pipeline(build(CONFIG), slices=[5, 1, 44, 10], num_ranks=2, runtime=Runtime(self_check=False))
+        pipe = make_pipe(build(CONFIG), slices=[5, 1, 44, 10], num_ranks=2)
         assert abs(pipe.step(inputs, labels) - expected) < 1e-9
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-9
+    assert gradient_error(whole, pipe) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,6 @@ def test_positions_begin_after_the_padding_tokens_id() -> None:
     ids=["padding", "too long"],
 )
 def test_other_batches_are_refused(inputs: torch.Tensor, message: str) -> None:
-    pipe = Pipeline(build(CONFIG), slices=4, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(build(CONFIG), slices=4, num_ranks=2)
     with pytest.raises(SlipstreamError, match=message):
         pipe.step(inputs, inputs)

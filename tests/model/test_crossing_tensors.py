@@ -18,7 +18,6 @@ from support.architectures import (
     BOUND,
     build,
     gradient_error,
-    gradients,
     labels_of,
     llama,
     no_rounding_inside,
@@ -48,7 +47,7 @@ def error_of(name: str, **settings: Any) -> float:
         loss = pipe.step(inputs, labels_of(inputs))
         assert abs(loss - expected) < BOUND * expected
         assert abs(pipe.evaluate(inputs, labels_of(inputs)) - expected) < BOUND * expected
-    return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    return gradient_error(whole, pipe)
 
 
 def test_where_nothing_crosses_one_run_goes_beyond_the_first_layer() -> None:
@@ -96,7 +95,7 @@ def test_documents_are_separate_sequences() -> None:
         pipe = Pipeline(model, slices=SLICES, num_ranks=2, partition=[2, 4])
         ids = torch.arange(LENGTH).ge(22).long().expand(2, -1)
         pipe.step(inputs, inputs, document_ids=ids)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 @pytest.mark.more

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 
-from slipstream import Pipeline, Runtime
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -19,6 +18,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 
 SLICES = [5, 30, 17, 12]
 
@@ -31,13 +31,11 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, num_stages: int) ->
     labels = labels_of(inputs)
     with no_rounding_inside():
         expected = unsplit_step(whole, inputs, labels)
-        pipe = Pipeline(
-            model, slices=SLICES, num_microbatches=2, num_ranks=num_stages, runtime=Runtime(self_check=False)
-        )
+        pipe = make_pipe(model, slices=SLICES, num_microbatches=2, num_ranks=num_stages)
         loss = pipe.step(inputs, labels)
     assert abs(loss - expected) < BOUND * expected
-    found = gradients(pipe.named_parameters())
-    wanted = gradients(whole.named_parameters())
+    found = gradients(pipe)
+    wanted = gradients(whole)
     assert set(found) == set(wanted)
     assert gradient_error(wanted, found) < BOUND
 
@@ -53,10 +51,10 @@ def test_the_models_own_roundings_are_all_that_differs(name: str) -> None:
     whole = copy.deepcopy(model)
     inputs = tokens()
     unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(model, slices=SLICES, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=SLICES, num_ranks=2)
     pipe.step(inputs, inputs)
     bound = 1e-6 if name in _ROUNDS_INSIDE else 1e-7
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < bound
+    assert gradient_error(whole, pipe) < bound
 
 
 def test_an_error_shows_above_the_bound() -> None:
@@ -69,6 +67,6 @@ def test_an_error_shows_above_the_bound() -> None:
     wrong = build(other)
     inputs = tokens()
     unsplit_step(wrong, inputs, inputs)
-    pipe = Pipeline(model, slices=SLICES, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=SLICES, num_ranks=2)
     pipe.step(inputs, inputs)
-    assert gradient_error(gradients(wrong.named_parameters()), gradients(pipe.named_parameters())) > 1e-4
+    assert gradient_error(wrong, pipe) > 1e-4

@@ -16,7 +16,6 @@ from slipstream.model.toy import perturb_parameters
 from support.architectures import (
     BOUND,
     gradient_error,
-    gradients,
     labels_of,
     no_rounding_inside,
     tokens,
@@ -47,7 +46,7 @@ def error_of(name: str, model: PreTrainedModel | None = None, **settings: Any) -
         loss = pipe.step(inputs, labels_of(inputs))
         assert abs(loss - expected) < BOUND * expected
         assert abs(pipe.evaluate(inputs, labels_of(inputs)) - expected) < BOUND * expected
-    return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    return gradient_error(whole, pipe)
 
 
 @pytest.mark.parametrize("name", first_of(OWN_ATTENTION, 3))
@@ -107,7 +106,7 @@ def test_documents_are_separate_sequences(name: str, slices: list[int]) -> None:
                 (causal_cross_entropy(logits[:, :-1], document[None, 1:])[0] / count).backward()
         pipe = Pipeline(model, slices=slices, num_ranks=2)
         pipe.step(inputs, inputs, document_ids=documents(*rows))
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 @pytest.mark.parametrize("name", first_of(["mpt", "gpt_neo"]))
@@ -121,7 +120,7 @@ def test_sequences_of_different_lengths(name: str) -> None:
             (causal_cross_entropy(logits[:, :-1], each[None, 1:])[0] / count).backward()
         pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2)
         pipe.step(sequences, sequences)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 def test_kernels_of_their_own_are_refused() -> None:

@@ -14,7 +14,7 @@ import slipstream
 from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from slipstream.planning.model_report import report_on
-from support.architectures import BOUND, gradient_error, gradients, labels_of, llama, no_rounding_inside, tokens
+from support.architectures import BOUND, gradient_error, labels_of, llama, no_rounding_inside, tokens
 from support.forked import launch, selected_cases
 from support.hybrids import HYBRIDS
 from support.mixtures import MIXTURES, mixture, unsplit_step
@@ -40,7 +40,7 @@ def error_of(model: PreTrainedModel, **settings: Any) -> float:
         pipe = Pipeline(model, **grouped(**options))
         scale = 1024.0
         pipe.step(inputs, labels_of(inputs), loss_scale=scale)
-    return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    return gradient_error(whole, pipe)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_sequences_of_different_lengths() -> None:
         unsplit_step(whole, [(each[None], each[None]) for each in sequences])
         pipe = Pipeline(model, slices=3, num_microbatches=2, num_ranks=2, router_loss="per_layer")
         pipe.step(sequences, sequences)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 @pytest.fixture(scope="module")

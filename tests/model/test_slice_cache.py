@@ -24,12 +24,12 @@ from support.architectures import (
     BOUND,
     VOCABULARY,
     gradient_error,
-    gradients,
     labels_of,
     no_rounding_inside,
     tokens,
     unsplit_step,
 )
+from support.pipelines import make_pipe
 from support.versions import counts_within_documents, since
 
 LENGTH = 96
@@ -90,7 +90,7 @@ def test_positions_from_the_caches_length_are_exact(config: PretrainedConfig) ->
         pipe = Pipeline(model, slices=SLICES, num_microbatches=2, num_ranks=2)
         loss = pipe.step(inputs, labels_of(inputs))
     assert abs(loss - expected) < BOUND * expected
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 def test_the_scale_of_positions_matters_here() -> None:
@@ -99,7 +99,7 @@ def test_the_scale_of_positions_matters_here() -> None:
     inputs = tokens(length=LENGTH)
     for each in (model, other):
         unsplit_step(each, inputs, inputs)
-    assert gradient_error(gradients(model.named_parameters()), gradients(other.named_parameters())) > 1e-2
+    assert gradient_error(model, other) > 1e-2
 
 
 def documents(*lengths: int) -> Tensor:
@@ -129,7 +129,7 @@ def test_documents_below_the_scale_are_separate_sequences() -> None:
             (share * torch.nn.functional.cross_entropy(logits, part[:, 1:].flatten())).backward()
         pipe = Pipeline(model, slices=[5, 30, 25], num_ranks=2)
         pipe.step(inputs, inputs, document_ids=documents(25, 35))
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 _LAYERS = {"num_key_value_heads": 2, "head_dim": 16}
@@ -157,7 +157,7 @@ def test_a_recurrence_that_ignores_its_state_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("slipstream.model.causal_lm_stage.give_initial_states", lambda _: None)
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
     with pytest.raises(SlipstreamError, match=r"MambaBlock.*carries a state.*doesn't continue from it over several"):
-        Pipeline.from_config(config, slices=4, runtime=Runtime(self_check=False))
+        make_pipe(config, slices=4)
 
 
 @counts_within_documents

@@ -16,7 +16,6 @@ from slipstream.model.toy import perturb_parameters
 from support.architectures import (
     BOUND,
     gradient_error,
-    gradients,
     labels_of,
     no_rounding_inside,
     tokens,
@@ -49,7 +48,7 @@ def error_of(config: PretrainedConfig, **settings: Any) -> float:
         loss = pipe.step(inputs, labels_of(inputs))
         assert abs(loss - expected) < BOUND * expected
         assert abs(pipe.evaluate(inputs, labels_of(inputs)) - expected) < BOUND * expected
-    return gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    return gradient_error(whole, pipe)
 
 
 @pytest.mark.parametrize("name", first_of(SPARSE, 2))
@@ -63,7 +62,7 @@ def test_the_selection_matters_here() -> None:
     inputs, some, all_keys = tokens(length=LENGTH), unsplit(SPARSE["deepseek_v32"]), unsplit(everything)
     for each in (some, all_keys):
         unsplit_step(each, inputs, inputs)
-    assert gradient_error(gradients(some.named_parameters()), gradients(all_keys.named_parameters())) > 1e-2
+    assert gradient_error(some, all_keys) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -91,4 +90,4 @@ def test_documents_are_separate_sequences() -> None:
             (causal_cross_entropy(logits[:, :-1], inputs[:, a + 1 : b])[0] / (2 * (LENGTH - 2))).backward()
         pipe = Pipeline(model, slices=SLICES, num_ranks=2)
         pipe.step(inputs, inputs, document_ids=torch.arange(LENGTH).ge(40).long().expand(2, -1))
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND

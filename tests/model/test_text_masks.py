@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from slipstream import Pipeline, Runtime
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.masks import first_keys, masks_of_text
 from support.architectures import llama, tokens
+from support.pipelines import make_pipe
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_a_token_of_an_image_is_refused() -> None:
 
 
 def test_a_step_refuses_it_before_anything_runs() -> None:
-    pipe = Pipeline.from_config(llama(image_token_id=7), slices=2, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(llama(image_token_id=7), slices=2, num_ranks=2)
     inputs = tokens().masked_fill(tokens() == 7, 8)
     pipe.step(inputs, inputs)
     inputs[1, 30] = 7

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream import Pipeline
 from slipstream.errors import SlipstreamError
 from support.architectures import ARCHITECTURES
-from support.options import grouped
+from support.pipelines import make_pipe
 
 TASKS = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
 
@@ -29,11 +28,11 @@ def test_what_no_pipeline_can_connect(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SlipstreamError, match=message) as error:
-        Pipeline.from_config(ARCHITECTURES["llama"], slices=2, **grouped(self_check=False))
+        make_pipe(ARCHITECTURES["llama"], slices=2)
     assert "torch.distributed.init_process_group(...) before the Pipeline is made" in str(error.value)
 
 
 def test_one_task_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**TASKS, "SLURM_STEP_NUM_TASKS": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert Pipeline.from_config(ARCHITECTURES["llama"], slices=2, **grouped(self_check=False)).num_ranks == 1
+    assert make_pipe(ARCHITECTURES["llama"], slices=2).num_ranks == 1

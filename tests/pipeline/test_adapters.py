@@ -28,6 +28,7 @@ from support.architectures import (
 )
 from support.options import grouped
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 
 _TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
@@ -35,7 +36,7 @@ _TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"],
 def make(model: Any, schedule: str = "zb-h1", **options: Any) -> Pipeline:
     stages = 2 if schedule == "zb-v" else 1
     arguments = {"num_microbatches": 2, "slices": SLICES, "num_ranks": 2, "stages_per_rank": stages} | options
-    return Pipeline(model, schedule, **grouped(self_check=False, **arguments))
+    return make_pipe(model, schedule, **arguments)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
@@ -120,7 +121,7 @@ def test_dropout_is_the_same_on_any_ranks_and_when_it_is_recomputed() -> None:
         pipe = make(adapted(lora(lora_dropout=0.3)), **options)
         pipe.random_state = 5, 0
         pipe.step(tokens(), labels_of(tokens()))
-        return gradients(pipe.named_parameters())
+        return gradients(pipe)
 
     one = trained(num_ranks=1, schedule="1f1b")
     for options in ({}, {"recompute": "full"}, {"partition": [1.5, 2.5]}, {"schedule": "zb-v"}):
@@ -129,7 +130,7 @@ def test_dropout_is_the_same_on_any_ranks_and_when_it_is_recomputed() -> None:
         assert all(torch.equal(found[name], one[name]) for name in one), options
     plain = make(adapted(lora()))
     plain.step(tokens(), labels_of(tokens()))
-    assert not torch.equal(one[(name := next(iter(one)))], gradients(plain.named_parameters())[name])
+    assert not torch.equal(one[(name := next(iter(one)))], gradients(plain)[name])
 
 
 @pytest.mark.parametrize(("schedule", "trained"), each_once(["gpipe", "1f1b", "zb-h2", "zb-v"], [[1, 3], [2], [3]]))
@@ -180,10 +181,10 @@ def test_a_schedule_of_a_run_may_be_given_again() -> None:
     from slipstream import Schedule
 
     again = Schedule.parse(text)
-    pipe = Pipeline(adapted(lora(layers_to_transform=[3])), again, slices=SLICES, **grouped(self_check=False))
+    pipe = make_pipe(adapted(lora(layers_to_transform=[3])), again, slices=SLICES)
     assert pipe_error(pipe, expected) < BOUND
     with pytest.raises(SlipstreamError, match="no backwards of its first 1 stages, but stage 0 has trained"):
-        Pipeline(adapted(lora()), again, slices=SLICES, **grouped(self_check=False))
+        make_pipe(adapted(lora()), again, slices=SLICES)
 
 
 REFUSED = {
@@ -235,12 +236,12 @@ def test_sequences_of_different_lengths_are_exact() -> None:
         whole = copy.deepcopy(model)
         with no_rounding_inside():
             unsplit_step(whole, inputs, labels)
-        expected = {name.removeprefix(PREFIX): each for name, each in gradients(whole.named_parameters()).items()}
+        expected = {name.removeprefix(PREFIX): each for name, each in gradients(whole).items()}
         pipe = make(model, "1f1b", slices=4)
         with no_rounding_inside():
             cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (inputs, labels)]
             pipe.step(*cut)
-        found = gradients(pipe.named_parameters())
+        found = gradients(pipe)
         assert found.keys() == expected.keys()
         assert gradient_error(expected, found) < BOUND
         assert pipe.layout.training.num_frozen_stages == (0 if trained is None else 1)
@@ -252,7 +253,7 @@ def test_an_adapter_that_transformers_added_is_exact() -> None:
     whole = copy.deepcopy(model)
     with no_rounding_inside():
         unsplit_step(whole, tokens(), labels_of(tokens()))
-    assert pipe_error(make(model), gradients(whole.named_parameters())) < BOUND
+    assert pipe_error(make(model), gradients(whole)) < BOUND
 
 
 SAVED = {

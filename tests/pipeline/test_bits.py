@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from slipstream import Pipeline
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK
 from support.architectures import VOCABULARY, gradients, labels_of, llama, tokens
-from support.options import grouped
 from support.parameters import each_once
+from support.pipelines import make_pipe
 
 CONFIGS = {
     "llama, tied": llama(tie_word_embeddings=True, num_hidden_layers=4),
@@ -31,11 +30,9 @@ def step(config_name: str, schedule: str, **settings: object) -> tuple[Tensor, d
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[config_name]))
     settings = {"slices": SLICES} | settings
-    pipe = Pipeline(
-        model, schedule=schedule, num_microbatches=NUM_MICROBATCHES, **grouped(self_check=False, **settings)
-    )
+    pipe = make_pipe(model, schedule=schedule, num_microbatches=NUM_MICROBATCHES, **settings)
     inputs = tokens(batch=6)
-    return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
+    return pipe.step(inputs, labels_of(inputs)), gradients(pipe)
 
 
 @cache

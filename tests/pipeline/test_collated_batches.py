@@ -28,8 +28,8 @@ from support.architectures import (
 )
 from support.examples import examples
 from support.forked import launch
-from support.options import grouped
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, ORDERS, batch_of
 
 TOKENIZER = PreTrainedTokenizerFast(
@@ -50,16 +50,16 @@ def unsplit(name: str, batch: Any) -> tuple[float, dict[str, Tensor]]:
     with no_rounding_inside():
         loss = whole(**batch, use_cache=False).loss
         loss.backward()
-    return float(loss.detach()), gradients(whole.named_parameters())
+    return float(loss.detach()), gradients(whole)
 
 
 def check(name: str, batch: Any, **options: Any) -> None:
-    pipe = Pipeline(copy.deepcopy(MODELS[name]), **grouped(self_check=False, **{"num_ranks": 2, **options}))
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), **{"num_ranks": 2, **options})
     loss, expected = unsplit(name, batch)
     with no_rounding_inside():
         assert float(pipe.evaluate(batch)) == pytest.approx(loss, rel=BOUND)
         assert float(pipe.step(batch)) == pytest.approx(loss, rel=BOUND)
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 @examples(6)
@@ -115,17 +115,15 @@ def test_a_load_balancing_loss_leaves_padding_out() -> None:
     padded = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 7)}
     found = []
     for each in (batch, padded):
-        pipe = Pipeline.from_config(
-            ARCHITECTURES["mixtral"], num_ranks=2, slices=3, router_loss="per_layer", **grouped(self_check=False)
-        )
+        pipe = make_pipe(ARCHITECTURES["mixtral"], num_ranks=2, slices=3, router_loss="per_layer")
         pipe.step(each)
-        found.append(gradients(pipe.named_parameters()))
+        found.append(gradients(pipe))
     assert gradient_error(*found) == 0
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    return Pipeline(build(ARCHITECTURES["llama"]), slices=2, num_ranks=2, **grouped(self_check=False))
+    return make_pipe(build(ARCHITECTURES["llama"]), slices=2, num_ranks=2)
 
 
 def without(key: str, **changes: Any) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_gradients_in_float64(name: str, schedule: str, stages_per_rank: int) ->
         pipe = Pipeline(model, **grouped(**SETTINGS, **cut), partition=[1] * 4 if stages_per_rank == 2 else "auto")
         loss = pipe.step(inputs, labels_of(inputs))
     assert abs(float(loss / expected - 1)) < BOUND
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 def test_bfloat16_takes_the_flash_kernels() -> None:
@@ -52,10 +52,9 @@ def test_bfloat16_takes_the_flash_kernels() -> None:
     unsplit_step(whole, inputs, labels_of(inputs))
     pipe = Pipeline(reference.bfloat16(), **grouped(**SETTINGS))
     pipe.step(inputs, labels_of(inputs))
-    wanted = gradients(exact.named_parameters())
+    wanted = gradients(exact)
     unsliced, sliced = (
-        gradient_error(wanted, {k: g.double() for k, g in gradients(model.named_parameters()).items()})
-        for model in (whole, pipe)
+        gradient_error(wanted, {k: g.double() for k, g in gradients(model).items()}) for model in (whole, pipe)
     )
     assert sliced < 2 * unsliced
 
@@ -72,7 +71,7 @@ def test_auto_settles_on_measured_times(settings: dict[str, object]) -> None:
             parameter.grad = None
     loss = pipe.step(inputs, labels_of(inputs))
     assert abs(float(loss / expected - 1)) < BOUND
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
     assert all(span.seconds >= 0 for span in pipe.timeline().compute_spans)
     assert sum(pipe.timeline().busy(rank) for rank in range(2)) > 0
 
@@ -86,6 +85,6 @@ def test_dropout_replays_in_recomputation() -> None:
         torch.manual_seed(0)
         pipe = Pipeline(build(config), **grouped(recompute=recompute, **SETTINGS))
         inputs = tokens()
-        found.append((float(pipe.step(inputs, inputs)), gradients(pipe.named_parameters())))
+        found.append((float(pipe.step(inputs, inputs)), gradients(pipe)))
     assert found[0][0] == found[1][0]
     assert gradient_error(found[0][1], found[1][1]) < BOUND

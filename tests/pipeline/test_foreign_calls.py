@@ -14,12 +14,12 @@ from torch import Tensor
 
 from slipstream import Pipeline, SlipstreamError
 from support.architectures import ARCHITECTURES, build, tokens
-from support.options import grouped
+from support.pipelines import make_pipe
 
 
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
-    return Pipeline.from_config(ARCHITECTURES["llama"], slices=2, **grouped(self_check=False))
+    return make_pipe(ARCHITECTURES["llama"], slices=2)
 
 
 @pytest.fixture

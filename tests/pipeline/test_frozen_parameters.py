@@ -43,7 +43,7 @@ def expected_gradients(patterns: list[str], architecture: str = "llama") -> dict
         assert name not in frozen or parameter.requires_grad_(False) is parameter
     with no_rounding_inside():
         unsplit_step(whole, tokens(), labels_of(tokens()))
-    return gradients(whole.named_parameters())
+    return gradients(whole)
 
 
 def make(patterns: list[str], architecture: str = "llama", schedule: str = "1f1b", **options: Any) -> Pipeline:

@@ -27,6 +27,7 @@ from support.architectures import (
 )
 from support.options import grouped
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 WEIGHTS = 10 ** torch.linspace(-2, 1, VOCABULARY, dtype=torch.float64)
 COUNTS_FLOATS = "loss_fn's second values add up to"
@@ -43,7 +44,7 @@ def unsplit(inputs: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     logits = model(inputs).logits[:, :-1]
     loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), WEIGHTS)
     loss.backward()
-    return loss.detach(), gradients(model.named_parameters())
+    return loss.detach(), gradients(model)
 
 
 @pytest.mark.parametrize(
@@ -59,17 +60,15 @@ def unsplit(inputs: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def test_weights_of_classes(options: dict[str, Any]) -> None:
     inputs = tokens(3)
     labels = labels_of(inputs)
-    pipe = Pipeline(
-        build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **grouped(self_check=False, **options)
-    )
+    pipe = make_pipe(build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **options)
     with no_rounding_inside():  # gradients are divided after the model's own backward, and not before
         loss, expected = unsplit(inputs, labels)
         assert abs(pipe.evaluate(inputs, labels) - loss) < BOUND
         assert abs(pipe.step(inputs, labels, loss_scale=2.0**8) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
         pipe.step(inputs, labels)
     twice = {name: 2 * gradient for name, gradient in expected.items()}
-    assert gradient_error(twice, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(twice, gradients(pipe)) < BOUND
 
 
 def test_accumulated_steps_with_weights() -> None:
@@ -82,7 +81,7 @@ def test_accumulated_steps_with_weights() -> None:
     pipe = Pipeline(build(ARCHITECTURES["llama, tied"]), num_ranks=2, loss_fn=weighted, **made)
     losses = [pipe.step(inputs[part], labels[part], num_targets=divisor) for part in ([0], [1, 2])]
     assert abs(sum(losses) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     with pytest.raises(SlipstreamError, match=r"num_targets=\d+ with a loss_fn that says its own divisor"):
         pipe.step(inputs, labels, num_targets=shifted.numel())
     with pytest.raises(SlipstreamError, match=rf"num_targets=0.5, but {COUNTS_FLOATS} .* in this batch alone"):
@@ -95,12 +94,12 @@ def test_batches_in_which_nothing_counts_add_nothing_to_accumulated_gradients() 
     labels = labels_of(inputs)
     num_targets, nothing = int((labels[:, 1:] != -100).sum()), torch.full_like(labels, -100)
     for options in ({"slices": 3}, {"slices": 3, "vocabulary": "spread"}):
-        pipe = Pipeline(build(ARCHITECTURES["llama"]), num_ranks=2, **grouped(self_check=False, **options))
+        pipe = make_pipe(build(ARCHITECTURES["llama"]), num_ranks=2, **options)
         loss = pipe.step(inputs, labels, num_targets=num_targets)
-        expected = gradients(pipe.named_parameters())
+        expected = gradients(pipe)
         assert pipe.step(inputs, nothing, num_targets=num_targets) == 0
         assert pipe.evaluate(inputs, nothing, num_targets=num_targets) == 0
-        assert gradient_error(expected, gradients(pipe.named_parameters())) == 0
+        assert gradient_error(expected, gradients(pipe)) == 0
         assert loss > 0
         with pytest.raises(SlipstreamError, match="no label of this batch counts"):
             pipe.step(inputs, nothing)
@@ -205,7 +204,7 @@ def test_a_loss_that_mixes_tokens_is_refused_in_its_gradients_alone() -> None:
         return total + ((outputs - outputs.detach()) * outputs.detach().softmax(1)).sum(), count
 
     inputs = tokens()
-    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=2, loss_fn=sums, **grouped(self_check=False))
+    pipe = make_pipe(build(ARCHITECTURES["llama"]), slices=2, loss_fn=sums)
     with pytest.raises(SlipstreamError, match=r"the gradients of the sum .* are others for some tokens alone"):
         pipe.step(inputs, inputs)
     assert left(pipe) == []
@@ -230,7 +229,7 @@ def test_losses_that_are_no_sum_over_rows(loss_fn: Callable[[Tensor, Tensor], tu
     total, count = loss_fn(whole(inputs), targets)
     (total / count).backward()
     assert abs(pipe.step(inputs, targets) - (total / count).detach()) < 1e-6
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < 1e-5
+    assert gradient_error(whole, pipe) < 1e-5
     with pytest.raises(SlipstreamError, match=r"the sum that loss_fn returns is .* must be a sum over rows"):
         layers(loss_fn, 2).step(inputs, targets)
 
@@ -282,7 +281,7 @@ def test_nothing_that_is_trained() -> None:
         pipe.step(inputs, targets)
     assert pipe.evaluate(inputs, targets) > 0
     model = build(ARCHITECTURES["llama"]).requires_grad_(False)
-    pipe = Pipeline(model, slices=2, num_ranks=2, **grouped(self_check=False))
+    pipe = make_pipe(model, slices=2, num_ranks=2)
     with pytest.raises(SlipstreamError, match=r"nothing would be trained: requires_grad is False"):
         pipe.step(tokens(), tokens())
     assert pipe.evaluate(tokens(), tokens()) > 0
@@ -294,5 +293,5 @@ def test_nothing_that_is_trained() -> None:
 def test_a_configuration_may_name_its_dtype(dtype: str | torch.dtype) -> None:
     config = copy.deepcopy(ARCHITECTURES["llama"])
     config.dtype = dtype
-    pipe = Pipeline(build(config), slices=2, loss_fn=causal_cross_entropy, **grouped(self_check=False))
+    pipe = make_pipe(build(config), slices=2, loss_fn=causal_cross_entropy)
     pipe.step(tokens(), tokens())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 
-from slipstream import Memory, Op, Pipeline, Runtime, SlipstreamError
+from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.model import LayerRange
 from support.architectures import (
     ARCHITECTURES,
@@ -33,6 +33,7 @@ from support.architectures import (
 from support.examples import examples
 from support.options import grouped
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 
 SLICES = [5, 30, 17, 12]
 CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run side by side
@@ -47,7 +48,7 @@ def assert_exact(model: PreTrainedModel, **settings: object) -> Pipeline:
         pipe = Pipeline(model, **grouped(**{"slices": SLICES, "num_microbatches": 2, "self_check": False} | settings))
         loss = pipe.step(inputs, labels)
     assert abs(loss - expected) < BOUND * expected
-    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    found, wanted = gradients(pipe), gradients(whole)
     assert set(found) == set(wanted)
     assert gradient_error(wanted, found) < BOUND
     return pipe
@@ -106,15 +107,7 @@ def test_less_memory_is_exact(name: str, less: dict[str, object]) -> None:
 def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
     """Layers 1 (its second half), 2 and 3 of the second stage: of `recompute=2` the first two run again."""
     model = build(llama())
-    pipe = Pipeline(
-        model,
-        "gpipe",
-        slices=3,
-        num_ranks=2,
-        partition=[1.5, 2.5],
-        memory=Memory(recompute=2),
-        runtime=Runtime(self_check=False),
-    )
+    pipe = make_pipe(model, "gpipe", slices=3, num_ranks=2, partition=[1.5, 2.5], recompute=2)
     runs = [0] * 4
     for index, layer in enumerate(pipe._engine.stages[1].model.model.layers):
 
@@ -125,9 +118,7 @@ def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
     pipe.step(tokens(), tokens())
     assert runs[1:] == [5, 5, 3]  # the last slice goes backward directly after its forward
     with pytest.raises(SlipstreamError, match="1 to 3 here"):
-        Pipeline(
-            model, num_ranks=2, partition=[1.5, 2.5], memory=Memory(recompute=4), runtime=Runtime(self_check=False)
-        )
+        make_pipe(model, num_ranks=2, partition=[1.5, 2.5], recompute=4)
 
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
@@ -142,15 +133,7 @@ def test_embedding_and_head_are_where_the_partition_says(name: str) -> None:
 
 
 def test_a_head_of_its_own_is_not_recomputed_by_number() -> None:
-    pipe = Pipeline(
-        build(llama()),
-        "gpipe",
-        slices=3,
-        num_ranks=2,
-        partition=[4, 0],
-        memory=Memory(recompute=2),
-        runtime=Runtime(self_check=False),
-    )
+    pipe = make_pipe(build(llama()), "gpipe", slices=3, num_ranks=2, partition=[4, 0], recompute=2)
     runs = []
     pipe._engine.stages[1].model.lm_head.register_forward_pre_hook(lambda *_: runs.append(1))
     pipe.step(tokens(), tokens())
@@ -190,9 +173,9 @@ def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
 def step(model: PreTrainedModel, partition: list[float], **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
     settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": len(partition)} | settings
-    pipe = Pipeline(copy.deepcopy(model), partition=partition, **grouped(self_check=False, **settings))
+    pipe = make_pipe(copy.deepcopy(model), partition=partition, **settings)
     inputs = tokens(batch=4)
-    return pipe.step(inputs, labels_of(inputs)), gradients(pipe.named_parameters())
+    return pipe.step(inputs, labels_of(inputs)), gradients(pipe)
 
 
 @pytest.mark.more
@@ -211,7 +194,7 @@ def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
 def test_dropout_is_drawn_in_both_halves() -> None:
     """What the test above would miss if nothing were dropped in one of them."""
     config = with_dropout("gpt2", 0.3)
-    pipe = Pipeline(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5], runtime=Runtime(self_check=False))
+    pipe = make_pipe(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5])
     zeros: list[float] = []
 
     def note(_module: object, _args: object, output: Tensor) -> None:
@@ -269,7 +252,7 @@ def heavy_head(**changes: object) -> PretrainedConfig:
 
 
 def stages(config: PretrainedConfig, **settings: object) -> list[float]:
-    pipe = Pipeline(AutoModelForCausalLM.from_config(config), slices=4, **grouped(self_check=False, **settings))
+    pipe = make_pipe(AutoModelForCausalLM.from_config(config), slices=4, **settings)
     return [stage.stop - stage.start for stage in pipe.layout.layers]
 
 
@@ -304,7 +287,7 @@ def test_auto_weighs_attention_where_it_knows_the_length() -> None:
 def test_given_slices_say_the_length() -> None:
     config = heavy_head()
     model = AutoModelForCausalLM.from_config(config)
-    pipe = Pipeline(model, slices=[10**6 - 8, 8], num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=[10**6 - 8, 8], num_ranks=2)
     assert [stage.stop - stage.start for stage in pipe.layout.layers] == [2, 2]
 
 
@@ -330,21 +313,21 @@ def test_an_architecture_that_cannot_be_cut_is_refused() -> None:
 
 def test_an_inner_stage_has_layers() -> None:
     with pytest.raises(SlipstreamError, match=r"partition=\[2, 0, 2\].*the last 0, for the head alone"):
-        Pipeline(build(llama()), num_ranks=3, partition=[2, 0, 2], runtime=Runtime(self_check=False))
+        make_pipe(build(llama()), num_ranks=3, partition=[2, 0, 2])
 
 
 @pytest.mark.parametrize("partition", [[1.25, 2.75], [2.5, 2.5], [4, 0, 0], [5, -1], [1.5, 1.5, 1], [float("nan"), 2]])
 def test_partitions_that_do_not_add_up_are_refused(partition: list[float]) -> None:
     message = r"2 stages of at least half a layer, in multiples of 0\.5 .*the head alone\), 4 layers in all"
     with pytest.raises(SlipstreamError, match=message):
-        Pipeline(build(llama()), num_ranks=2, partition=partition, runtime=Runtime(self_check=False))
+        make_pipe(build(llama()), num_ranks=2, partition=partition)
 
 
 def test_a_layer_that_is_not_its_architectures_is_refused() -> None:
     model = build(llama())
     model.model.layers[1].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
     with pytest.raises(SlipstreamError, match="mlp is a Linear, not a LlamaMLP"):
-        Pipeline(model, num_ranks=2, partition=[1.5, 2.5], runtime=Runtime(self_check=False))
+        make_pipe(model, num_ranks=2, partition=[1.5, 2.5])
 
 
 def test_halves_are_timed_like_stages() -> None:

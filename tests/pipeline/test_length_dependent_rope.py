@@ -26,6 +26,7 @@ from support.architectures import (
 from support.forked import launch
 from support.options import grouped
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.ragged_batches import batch_of
 
 NAMES = ["llama, dynamic rope", "phi3, longrope"]  # which change beyond 24 tokens
@@ -56,7 +57,7 @@ def alone(
                 loss, number = causal_cross_entropy(logits[:, : len(targets) - 1], targets[None, 1:])
                 loss.backward()
                 total, count = total + float(loss.detach()), count + int(number)
-        for key, gradient in gradients(whole.named_parameters()).items():
+        for key, gradient in gradients(whole).items():
             found[key] = found.get(key, 0) + gradient
     return total / count, {key: each / count for key, each in found.items()}
 
@@ -66,7 +67,7 @@ def together(whole: Any, batch: Any) -> tuple[float, dict[str, Tensor]]:
     with no_rounding_inside():
         loss = whole(**batch, use_cache=False).loss
         loss.backward()
-    return float(loss.detach()), gradients(whole.named_parameters())
+    return float(loss.detach()), gradients(whole)
 
 
 def check(pipe: Pipeline, expected: tuple[float, dict[str, Tensor]], *batch: Any, **more: Any) -> None:
@@ -75,7 +76,7 @@ def check(pipe: Pipeline, expected: tuple[float, dict[str, Tensor]], *batch: Any
     with no_rounding_inside():
         assert float(pipe.evaluate(*batch, **more)) == pytest.approx(expected[0], rel=BOUND)
         assert float(pipe.step(*batch, **more)) == pytest.approx(expected[0], rel=BOUND)
-    assert gradient_error(expected[1], gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected[1], gradients(pipe)) < BOUND
 
 
 def padded(lengths: list[int], width: int) -> dict[str, Tensor]:
@@ -140,7 +141,7 @@ def test_a_rotary_forward_of_the_users_own_runs() -> None:
     for model in models:
         model.model.rotary_emb.forward = of_half(model.model.rotary_emb)
     ids = tokens(batch=2, length=30)
-    pipe = Pipeline(models[0], num_ranks=1, slices=[20, 10], **grouped(self_check=False))
+    pipe = make_pipe(models[0], num_ranks=1, slices=[20, 10])
     check(pipe, together(models[1], {"input_ids": ids, "labels": ids}), ids, ids)
 
 

@@ -21,6 +21,7 @@ from support.forked import launch
 from support.options import grouped
 from support.parameters import first_of
 from support.paths import ROOT
+from support.pipelines import make_pipe
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 3, 3], gamma=0.1),
@@ -45,7 +46,7 @@ class Loop:
             config._attn_implementation = ARCHITECTURES["llama"]._attn_implementation
             self.pipe = Pipeline.from_config(config, seed=seed, slices=2, num_ranks=num_ranks, **settings)
         else:
-            self.pipe = Pipeline(model, slices=2, num_ranks=num_ranks, **grouped(self_check=False))  # type: ignore[arg-type]
+            self.pipe = make_pipe(model, slices=2, num_ranks=num_ranks)  # type: ignore[arg-type]
         trained = [parameter for parameter in self.pipe.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.scheduler = SCHEDULERS[scheduler](self.optimizer)
@@ -130,7 +131,7 @@ def test_processes_save_and_load_together(tmp_path: Path) -> None:
 def test_another_model_is_refused(tmp_path: Path) -> None:
     Loop(1).save(tmp_path, 1)
     other = ARCHITECTURES["llama"].__class__(**{**ARCHITECTURES["llama"].to_dict(), "rms_norm_eps": 0.5})
-    pipe = Pipeline.from_config(other, **grouped(self_check=False))
+    pipe = make_pipe(other)
     with pytest.raises(SlipstreamError, match=r"is a checkpoint of another model: .*rms_norm_eps"):
         pipe.load(tmp_path)
 

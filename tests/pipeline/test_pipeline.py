@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, masking_utils
 
-from slipstream import Memory, Pipeline, Runtime, SlipstreamError, one_f_one_b
+from slipstream import Pipeline, SlipstreamError, one_f_one_b
 from slipstream.model import causal_cross_entropy
 from slipstream.schedule import split_backwards
 from support.architectures import (
@@ -26,8 +26,8 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.options import grouped
 from support.parameters import each_once
+from support.pipelines import make_pipe
 
 
 def documents() -> Tensor:
@@ -58,18 +58,16 @@ def test_documents_are_separate_sequences(name: str, num_microbatches: int) -> N
     model, inputs, ids = build(ARCHITECTURES[name]), tokens(), documents()
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels_within(inputs, ids), position_ids=positions_within(ids))
-    pipe = Pipeline(
-        model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_ranks=2, runtime=Runtime(self_check=False)
-    )
+    pipe = make_pipe(model, slices=[5, 30, 17, 12], num_microbatches=num_microbatches, num_ranks=2)
     loss = pipe.step(inputs, inputs, document_ids=ids)
     bound = 1e-6 if name == "gemma3" else 1e-7 if name == "llama4_text" else BOUND  # their norms round to float32
     assert abs(loss - expected) < bound * expected
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < bound
+    assert gradient_error(whole, pipe) < bound
 
 
 def test_restarting_positions_mean_documents() -> None:
     model, inputs, ids = build(ARCHITECTURES["llama"]), tokens(), documents()
-    pipe = Pipeline(model, slices=4, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=4)
     by_ids = pipe.step(inputs, inputs, document_ids=ids)
     by_positions = pipe.step(inputs, inputs, position_ids=positions_within(ids))
     assert by_ids == by_positions
@@ -83,19 +81,19 @@ def test_a_row_without_valid_labels_counts_nowhere() -> None:
     labels[2, 5:] = -100
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, labels)
-    pipe = Pipeline(model, slices=3, num_microbatches=3, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=3, num_microbatches=3, num_ranks=2)
     assert abs(pipe.step(inputs, labels) - expected) < BOUND
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied"])
 def test_steps_add_to_grad(name: str) -> None:
-    pipe = Pipeline(build(ARCHITECTURES[name]), slices=4, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(build(ARCHITECTURES[name]), slices=4, num_ranks=2)
     inputs = tokens()
     pipe.step(inputs, inputs)
-    once = gradients(pipe.named_parameters())
+    once = gradients(pipe)
     pipe.step(inputs, inputs)
-    twice = gradients(pipe.named_parameters())
+    twice = gradients(pipe)
     assert gradient_error({name: 2 * gradient for name, gradient in once.items()}, twice) < BOUND
 
 
@@ -103,18 +101,10 @@ def test_flushes_accumulate_the_gradient_of_the_whole_batch() -> None:
     model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=4)
     whole = copy.deepcopy(model)
     expected = unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(
-        model,
-        schedule="gpipe",
-        num_microbatches=4,
-        memory=Memory(num_flushes=2),
-        runtime=Runtime(self_check=False),
-        slices=3,
-        num_ranks=2,
-    )
+    pipe = make_pipe(model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_ranks=2)
     loss = pipe.step(inputs, inputs)
     assert abs(loss - expected) < BOUND
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
     microbatches = [span.action.microbatch for span in pipe.timeline().compute_spans if span.rank == 0]
     assert microbatches == sorted(microbatches, key=lambda m: m // 2)  # the first flush ends before the second begins
 
@@ -123,7 +113,7 @@ def test_training_follows_the_unsplit_model() -> None:
     """Five steps of AdamW with clipping, tied embeddings included, end at the same parameters."""
     model = build(ARCHITECTURES["llama, tied"])
     whole = copy.deepcopy(model)
-    pipe = Pipeline(model, slices=4, num_ranks=3, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=4, num_ranks=3)
     ours = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for step in range(5):
@@ -147,9 +137,9 @@ def test_frozen_parameters_stay_frozen() -> None:
         parameter.requires_grad_("layers.3" in name or "layers.1" in name)
     whole = copy.deepcopy(model)
     unsplit_step(whole, inputs, inputs)
-    pipe = Pipeline(model, slices=4, num_ranks=4, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=4, num_ranks=4)
     pipe.step(inputs, inputs)
-    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    found, wanted = gradients(pipe), gradients(whole)
     assert set(found) == set(wanted)
     assert gradient_error(wanted, found) < BOUND
 
@@ -160,9 +150,9 @@ def test_evaluation_is_the_loss_without_dropout_or_gradients() -> None:
     model, inputs = build(config), tokens()
     labels = labels_of(inputs)
     whole = copy.deepcopy(model).eval()
-    pipe = Pipeline(model, slices=4, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, slices=4, num_ranks=2)
     assert abs(pipe.evaluate(inputs, labels) - unsplit_step(whole, inputs, labels)) < BOUND
-    assert not gradients(pipe.named_parameters())
+    assert not gradients(pipe)
     assert abs(pipe.step(inputs, labels) - pipe.evaluate(inputs, labels)) > 1e-4  # training mode is back
 
 
@@ -174,17 +164,10 @@ def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: s
     results = []
     for num_stages in (1, 2, 4):
         torch.manual_seed(7)
-        pipe = Pipeline(
-            copy.deepcopy(model),
-            schedule=schedule,
-            slices=4,
-            num_microbatches=2,
-            num_ranks=num_stages,
-            runtime=Runtime(self_check=False),
-        )
+        pipe = make_pipe(copy.deepcopy(model), schedule=schedule, slices=4, num_microbatches=2, num_ranks=num_stages)
         first, second = pipe.step(inputs, inputs), pipe.step(inputs, inputs)
         assert first != second  # every step draws other numbers
-        results.append((first, second, gradients(pipe.named_parameters())))
+        results.append((first, second, gradients(pipe)))
     for first, second, found in results[1:]:
         assert (first, second) == results[0][:2]
         assert gradient_error(results[0][2], found) < BOUND
@@ -193,7 +176,7 @@ def test_dropout_is_the_same_for_every_number_of_stages_and_schedule(schedule: s
 def test_a_step_leaves_the_callers_random_state_alone() -> None:
     config = copy.deepcopy(ARCHITECTURES["gpt2"])
     config.resid_pdrop = 0.2
-    pipe = Pipeline(build(config), slices=4, runtime=Runtime(self_check=False))
+    pipe = make_pipe(build(config), slices=4)
     before = torch.get_rng_state()
     pipe.step(tokens(), tokens())
     assert torch.equal(before, torch.get_rng_state())
@@ -205,9 +188,7 @@ def test_no_forward_looks_for_packed_documents(monkeypatch: pytest.MonkeyPatch) 
     def look(_: Tensor) -> None:
         raise AssertionError
 
-    pipe = Pipeline(
-        build(ARCHITECTURES["mistral, window of 7"]), slices=4, num_ranks=2, runtime=Runtime(self_check=False)
-    )
+    pipe = make_pipe(build(ARCHITECTURES["mistral, window of 7"]), slices=4, num_ranks=2)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
     pipe.step(tokens(), tokens(), document_ids=documents())
 
@@ -218,13 +199,13 @@ def test_a_loss_of_ones_own() -> None:
         return 3 * total, count
 
     model, inputs = build(ARCHITECTURES["llama"]), tokens()
-    plain = Pipeline(copy.deepcopy(model), slices=4, runtime=Runtime(self_check=False)).step(inputs, inputs)
-    own = Pipeline(model, slices=4, num_ranks=2, loss_fn=scaled, runtime=Runtime(self_check=False)).step(inputs, inputs)
+    plain = make_pipe(copy.deepcopy(model), slices=4).step(inputs, inputs)
+    own = make_pipe(model, slices=4, num_ranks=2, loss_fn=scaled).step(inputs, inputs)
     assert abs(own - 3 * plain) < BOUND
 
 
 def test_the_timeline_has_every_action_once() -> None:
-    pipe = Pipeline(build(ARCHITECTURES["llama"]), slices=4, num_ranks=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(build(ARCHITECTURES["llama"]), slices=4, num_ranks=2)
     pipe.step(tokens(), tokens())
     compute = [span.action for span in pipe.timeline().compute_spans]
     expected = [action for row in split_backwards(one_f_one_b(2, 1, 4)).actions for action in row]
@@ -236,7 +217,7 @@ def test_the_timeline_has_every_action_once() -> None:
 def test_the_export_is_the_model(name: str, tmp_path: Path) -> None:
     model, inputs = build(ARCHITECTURES[name]), tokens()
     whole = copy.deepcopy(model)
-    Pipeline(model, num_ranks=2, runtime=Runtime(self_check=False)).save_pretrained(tmp_path)
+    make_pipe(model, num_ranks=2).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
     with torch.no_grad():
         assert torch.allclose(loaded(inputs).logits, whole(inputs).logits, rtol=1e-12, atol=1e-12)
@@ -244,7 +225,7 @@ def test_the_export_is_the_model(name: str, tmp_path: Path) -> None:
 
 class TestRefusals:
     def pipeline(self, **settings: object) -> Pipeline:
-        return Pipeline(build(llama()), **grouped(self_check=False, **settings))  # type: ignore[arg-type]
+        return make_pipe(build(llama()), **settings)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -288,7 +269,7 @@ class TestRefusals:
         model = build(llama())
         model.model.layers[2].mlp.compile()
         with pytest.raises(SlipstreamError, match=r"model\.layers\.2\.mlp is compiled.*schedule 'zb-h1'.*1f1b"):
-            Pipeline(model, schedule="zb-h1", num_ranks=2, runtime=Runtime(self_check=False))
+            make_pipe(model, schedule="zb-h1", num_ranks=2)
 
     @pytest.mark.parametrize(
         ("slices", "inputs", "message"),

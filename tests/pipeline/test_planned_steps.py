@@ -12,19 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream import Pipeline, Runtime, SlipstreamError
+from slipstream import Pipeline, SlipstreamError
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import validate
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
+from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, batch_of, one_by_one
-
-UNCHECKED = Runtime(self_check=False)
 
 
 def planned(name: str, **settings: Any) -> Pipeline:
     options = {"schedule": "auto", "slices": "auto", "num_ranks": 2} | settings
-    return Pipeline(copy.deepcopy(MODELS[name]), runtime=UNCHECKED, **options)
+    return make_pipe(copy.deepcopy(MODELS[name]), **options)
 
 
 @examples(15)
@@ -41,7 +40,7 @@ def test_gradients_are_those_of_each_sequence_alone(
     pipe = planned(name, **order, **slices)
     loss, expected = one_by_one(name, inputs, inputs)
     assert pipe.step(inputs, inputs) == pytest.approx(float(loss), rel=1e-9)
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     assert not pipe.is_tuning  # steps are planned; rows of one length would be planned when they come
 
 

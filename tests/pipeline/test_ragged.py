@@ -29,7 +29,7 @@ from support.architectures import (
 )
 from support.examples import examples
 from support.live_memory import limit_that_would_do
-from support.options import grouped
+from support.pipelines import make_pipe
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
 LENGTH = 24
@@ -80,19 +80,19 @@ def check(data: st.DataObject) -> None:
     settings = {"schedule": schedule, "stages_per_rank": v, "num_ranks": num_ranks, "microbatches": given}
     settings |= {"recompute": data.draw(st.sampled_from(["none", "full", "selective"]))}
     settings |= {"offload": data.draw(st.sampled_from([0.0, 0.5]))}
-    pipe = Pipeline(copy.deepcopy(MODELS[name]), **grouped(self_check=False, **settings))
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), **settings)
     loss = pipe.step(inputs, labels, document_ids=documents)
     assert pipe.layout.training.slice_counts == tuple(len(slices) for _, slices in given)
     assert pipe.evaluate(inputs, labels, documents) == pytest.approx(float(loss), rel=1e-9)
     if documents is None:
         whole = copy.deepcopy(MODELS[name])
         assert abs(loss - unsplit_step(whole, inputs, labels)) < BOUND
-        expected = gradients(whole.named_parameters())
+        expected = gradients(whole)
     else:
-        whole = Pipeline(copy.deepcopy(MODELS[name]), slices=1, runtime=UNCHECKED)
+        whole = make_pipe(copy.deepcopy(MODELS[name]), slices=1)
         assert abs(loss - whole.step(inputs, labels, document_ids=documents)) < BOUND
-        expected = gradients(whole.named_parameters())
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        expected = gradients(whole)
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 @pytest.mark.more
@@ -104,7 +104,7 @@ def test_layers_behind_cut_tokens_have_the_gradients_of_the_sequence(data: st.Da
     num_stages = num_ranks * v
     ends = data.draw(st.sets(st.integers(1, num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1))
     inputs, targets = CASES[name].batch()
-    pipe = Pipeline(
+    pipe = make_pipe(
         CASES[name].model(),
         schedule,
         microbatches=data.draw(microbatches(ROWS, TARGET, 3)),
@@ -112,11 +112,10 @@ def test_layers_behind_cut_tokens_have_the_gradients_of_the_sequence(data: st.Da
         num_ranks=num_ranks,
         partition=[b - a for a, b in pairwise([0, *sorted(ends), num_layers])],
         loss_fn=causal_cross_entropy,
-        runtime=UNCHECKED,
     )
     loss, expected = CASES[name].unsplit(1)
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 @pytest.mark.more
@@ -128,9 +127,9 @@ def test_what_slice_batch_returns_runs_as_it_is_by_name_and_in_a_found_order() -
     unsplit_step(whole, inputs, inputs)
     order = find_order([0, 1], len(counts), counts, UnitCost(), effort=1e4)
     for schedule in ("1f1b", order):
-        pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), schedule, microbatches=found, num_ranks=2, runtime=UNCHECKED)
+        pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), schedule, microbatches=found, num_ranks=2)
         pipe.step(inputs, inputs)
-        assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(whole, pipe) < BOUND
         assert list(pipe.last_step.microbatches) == list(found.microbatches)
 
 

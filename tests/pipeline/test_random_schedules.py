@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from slipstream import Action, Op, Pipeline, Schedule
+from slipstream import Action, Op, Schedule
 from slipstream.schedule import predecessors
 from support.architectures import (
     ARCHITECTURES,
@@ -29,9 +29,9 @@ from support.architectures import (
 )
 from support.examples import examples
 from support.hybrids import HYBRIDS
-from support.options import grouped
 from support.own_attention import OWN_ATTENTION
 from support.parameters import first_of
+from support.pipelines import make_pipe
 from support.versions import since
 
 LENGTH = 24
@@ -93,7 +93,7 @@ def partitions(draw: st.DrawFn, num_stages: int, num_layers: int, parts: int = 2
 def run_unsplit(model: PreTrainedModel, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     whole = copy.deepcopy(model)
     unsplit_step(whole, inputs, labels)
-    return gradients(whole.named_parameters())
+    return gradients(whole)
 
 
 def cut_settings(schedule: Schedule, data: st.DataObject) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def check(name: str, data: st.DataObject, parts: int = 2) -> None:
     model = copy.deepcopy(MODELS[name])
     partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers, parts))
     settings |= {"schedule": schedule, "partition": partition, "recompute": recompute}
-    pipe = Pipeline(model, **grouped(self_check=False, **settings))
+    pipe = make_pipe(model, **settings)
     pipe.step(inputs, labels)
     expected = run_unsplit(MODELS[name], inputs, labels)
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 @pytest.mark.parametrize("name", first_of(ATTENDING))

@@ -18,7 +18,7 @@ from slipstream.pipeline.sequences import Sequences, consecutive_groups
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
 from support.live_memory import limit_that_would_do
-from support.options import grouped
+from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one
 
 UNCHECKED = Runtime(self_check=False)
@@ -52,7 +52,7 @@ def check(data: st.DataObject) -> None:
         "recompute": data.draw(st.sampled_from(["none", "full", "selective"])),
         "offload": data.draw(st.sampled_from([0.0, 0.5])),
     }
-    pipe = Pipeline(copy.deepcopy(MODELS[name]), **grouped(self_check=False, **settings))
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), **settings)
     loss, expected = one_by_one(name, inputs, labels)
     if data.draw(st.booleans()):
         found = pipe.step(inputs, labels)
@@ -62,7 +62,7 @@ def check(data: st.DataObject) -> None:
         found = pipe.step(*padded, lengths=lengths)
         assert pipe.evaluate(*padded, lengths=lengths) == pytest.approx(float(loss), rel=1e-9)
     assert abs(found - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     slices = [each.slices for each in pipe.last_step.microbatches]
     assert sum(map(sum, slices)) == sum(lengths)
     assert tuple(map(len, slices)) == pipe.layout.training.slice_counts
@@ -70,7 +70,7 @@ def check(data: st.DataObject) -> None:
 
 def test_steps_of_any_shape_follow_each_other() -> None:
     """Each has its own schedule; rows of one length afterwards have theirs again."""
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), num_microbatches=2, slices=3, num_ranks=2, runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), num_microbatches=2, slices=3, num_ranks=2)
     even = pipe.layout
     for lengths in ([9, 40], [40, 9], [9, 40], [30, 30], [5, 5, 8]):
         inputs, _ = batch_of(lengths)
@@ -85,7 +85,7 @@ def test_steps_of_any_shape_follow_each_other() -> None:
 
 
 def test_fewer_sequences_than_microbatches_are_one_each() -> None:
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), num_microbatches=3, slices=2, num_ranks=2, runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), num_microbatches=3, slices=2, num_ranks=2)
     inputs, _ = batch_of([9, 30])
     loss, _ = one_by_one("gpt2", inputs, inputs)
     assert abs(pipe.step(inputs, inputs) - loss) < BOUND
@@ -95,14 +95,14 @@ def test_fewer_sequences_than_microbatches_are_one_each() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
 def test_under_a_name_sequences_share_microbatches_by_their_cost(name: str) -> None:
     """In whatever order they come, one long sequence is alone, and the short ones are together."""
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), name, num_microbatches=2, slices=4, num_ranks=2, runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), name, num_microbatches=2, slices=4, num_ranks=2)
     for lengths in ([40, 9, 10, 11, 8], [9, 10, 40, 11, 8]):
         inputs, _ = batch_of(lengths)
         loss, expected = one_by_one("gpt2", inputs, inputs)
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, inputs) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
         rows = {sum(each.slices): len(each.slices) for each in pipe.last_step.microbatches}
         assert rows == {40: 4, 38: 3}  # of less attention
         assert pipe.order.ops == make_schedule(name, 2, 2, 4).ops  # backwards are split as the name says
@@ -121,7 +121,7 @@ def test_documents_within_a_sequence_are_kept_apart() -> None:
         options: dict[str, Any] = {"num_microbatches": num_microbatches, "slices": 3, "runtime": UNCHECKED}
         pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), **options)
         assert abs(pipe.step(inputs, labels, document_ids=documents) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5), st.randoms())
@@ -140,9 +140,9 @@ def test_a_schedule_that_was_given_cuts_each_microbatch_into_its_slices() -> Non
     inputs, _ = batch_of([40, 11])
     loss, expected = one_by_one("gpt2", inputs, inputs)
     schedule = make_schedule("1f1b", 2, 2, 4)
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), schedule, runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), schedule)
     assert abs(pipe.step(inputs, inputs) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     assert [each.slices for each in pipe.last_step.microbatches] == [(10, 10, 10, 10), (3, 3, 3, 2)]
 
 

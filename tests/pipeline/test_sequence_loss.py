@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream import Pipeline, Runtime, SequenceLoss
+from slipstream import Pipeline, SequenceLoss
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.execution import SequenceLosses, StepState
-from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside, tokens
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, no_rounding_inside, tokens
 from support.options import grouped
+from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
 
 PAIRS = 2
@@ -58,7 +59,7 @@ def check(name: str, **options: Any) -> None:
         stepped = pipe.step(inputs, labels, sequence_values=reference, loss_scale=1024.0).item()
     assert math.isclose(evaluated, loss, rel_tol=BOUND)
     assert math.isclose(stepped, loss, rel_tol=BOUND)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_pairs_of_different_lengths(lengths: list[tuple[int, int]], slices: int)
         own = pipe.step(sequences, sequences, sequence_values=reference)
         torch.testing.assert_close(pipe.sequence_log_probabilities(), torch.cat(found), rtol=BOUND, atol=0)
     assert math.isclose(own.item(), loss.item(), rel_tol=BOUND)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 def test_a_loss_of_single_sequences_without_values() -> None:
@@ -153,10 +154,10 @@ def test_arguments_that_are_refused() -> None:
     model = build(ARCHITECTURES["llama"])
     inputs, labels, reference = answers()
     with pytest.raises(SlipstreamError, match="sequence_values without a SequenceLoss"):
-        Pipeline(model, slices=3, runtime=Runtime(self_check=False)).step(inputs, labels, sequence_values=reference)
+        make_pipe(model, slices=3).step(inputs, labels, sequence_values=reference)
     for loss_fn in (None, SequenceLoss(preference, PAIRS)):
         with pytest.raises(SlipstreamError, match="no log-probabilities of sequences are known"):
-            Pipeline(model, slices=3, runtime=Runtime(self_check=False), loss_fn=loss_fn).sequence_log_probabilities()
+            make_pipe(model, slices=3, loss_fn=loss_fn).sequence_log_probabilities()
     with pytest.raises(SlipstreamError, match=r"router_loss='per_layer' with a SequenceLoss"):
         pipeline(build(ARCHITECTURES["mixtral"]), router_loss="per_layer")
     with pytest.raises(SlipstreamError, match=r"SequenceLoss\(group_size=0\)"):

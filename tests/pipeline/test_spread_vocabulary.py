@@ -36,9 +36,9 @@ from support.architectures import (
 )
 from support.examples import examples
 from support.forked import launch
-from support.options import grouped
 from support.parameters import first_of
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 
 LENGTH = 24
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -98,7 +98,7 @@ def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.Da
     if name != "phi":  # whose layers can't be cut in half
         settings["partition"] = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers))
     settings["recompute"] = data.draw(st.sampled_from(["full", "selective", 1]))
-    pipe = Pipeline(model, schedule=schedule, **grouped(self_check=False, **settings))
+    pipe = make_pipe(model, schedule=schedule, **settings)
     check(name, pipe, tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99))))
 
 
@@ -106,7 +106,7 @@ def check(name: str, pipe: Pipeline, inputs: Tensor) -> None:
     labels, whole = labels_of(inputs), copy.deepcopy(MODELS[name])
     wanted = unsplit_step(whole, inputs, labels)
     assert abs(pipe.step(inputs, labels) - wanted) < BOUND
-    error = gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters()))
+    error = gradient_error(whole, pipe)
     assert error < BOUND
     assert abs(pipe.evaluate(inputs, labels) - wanted) < BOUND
 
@@ -122,7 +122,7 @@ def check(name: str, pipe: Pipeline, inputs: Tensor) -> None:
 )
 @pytest.mark.parametrize("model", first_of(["llama, tied", "llama"]))
 def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) -> None:
-    pipe = Pipeline(
+    pipe = make_pipe(
         copy.deepcopy(MODELS[model]),
         name,
         num_microbatches=2,
@@ -130,7 +130,6 @@ def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) ->
         num_ranks=num_ranks,
         stages_per_rank=STAGES_PER_RANK[name].start,
         vocabulary="spread",
-        runtime=CHECKED,
     )
     check(model, pipe, tokens(batch=3, length=LENGTH))
 
@@ -139,7 +138,7 @@ def test_a_plan_for_a_tied_model_runs() -> None:
     task = problem(costs=ToyCosts(num_layers=4, head=7.0, overhead=1.0), tied=True, granularity=4, seq_len=LENGTH)
     plan = find_vocabulary_plan(task, "spread", lambda _: None)
     cut: dict[str, Any] = {"schedule": plan.schedule, "slices": plan.slices, "partition": plan.partition}
-    pipe = Pipeline(copy.deepcopy(MODELS["llama, tied"]), runtime=CHECKED, **cut)
+    pipe = make_pipe(copy.deepcopy(MODELS["llama, tied"]), **cut)
     check("llama, tied", pipe, tokens(batch=1, length=LENGTH))
 
 
@@ -148,23 +147,23 @@ def test_documents_that_end_inside_slices(model: str) -> None:
     inputs = tokens(batch=2, length=LENGTH)
     documents = torch.tensor([[0] * 7 + [1] * 17, [0] * 24])
     made = [
-        Pipeline(copy.deepcopy(MODELS[model]), slices=3, num_ranks=2, vocabulary=where, runtime=CHECKED)
+        make_pipe(copy.deepcopy(MODELS[model]), slices=3, num_ranks=2, vocabulary=where)
         for where in ("whole", "spread")
     ]
     losses = [pipe.step(inputs, inputs, document_ids=documents) for pipe in made]
     assert abs(losses[0] - losses[1]) < BOUND
-    assert gradient_error(*(gradients(pipe.named_parameters()) for pipe in made)) < BOUND
+    assert gradient_error(*(gradients(pipe) for pipe in made)) < BOUND
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     model = copy.deepcopy(MODELS["phi"])
     model.lm_head.requires_grad_(requires_grad=False)
-    pipe = Pipeline(model, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED)
+    pipe = make_pipe(model, slices=3, num_ranks=2, vocabulary="spread")
     inputs = tokens(length=LENGTH)
     pipe.step(inputs, inputs)
     whole = copy.deepcopy(MODELS["phi"])
     unsplit_step(whole, inputs, inputs)
-    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    found, wanted = gradients(pipe), gradients(whole)
     assert wanted.keys() - found.keys() == {"lm_head.weight", "lm_head.bias"}
     assert gradient_error({name: wanted[name] for name in found}, found) < BOUND
 
@@ -173,11 +172,11 @@ def test_a_frozen_tied_matrix_gets_no_gradient() -> None:
     model, whole = copy.deepcopy(MODELS["gemma3"]), copy.deepcopy(MODELS["gemma3"])
     for each in (model, whole):
         each.lm_head.weight.requires_grad_(requires_grad=False)
-    pipe = Pipeline(model, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED)
+    pipe = make_pipe(model, slices=3, num_ranks=2, vocabulary="spread")
     inputs = tokens(length=LENGTH)
     pipe.step(inputs, inputs)
     unsplit_step(whole, inputs, inputs)
-    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    found, wanted = gradients(pipe), gradients(whole)
     assert found.keys() == wanted.keys()
     assert gradient_error(wanted, found) < BOUND
 
@@ -188,22 +187,22 @@ def test_lookups_of_the_padding_id_leave_no_gradient(schedule: str) -> None:
     model = build(llama(tie_word_embeddings=True, pad_token_id=5))
     whole = copy.deepcopy(model)
     stages = {"stages_per_rank": 2} if schedule == "zb-v" else {}
-    pipe = Pipeline(model, schedule, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED, **stages)
+    pipe = make_pipe(model, schedule, slices=3, num_ranks=2, vocabulary="spread", **stages)
     inputs = tokens(length=LENGTH)
     inputs[:, ::3] = 5
     wanted = unsplit_step(whole, inputs, inputs)
     assert abs(pipe.step(inputs, inputs) - wanted) < BOUND
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 def test_a_tied_head_with_a_bias() -> None:
     config = PhiConfig(**_SMALL, vocab_size=97, max_position_embeddings=64, tie_word_embeddings=True)
     model = build(config)
     whole = copy.deepcopy(model)
-    pipe = Pipeline(model, slices=3, num_ranks=2, vocabulary="spread", runtime=CHECKED)
+    pipe = make_pipe(model, slices=3, num_ranks=2, vocabulary="spread")
     inputs = tokens(length=LENGTH)
     assert abs(pipe.step(inputs, inputs) - unsplit_step(whole, inputs, inputs)) < BOUND
-    found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+    found, wanted = gradients(pipe), gradients(whole)
     assert found.keys() == wanted.keys()
     assert gradient_error(wanted, found) < BOUND
     assert pipe.state_dict().keys() == whole.state_dict().keys() - {"lm_head.weight"}
@@ -216,7 +215,7 @@ def test_dropout_after_the_embedding_is_that_of_a_whole_one() -> None:
     losses = []
     for where in ("whole", "spread"):
         torch.manual_seed(7)
-        pipe = Pipeline(build(config), slices=3, num_ranks=2, vocabulary=where, runtime=CHECKED)
+        pipe = make_pipe(build(config), slices=3, num_ranks=2, vocabulary=where)
         pipe.train()
         losses.append(pipe.step(tokens(length=LENGTH), tokens(length=LENGTH)))
     assert abs(losses[0] - losses[1]) < BOUND
@@ -274,7 +273,7 @@ def test_a_sequence_of_layers_has_no_such_head() -> None:
 def test_a_schedule_with_a_spread_vocabulary_is_not_whole() -> None:
     schedule = spread_vocabulary(make_schedule("1f1b", 2, 1, 2))
     with pytest.raises(SlipstreamError, match=r"vocabulary='whole', but the schedule '1f1b' has V's"):
-        Pipeline.from_config(UNTIED, schedule=schedule, vocabulary="whole", runtime=CHECKED)
+        make_pipe(UNTIED, schedule=schedule, vocabulary="whole")
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("llama", "1f1b"), ("llama, tied", "1f1b"), ("gpt2", "zb-h1")])
@@ -285,10 +284,10 @@ def test_sequences_of_different_lengths(name: str, schedule: str) -> None:
     labels = [labels_of(each[None])[0] for each in inputs]
     model, whole = copy.deepcopy(MODELS[name]), copy.deepcopy(MODELS[name])
     options: dict[str, Any] = {"schedule": schedule, "slices": 3, "num_microbatches": 2, "num_ranks": 2}
-    pipe = Pipeline(model, vocabulary="spread", runtime=CHECKED, **options)
+    pipe = make_pipe(model, vocabulary="spread", **options)
     counts = [int((each[1:] != -100).sum()) for each in labels]
     for own, label, count in zip(inputs, labels, counts, strict=True):
         loss = whole(input_ids=own[None], labels=label[None], use_cache=False).loss
         (loss * count / sum(counts)).backward()
     pipe.step(inputs, labels)
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND

@@ -14,18 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream import Pipeline, Runtime, SlipstreamError, make_schedule
+from slipstream import SlipstreamError, make_schedule
 from slipstream.model import causal_cross_entropy
 from slipstream.planner.steps import StepPlan
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.forked import launch
-from support.options import grouped
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one, parts, random_plan
 from support.sequences.sliced_layers import CASES
 
-UNCHECKED = Runtime(self_check=False)
 PLAN = StepPlan(((2, 0), (1,)), ((5, 9), (6,)), make_schedule("1f1b", 1, 2, [2, 1]))
 LENGTHS = [4, 6, 10]
 
@@ -52,11 +51,11 @@ def check(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 2))
     recompute = data.draw(st.sampled_from(["none", "full", "selective"]))
     settings = {"schedule": schedule, "stages_per_rank": v, "num_ranks": num_ranks, "recompute": recompute}
-    pipe = Pipeline(copy.deepcopy(MODELS[name]), **grouped(self_check=False, **settings))
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), **settings)
     plan = random_plan(Random(data.draw(st.integers(0, 10**6))), lengths, pipe.order)
     loss, expected = one_by_one(name, inputs, labels)
     assert abs(pipe.step(inputs, labels, plan=plan) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     assert pipe.order is plan.schedule
     assert [each.slices for each in pipe.last_step.microbatches] == [*plan.slices]
     assert pipe.evaluate(inputs, labels, plan=plan) == pytest.approx(float(loss), rel=1e-9)
@@ -72,7 +71,7 @@ def test_layers_behind_cut_tokens_take_sequences_of_different_lengths(data: st.D
     ends = data.draw(st.sets(st.integers(1, num_layers - 1), min_size=num_stages - 1, max_size=num_stages - 1))
     lengths = data.draw(st.lists(st.integers(2, 9), min_size=1, max_size=8))
     inputs, targets = rows_of(name, lengths)
-    pipe = Pipeline(
+    pipe = make_pipe(
         CASES[name].model(),
         schedule,
         slices=data.draw(st.integers(1, 4)),
@@ -80,7 +79,6 @@ def test_layers_behind_cut_tokens_take_sequences_of_different_lengths(data: st.D
         num_ranks=num_ranks,
         partition=[b - a for a, b in pairwise([0, *sorted(ends), num_layers])],
         loss_fn=causal_cross_entropy,
-        runtime=UNCHECKED,
     )
     loss, expected = unsplit(name, inputs, targets)
     plan = None
@@ -88,16 +86,16 @@ def test_layers_behind_cut_tokens_take_sequences_of_different_lengths(data: st.D
         plan = random_plan(Random(data.draw(st.integers(0, 10**6))), lengths, pipe.order, 3)
         plan = alone(plan, lengths)
     assert abs(pipe.step(inputs, targets, plan=plan) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     assert pipe.evaluate(inputs, targets, plan=plan) == pytest.approx(float(loss), rel=1e-9)
 
 
 def test_sequences_behind_cut_tokens_are_microbatches() -> None:
     inputs, targets = rows_of("mixed", [9, 4, 6])
-    pipe = Pipeline(CASES["mixed"].model(), slices=3, loss_fn=causal_cross_entropy, runtime=UNCHECKED)
+    pipe = make_pipe(CASES["mixed"].model(), slices=3, loss_fn=causal_cross_entropy)
     loss, expected = unsplit("mixed", inputs, targets)
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
     assert [each.slices for each in pipe.last_step.microbatches] == [(3, 3, 3), (2, 2), (3, 3)]
     two = StepPlan(((0, 1), (2,)), ((13,), (6,)), make_schedule("1f1b", 1, 2, 1))
     with pytest.raises(SlipstreamError, match=r"packs the sequences \[0, 1\] into one row, but the layers"):
@@ -136,12 +134,12 @@ def unsplit(name: str, inputs: list[Any], targets: list[Tensor]) -> tuple[Tensor
         total, _ = CASES[name].loss_fn(model(batch), target[None])
         (total / count).backward()
         loss += total.detach() / count
-    return loss, gradients(model.named_parameters())
+    return loss, gradients(model)
 
 
 def test_a_plan_is_prepared_while_another_step_runs() -> None:
     """It is the one that the step finds; one for other lengths waits, or is forgotten when there are too many."""
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), num_microbatches=2, slices=3, num_ranks=2, runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), num_microbatches=2, slices=3, num_ranks=2)
     for lengths, after in pairwise([[9, 40], [30, 30], [5, 5, 8], [9, 40]]):
         pipe.prepare(after)
         inputs, _ = batch_of(lengths)
@@ -153,7 +151,7 @@ def test_a_plan_is_prepared_while_another_step_runs() -> None:
 
 
 def test_a_plan_that_can_not_be_made_is_refused_by_its_step() -> None:
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), make_schedule("1f1b", 2, 2, 3), runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), make_schedule("1f1b", 2, 2, 3))
     pipe.prepare([12])
     inputs, _ = batch_of([12])
     with pytest.raises(SlipstreamError, match="a batch of 1 sequences can't be cut into 2 microbatches"):
@@ -182,7 +180,7 @@ def test_a_plan_that_can_not_be_made_is_refused_by_its_step() -> None:
     ],
 )
 def test_a_plan_for_something_else_is_refused(changes: dict[str, Any], words: str) -> None:
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]))
     inputs, _ = batch_of(LENGTHS)
     with pytest.raises(SlipstreamError) as problem:
         pipe.step(inputs, inputs, plan=replace(PLAN, **changes))
@@ -190,7 +188,7 @@ def test_a_plan_for_something_else_is_refused(changes: dict[str, Any], words: st
 
 
 def test_a_plan_for_other_lengths_is_refused_and_one_for_rows_of_one_length() -> None:
-    pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), runtime=UNCHECKED)
+    pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]))
     inputs, _ = batch_of([4, 7, 10])
     with pytest.raises(SlipstreamError, match=r"its sequences \[1\] have 7: it was made for other lengths\. Make"):
         pipe.step(inputs, inputs, plan=PLAN)

@@ -15,15 +15,15 @@ from slipstream import Pipeline, SequenceLoss, SlipstreamError
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens
 from support.examples import examples
 from support.forked import launch
-from support.options import grouped
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
 from support.ragged_batches import MODELS, ORDERS, batch_of
 
 
 def pipeline(name: str = "llama, tied", **options: Any) -> Pipeline:
     config = ARCHITECTURES[name]
-    return Pipeline(build(config), **grouped(self_check=False, **{"num_ranks": 2, "slices": 3, **options}))
+    return make_pipe(build(config), **{"num_ranks": 2, "slices": 3, **options})
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def whole_gradients(model: peft.PeftModel, batch: int = 2) -> tuple[Tensor, dict
     whole, inputs = copy.deepcopy(model), tokens(batch)
     with no_rounding_inside():
         loss = unsplit_step(whole, inputs, labels_of(inputs))
-    return loss, {name.removeprefix(PREFIX): found for name, found in gradients(whole.named_parameters()).items()}
+    return loss, {name.removeprefix(PREFIX): found for name, found in gradients(whole).items()}
 
 
 def pipe_error(pipe: Any, expected: dict[str, Tensor], batch: int = 2) -> float:
@@ -55,6 +55,6 @@ def pipe_error(pipe: Any, expected: dict[str, Tensor], batch: int = 2) -> float:
     inputs = tokens(batch)
     with no_rounding_inside():
         pipe.step(inputs, labels_of(inputs))
-    found = gradients(pipe.named_parameters())
+    found = gradients(pipe)
     assert found.keys() == expected.keys()
     return gradient_error(expected, found)

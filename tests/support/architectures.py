@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,10 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
 }
 
 
+# What has gradients: they themselves by name, or a model, a Pipeline, or whatever has named parameters.
+Gradients = Mapping[str, Tensor] | Any
+
+
 def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """The unsplit model in float64, with its own eager attention."""
     torch.manual_seed(seed)
@@ -142,8 +147,9 @@ def unsplit_step(model: PreTrainedModel, inputs: Tensor, labels: Tensor, **kwarg
     return loss.detach()
 
 
-def gradient_error(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+def gradient_error(expected: Gradients, found: Gradients) -> float:
     """max|g-g'| / max(max|g'|, 1e-6 of the largest gradient), the worst over all parameters."""
+    expected, found = gradients(expected), gradients(found)
     floor = 1e-6 * max(gradient.abs().max() for gradient in expected.values())
     return max(
         float((found[name] - gradient).abs().max() / max(gradient.abs().max(), floor))
@@ -151,8 +157,11 @@ def gradient_error(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) 
     )
 
 
-def gradients(named_parameters: Iterator[tuple[str, torch.nn.Parameter]]) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in named_parameters if p.grad is not None}
+def gradients(model: Gradients) -> dict[str, Tensor]:
+    """Copies of the gradients of a model, a Pipeline, or whatever has named parameters; a mapping is one already."""
+    if isinstance(model, Mapping):
+        return dict(model)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @contextmanager

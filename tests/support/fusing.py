@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from slipstream import Pipeline, SlipstreamError
 from slipstream.model import check_compiler
 from support.architectures import labels_of, tokens
-from support.options import grouped
+from support.pipelines import make_pipe
 
 
 def missing() -> str:
@@ -31,8 +31,6 @@ COMPILING = [  # torch's own: when its compiler is imported, and when it looks a
 
 
 def in_slices(model: PreTrainedModel, slices: list[int], **settings: object) -> Pipeline:
-    pipe = Pipeline(
-        copy.deepcopy(model), slices=slices, num_microbatches=2, num_ranks=2, **grouped(self_check=False, **settings)
-    )
+    pipe = make_pipe(copy.deepcopy(model), slices=slices, num_microbatches=2, num_ranks=2, **settings)
     pipe.step(tokens(batch=4), labels_of(tokens(batch=4)))
     return pipe

@@ -60,5 +60,5 @@ def expected_of_dpo() -> tuple[float, dict[str, float], dict[str, Tensor]]:
     return (
         loss.item(),
         {**{name: float(each) for name, each in means.items()}, "accuracy": accuracy},
-        gradients(model.named_parameters()),
+        gradients(model),
     )

@@ -38,7 +38,7 @@ def one_by_one(name: str, inputs: list[Tensor], labels: list[Tensor]) -> tuple[T
         total, _ = causal_cross_entropy(logits[:, :-1], label[None, 1:])
         (total / count).backward()
         sums += total.detach()
-    return sums / count, gradients(whole.named_parameters())
+    return sums / count, gradients(whole)
 
 
 def random_plan(random: Random, lengths: list[int], order: Schedule, most_slices: int = 5) -> StepPlan:

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import Pipeline, Runtime
 from slipstream.train.data import TokenisedText, sequences_of
 from support.architectures import BOUND, gradient_error, gradients
 from support.forked import launch
 from support.parameters import first_of
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, one_by_one
 
 LENGTH = 24
-UNCHECKED = Runtime(self_check=False)
 
 
 def conversations() -> TokenisedText:
@@ -62,12 +61,10 @@ def test_gradients_are_those_of_the_plain_loss(
     sequences = sequences_of([conversations()], packing, LENGTH, seed=0)
     batch = sequences.batch(0, sequences.num_sequences)
     slices = [11, 1, 7, 5] if packing == "fixed" else 4
-    pipe = Pipeline(
-        copy.deepcopy(MODELS[name]), slices=slices, num_microbatches=2, num_ranks=2, runtime=UNCHECKED, **order
-    )
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), slices=slices, num_microbatches=2, num_ranks=2, **order)
     found = pipe.step(batch.input_ids, batch.labels, document_ids=batch.document_ids)
     assert abs(found - loss) < BOUND
-    assert gradient_error(grads, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(grads, gradients(pipe)) < BOUND
     measured = pipe.evaluate(batch.input_ids, batch.labels, document_ids=batch.document_ids)
     assert float(measured) == pytest.approx(float(loss), rel=1e-12)
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from slipstream import Memory, Parallelism, Pipeline, Runtime, make_schedule
+from slipstream import Memory, Parallelism, make_schedule
 from slipstream.cost import Profile, load_profile
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free
@@ -26,8 +26,8 @@ from slipstream.train.planned_start import _found_again, what_prevents_a_plan
 from slipstream.train.run_state import describe_cut
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
+from support.pipelines import make_pipe
 
-PLAIN = Runtime(self_check=False)
 SETTINGS: dict[str, Any] = {
     "model": {
         "config": {
@@ -130,9 +130,7 @@ def test_a_dumped_configuration_is_left_open_again() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", 1])
 def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any) -> None:
     memory = Memory(recompute=recompute)
-    pipe = Pipeline.from_config(
-        llama(), schedule="gpipe", slices=[5, 3], num_ranks=2, partition=[1, 3], memory=memory, runtime=PLAIN
-    )
+    pipe = make_pipe(llama(), schedule="gpipe", slices=[5, 3], num_ranks=2, partition=[1, 3], memory=memory)
     assert describe_cut(pipe) == {"partition": [1, 3], "recompute": recompute}
 
 

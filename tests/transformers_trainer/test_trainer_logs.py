@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from slipstream import Pipeline, SlipstreamError
+from slipstream import SlipstreamError
 from slipstream.model import causal_cross_entropy
 from support.adapters import PREFIX, adapted, lora
 from support.architectures import BOUND, no_rounding_inside
-from support.options import grouped
 from support.parameters import first_of
+from support.pipelines import make_pipe
 from support.trainers import (
     accuracy,
     arguments,
@@ -200,7 +200,7 @@ def test_an_adapter_is_trained_as_by_a_trainer(tmp_path: Path) -> None:
     with no_rounding_inside():
         alone = unsplit_trainer(copy.deepcopy(model), args)
         logs, _ = trained(alone)
-        pipe = Pipeline(model, num_ranks=2, num_microbatches=3, slices=2, **grouped(self_check=False))
+        pipe = make_pipe(model, num_ranks=2, num_microbatches=3, slices=2)
         made = trainer(pipe, args)
         found, _ = trained(made)
     check_logs(found, logs)

@@ -9,8 +9,8 @@ from torch import Tensor
 from slipstream import Pipeline
 from slipstream.model import causal_cross_entropy
 from support.architectures import ARCHITECTURES, tokens
-from support.options import grouped
 from support.parameters import each_once
+from support.pipelines import make_pipe
 
 
 @pytest.mark.parametrize(("num_before", "name"), each_once([0, 2, 5], ["llama", "llama, tied"]))
@@ -26,9 +26,7 @@ def test_the_next_step_is_that_of_a_fresh_pipeline(name: str, num_before: int) -
         return causal_cross_entropy(outputs, targets)
 
     def make(**settings: object) -> Pipeline:
-        return Pipeline.from_config(
-            ARCHITECTURES[name], num_ranks=2, num_microbatches=2, slices=4, **grouped(self_check=False, **settings)
-        )
+        return make_pipe(ARCHITECTURES[name], num_ranks=2, num_microbatches=2, slices=4, **settings)
 
     torch.manual_seed(0)
     pipe, fresh = make(loss_fn=breaking), make()

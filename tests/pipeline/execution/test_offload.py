@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Action, Memory, Op, Pipeline, Runtime, Schedule, SlipstreamError, gpipe
+from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
 from slipstream.model import storage_id
 from slipstream.model.autograd_memory import RecomputationError, SavedTensors
 from slipstream.pipeline.execution import StepState
@@ -23,6 +23,7 @@ from support.live_memory import LiveMemory, held_after_three_slices
 from support.observers import BeforeEach
 from support.options import grouped
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -30,13 +31,13 @@ EMBEDDING = "model.embed_tokens.weight"
 def step(name: str, offload: float, device: str = "cpu", **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     settings = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2} | settings
     model = build(ARCHITECTURES[name]).float()
-    pipe = Pipeline(model, **grouped(offload=offload, self_check=False, **settings), device=device)
+    pipe = make_pipe(model, offload=offload, **settings, device=device)
     inputs = tokens(batch=4)
     loss = pipe.step(inputs, labels_of(inputs))
     num_moved = sum(span.action.op is Op.OFFLOAD for span in pipe.timeline().spans)
     assert (num_moved > 0) == (offload > 0)
     assert num_moved == sum(span.action.op is Op.RELOAD for span in pipe.timeline().spans)
-    return loss, gradients(pipe.named_parameters())
+    return loss, gradients(pipe)
 
 
 @pytest.mark.parametrize(("name", "schedule"), first_of([("llama", "gpipe"), ("gpt2", "1f1b"), ("mixtral", "1f1b")], 2))
@@ -68,9 +69,7 @@ def test_pinned_memory(recompute: str) -> None:
 def live_bytes(offload: float, recompute: str = "none") -> tuple[int, int, int]:
     """On one stage while three of four slices are away: bytes alive, those of keys and values, bytes after the step."""
     model = build(llama(num_key_value_heads=1)).float()
-    pipe = Pipeline(
-        model, "gpipe", slices=4, memory=Memory(offload=offload, recompute=recompute), runtime=Runtime(self_check=False)
-    )
+    pipe = make_pipe(model, "gpipe", slices=4, offload=offload, recompute=recompute)
     return held_after_three_slices(pipe, tokens(batch=4))
 
 
@@ -96,9 +95,7 @@ def test_a_stage_lets_go_of_its_input_too() -> None:
     for moves in (("", ""), ("1OFFLOAD0.0", "1RELOAD0.0")):
         row = order.format(offload=moves[0], reload=moves[1])
         schedule = Schedule.parse(f"schedule: s\nplacement: 0 0\nmicrobatches: 1\nslices: 2\nrank 0: {row}")
-        pipe = Pipeline(
-            build(llama()), schedule, slices=[60, 4], memory=Memory(recompute="full"), runtime=Runtime(self_check=False)
-        )
+        pipe = make_pipe(build(llama()), schedule, slices=[60, 4], recompute="full")
         (executor,) = pipe._engine.runner.executors
         memory = LiveMemory(besides=pipe.parameters())
 
@@ -176,20 +173,14 @@ def test_the_cpus_host_is_a_file() -> None:
 @pytest.mark.parametrize("offload", [-0.1, 1.5])
 def test_a_share_is_from_0_to_1(offload: float) -> None:
     with pytest.raises(SlipstreamError, match=rf"memory\.offload={offload}: give a number from 0 to 1"):
-        Pipeline(build(llama()), memory=Memory(offload=offload), runtime=Runtime(self_check=False))
+        make_pipe(build(llama()), offload=offload)
 
 
 def test_a_schedule_that_has_it_already() -> None:
     text = str(gpipe(1, 1, 2)).replace("0F0.1", "0OFFLOAD0.0 0F0.1").replace("0B0.0", "0RELOAD0.0 0B0.0")
     schedule = Schedule.parse(text)
-    Pipeline(build(llama()), schedule, slices=2, runtime=Runtime(self_check=False)).step(tokens(), tokens())
+    make_pipe(build(llama()), schedule, slices=2).step(tokens(), tokens())
     with pytest.raises(SlipstreamError, match=r"'?gpipe'? has 0OFFLOAD0.0 already, so OFFLOAD can't be added"):
-        Pipeline(build(llama()), schedule, slices=2, memory=Memory(offload=0.5), runtime=Runtime(self_check=False))
+        make_pipe(build(llama()), schedule, slices=2, offload=0.5)
     with pytest.raises(SlipstreamError, match=r"offload is set, but .* has its sends.* Leave memory\.offload out"):
-        Pipeline(
-            build(llama()),
-            add_communication(gpipe(2, 1, 2)),
-            slices=2,
-            memory=Memory(offload=0.5),
-            runtime=Runtime(self_check=False),
-        )
+        make_pipe(build(llama()), add_communication(gpipe(2, 1, 2)), slices=2, offload=0.5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream import Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe
+from slipstream import Memory, Op, SlipstreamError, gpipe
 from slipstream.attention import ContextStore
 from slipstream.model import storage_id
 from slipstream.model.autograd_memory import RecomputationError, RecomputePolicy, SavedTensors, SliceReplay
@@ -29,8 +29,8 @@ from support.architectures import (
     unsplit_step,
 )
 from support.live_memory import LiveMemory, held_after_three_slices
-from support.options import grouped
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 KINDS = ("selective", "full", 1)
 SLICES = [5, 30, 17, 12]
@@ -39,11 +39,11 @@ SLICES = [5, 30, 17, 12]
 def step(model: nn.Module, recompute: str | int, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
     torch.manual_seed(7)
     settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": 2} | settings
-    pipe = Pipeline(copy.deepcopy(model), **grouped(recompute=recompute, self_check=False, **settings))
+    pipe = make_pipe(copy.deepcopy(model), recompute=recompute, **settings)
     inputs = tokens(batch=4)
     loss = pipe.step(inputs, labels_of(inputs))
     assert any(span.action.op is Op.R for span in pipe.timeline().spans) == (recompute != "none")
-    return loss, gradients(pipe.named_parameters())
+    return loss, gradients(pipe)
 
 
 def assert_same_bits(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
         for recompute in KINDS:
             found = step(model, recompute)
             assert abs(found[0] - loss) < BOUND
-            assert gradient_error(gradients(whole.named_parameters()), found[1]) < BOUND
+            assert gradient_error(gradients(whole), found[1]) < BOUND
 
 
 @pytest.mark.parametrize(("name", "schedule", "num_stages"), [("llama", "1f1b", 3), ("mixtral", "gpipe", 1)])
@@ -118,7 +118,7 @@ def test_frozen_parameters() -> None:
 
 
 def test_a_number_of_layers_runs_no_other_again() -> None:
-    pipe = Pipeline(build(llama()), "gpipe", slices=3, memory=Memory(recompute=2), runtime=Runtime(self_check=False))
+    pipe = make_pipe(build(llama()), "gpipe", slices=3, recompute=2)
     runs = [0] * 4
     for index, layer in enumerate(pipe._engine.stages[0].model.model.layers):
 
@@ -134,7 +134,7 @@ def live_bytes(recompute: str | int) -> tuple[int, int]:
     """While three of four slices are forward on a single stage: bytes alive, and those of keys and values."""
     config = llama(num_key_value_heads=1, intermediate_size=96, vocab_size=512)
     model = build(config).float()
-    pipe = Pipeline(model, "gpipe", slices=4, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))
+    pipe = make_pipe(model, "gpipe", slices=4, recompute=recompute)
     return held_after_three_slices(pipe, tokens(batch=4))[:2]
 
 
@@ -257,30 +257,23 @@ class TestRefusals:
     def test_what_a_stage_does_not_have(self, recompute: Any) -> None:
         message = rf"memory\.recompute={recompute!r}: give 'none', 'selective', 'full', or .* 1 to 2 here"
         with pytest.raises(SlipstreamError, match=message):
-            Pipeline(build(llama()), num_ranks=2, memory=Memory(recompute=recompute), runtime=Runtime(self_check=False))
+            make_pipe(build(llama()), num_ranks=2, recompute=recompute)
 
     def test_a_schedule_with_recomputation_of_nothing(self) -> None:
         schedule = add_recompute(gpipe(2, 1, 4))
         with pytest.raises(SlipstreamError, match=r"'gpipe' has 0R0\.\d, but memory.recompute='none'\. Say what"):
-            Pipeline(build(llama()), schedule, slices=4, runtime=Runtime(self_check=False))
+            make_pipe(build(llama()), schedule, slices=4)
 
     def test_a_lowered_schedule(self) -> None:
         with pytest.raises(
             SlipstreamError, match=r"recompute is set, but .* has its sends.* Leave memory\.recompute out"
         ):
-            Pipeline(
-                build(llama()),
-                add_communication(gpipe(2, 1, 4)),
-                memory=Memory(recompute="full"),
-                runtime=Runtime(self_check=False),
-            )
+            make_pipe(build(llama()), add_communication(gpipe(2, 1, 4)), recompute="full")
 
 
 def test_a_schedule_may_bring_its_own_recomputation() -> None:
     given = gpipe(1, 1, 2)
     schedule = Schedule.parse(str(given).replace("0B0.0", "0R0.0 0B0.0"))
-    pipe = Pipeline(
-        build(llama()), schedule, slices=2, memory=Memory(recompute="full"), runtime=Runtime(self_check=False)
-    )
+    pipe = make_pipe(build(llama()), schedule, slices=2, recompute="full")
     pipe.step(tokens(), tokens())
     assert [str(span.action) for span in pipe.timeline().spans] == ["0F0.0", "0F0.1", "0B0.1", "0R0.0", "0B0.0"]

@@ -108,8 +108,8 @@ def test_replayed_steps_are_exact(name: str, cut: Mapping[str, Any], device: str
             expected = unsplit_step(whole, inputs, labels)
             loss = pipe.step(inputs, labels)
             assert abs(float(loss / expected - 1)) < BOUND
-            found = gradients(pipe.named_parameters())
-            assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+            found = gradients(pipe)
+            assert gradient_error(gradients(whole), found) < BOUND
             assert (num_recorded(pipe) > 0) == (number >= 2), refusal(pipe)
 
 
@@ -132,7 +132,7 @@ def test_replayed_steps_drop_what_eager_ones_drop(name: str, cut: Mapping[str, A
         for pipe in pipes:
             zero_gradients(pipe)
         loss, replayed = (float(pipe.step(inputs, labels)) for pipe in pipes)
-        eager, found = (gradients(pipe.named_parameters()) for pipe in pipes)
+        eager, found = (gradients(pipe) for pipe in pipes)
         assert abs(replayed / loss - 1) < (BOUND if device == "cuda" else 1e-300)
         assert gradient_error(eager, found) < (BOUND if device == "cuda" else 1e-300)
         assert (num_recorded(pipes[1]) > 0) == (number >= 2), refusal(pipes[1])
@@ -195,7 +195,7 @@ def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device
             if number == 3:
                 zero_gradients(pipe)
             pipe.step(inputs, labels, loss_scale=2.0 if number == 5 else 1.0)
-        eager, replayed = (gradients(pipe.named_parameters()) for pipe in pipes)
+        eager, replayed = (gradients(pipe) for pipe in pipes)
         assert gradient_error(eager, replayed) < (1e-5 if options else BOUND)
     assert num_recorded(pipes[1]), refusal(pipes[1])
 
@@ -233,8 +233,8 @@ def test_another_shape_runs_eagerly_until_it_repeats(device: str) -> None:
             whole.zero_grad(), zero_gradients(pipe)
             unsplit_step(whole, inputs, inputs)
             pipe.step(inputs, inputs)
-            found = gradients(pipe.named_parameters())
-            assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+            found = gradients(pipe)
+            assert gradient_error(gradients(whole), found) < BOUND
             seen.append(num_recorded(pipe) > 0)
     assert seen == [False, False, True, False, False, False, False, True]
 
@@ -252,8 +252,8 @@ def test_parameters_that_lie_elsewhere_are_noticed(device: str) -> None:
             whole.zero_grad(), zero_gradients(pipe)
             unsplit_step(whole, inputs, labels)
             pipe.step(inputs, labels)
-            found = gradients(pipe.named_parameters())
-            assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+            found = gradients(pipe)
+            assert gradient_error(gradients(whole), found) < BOUND
             assert (num_recorded(pipe) > 0) == (number == 2)
 
 

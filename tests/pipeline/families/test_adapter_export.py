@@ -13,11 +13,10 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
-from slipstream import Pipeline
 from slipstream.model.adapters import quiet_peft
 from support.adapters import SLICES, adapted, lora
 from support.architectures import ARCHITECTURES, build, labels_of, tokens
-from support.options import grouped
+from support.pipelines import make_pipe
 
 _TARGETS: dict[str, Any] = {"target_modules": ["v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 CONFIGS = {
@@ -45,7 +44,7 @@ def test_adapter_and_merged_model_have_the_trained_logits(name: str, tmp_path: P
     model = adapted(config, architecture)
     config.base_model_name_or_path = str(base)
     whole = copy.deepcopy(model)
-    pipe = Pipeline(model, "zb-h1", slices=SLICES, **grouped(self_check=False, num_ranks=2))
+    pipe = make_pipe(model, "zb-h1", slices=SLICES, num_ranks=2)
     pipe.step(tokens(), labels_of(tokens()))
     with torch.no_grad():
         for _, parameter in pipe.named_parameters():

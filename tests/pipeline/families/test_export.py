@@ -15,6 +15,7 @@ from support.architectures import ARCHITECTURES, build, tokens
 from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 MODELS = ARCHITECTURES | HYBRIDS
 
@@ -99,7 +100,7 @@ def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
     model = build(ARCHITECTURES["llama"])
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
-    pipe = Pipeline(model, slices=2, **grouped(self_check=False))
+    pipe = make_pipe(model, slices=2)
     pipe.step(tokens(), tokens())
     with pytest.raises(SlipstreamError, match="the weights aren't those of LlamaForCausalLM") as error:
         pipe.save_pretrained(tmp_path / "model")
@@ -111,7 +112,7 @@ def test_adapters_are_not_exported_as_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", *sorted(MODELS.keys() - {"llama, tied", "gpt2"})], 2))
 def test_what_is_exported_is_read_back(tmp_path: Path, name: str) -> None:
-    pipe = Pipeline.from_config(MODELS[name], seed=3, slices=2, **grouped(self_check=False, num_ranks=2))
+    pipe = make_pipe(MODELS[name], seed=3, slices=2, num_ranks=2)
     pipe.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for key, tensor in pipe.state_dict().items():

@@ -22,6 +22,7 @@ from slipstream.pipeline.families.sequence_costs import (
 from slipstream.schedule import Op
 from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
 from support.architectures import BOUND, gradient_error, gradients
+from support.pipelines import make_pipe
 from support.sequences.sliced_layers import CASES
 
 CPU = torch.device("cpu")
@@ -43,16 +44,7 @@ def test_a_planned_step_is_exact(name: str, slices: str | None) -> None:
     torch.manual_seed(0)
     drawn = torch.rand(())
     torch.manual_seed(0)
-    pipe = Pipeline(
-        model,
-        "auto",
-        2,
-        slices,
-        num_ranks=2,
-        loss_fn=causal_cross_entropy,
-        layers=Layers(example=inputs),
-        runtime=Runtime(self_check=False),
-    )
+    pipe = make_pipe(model, "auto", 2, slices, num_ranks=2, loss_fn=causal_cross_entropy, example=inputs)
     assert torch.rand(()) == drawn
     assert all(torch.equal(tensor, before[key]) for key, tensor in pipe.state_dict().items())
     assert pipe.plan is not None
@@ -61,7 +53,7 @@ def test_a_planned_step_is_exact(name: str, slices: str | None) -> None:
     assert pipe.order.actions == pipe.plan.schedule.actions
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
     assert pipe.last_step.slices == ([*pipe.plan.slices] if slices else [1])
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 def test_layers_that_share_a_weight_stay_together() -> None:
@@ -99,7 +91,7 @@ def test_without_an_example_steps_are_timed() -> None:
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, targets) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
         counts.append(len(pipe.last_step.slices))
     assert counts[:-1] == [8, 8, 8, 4, 4]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slipstream import Pipeline, Skip, SlipstreamError
 from support.options import grouped
+from support.pipelines import make_pipe
 from support.sequences.random_layers import Mix, batch, build
 
 
@@ -167,7 +168,7 @@ def test_settings_of_sequences_are_not_for_language_models() -> None:
 
     for setting in ({"costs": [1.0]}, {"example": INPUTS}, {"batch_norm_over_replicas": True}):
         with pytest.raises(SlipstreamError, match=f"{next(iter(setting))}=.*: an option of nn.Sequential models"):
-            Pipeline(language_model(llama()), **grouped(self_check=False, **setting))  # type: ignore[arg-type]
+            make_pipe(language_model(llama()), **setting)  # type: ignore[arg-type]
 
 
 def test_what_a_sequence_does_not_have() -> None:

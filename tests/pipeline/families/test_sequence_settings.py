@@ -111,7 +111,7 @@ def test_a_loss_function_of_float_targets_and_tuples() -> None:
     inputs = torch.randn(7, 4, dtype=torch.float64)
     outputs, again = model(inputs)
     ((outputs - again) ** 2).sum().div(7).backward()
-    expected = gradients(model.named_parameters())
+    expected = gradients(model)
     model.zero_grad()
 
     def loss(outputs: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ def test_a_loss_function_of_float_targets_and_tuples() -> None:
 
     pipe = Pipeline(model, num_microbatches=2, num_ranks=3, partition=[2, 2, 1], loss_fn=loss)
     pipe.step(inputs, inputs)
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 def test_inputs_as_a_tuple_with_token_ids() -> None:
@@ -142,11 +142,11 @@ def test_inputs_as_a_tuple_with_token_ids() -> None:
     inputs = torch.randint(0, 9, (6, 7)), torch.rand(6, 7) > 0.3
     targets = torch.randint(0, 5, (6,))
     nn.functional.cross_entropy(model(inputs), targets).backward()
-    expected = gradients(model.named_parameters())
+    expected = gradients(model)
     model.zero_grad()
     pipe = Pipeline(model, num_microbatches=4, num_ranks=3, partition=[1, 1, 1])
     pipe.step(inputs, targets)
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 def test_frozen_layers_and_one_that_learns_later() -> None:
@@ -157,14 +157,14 @@ def test_frozen_layers_and_one_that_learns_later() -> None:
     expected = Unsplit(model, inputs, targets, 2)
     pipe = Pipeline(model, num_microbatches=2, num_ranks=2, partition=[3, len(model) - 3])
     pipe.step(inputs, targets)
-    found = gradients(pipe.named_parameters())
+    found = gradients(pipe)
     assert found.keys() == expected.gradients.keys()
     assert gradient_error(expected.gradients, found) < BOUND
     for parameter in pipe.parameters():
         parameter.grad, parameter.requires_grad = None, True
     pipe.step(inputs, targets)
     thawed = build(["conv", "skip"])
-    assert gradient_error(Unsplit(thawed, inputs, targets, 2).gradients, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(Unsplit(thawed, inputs, targets, 2).gradients, gradients(pipe)) < BOUND
 
 
 def test_offload_and_schedules_found_by_measuring() -> None:
@@ -173,7 +173,7 @@ def test_offload_and_schedules_found_by_measuring() -> None:
     expected = Unsplit(model, inputs, targets, 3)
     pipe = Pipeline(model, "gpipe", 3, num_ranks=2, memory=Memory(offload=1.0), layers=Layers(example=inputs))
     pipe.step(inputs, targets)
-    assert gradient_error(expected.gradients, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected.gradients, gradients(pipe)) < BOUND
     pipe = Pipeline(
         build(["conv", "skip"]), "auto", 3, num_ranks=2, memory=Memory(recompute="full"), layers=Layers(example=inputs)
     )
@@ -184,7 +184,7 @@ def test_offload_and_schedules_found_by_measuring() -> None:
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, targets) - expected.loss) < BOUND
-        assert gradient_error(expected.gradients, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected.gradients, gradients(pipe)) < BOUND
     assert num_steps == 4
 
 

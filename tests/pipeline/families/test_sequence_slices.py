@@ -43,7 +43,7 @@ def check(name: str, **given: object) -> None:
     pipe, inputs, targets = pipeline(name, self_check=False, **given)
     loss, expected = unsplit(name, pipe.layout.training.num_microbatches)
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
-    found = gradients(pipe.named_parameters())
+    found = gradients(pipe)
     assert found.keys() == expected.keys()
     assert gradient_error(expected, found) < BOUND
 
@@ -164,7 +164,7 @@ def test_without_whole_tensors_the_number_of_ranks_changes_no_bit() -> None:
     found = []
     for num_ranks in (1, 2, 3, 4):
         pipe, inputs, targets = pipeline("language model", num_ranks=num_ranks, num_microbatches=2, slices=[2, 4, 3])
-        found.append((pipe.step(inputs, targets), gradients(pipe.named_parameters())))
+        found.append((pipe.step(inputs, targets), gradients(pipe)))
     for loss, gradient in found[1:]:
         assert torch.equal(loss, found[0][0])
         assert all(torch.equal(gradient[name], tensor) for name, tensor in found[0][1].items())
@@ -179,7 +179,7 @@ def test_a_schedule_of_ones_own_and_one_found_by_measuring(name: str) -> None:
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, targets) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 @pytest.mark.parametrize("frozen", [slice(0, 4), slice(5, None)])
@@ -201,7 +201,7 @@ def test_frozen_layers(frozen: slice) -> None:
         memory=Memory(recompute="full"),
     )
     pipe.step(inputs, targets)
-    found = gradients(pipe.named_parameters())
+    found = gradients(pipe)
     expected = {key: g for key, g in unsplit("mixed", 2)[1].items() if not key.startswith(tuple(names))}
     assert found.keys() == expected.keys()
     assert gradient_error(expected, found) < BOUND
@@ -238,7 +238,7 @@ def test_the_default_loss() -> None:
     )
     loss, expected = unsplit("transformer", 1)
     assert abs(pipe.step(inputs, targets) - loss) < BOUND
-    found = gradients(pipe.named_parameters())
+    found = gradients(pipe)
     assert gradient_error({f"{n}": g for n, g in zip(found, expected.values(), strict=True)}, found) < BOUND
 
 
@@ -265,7 +265,7 @@ def test_dropout_after_the_cut_is_repeated() -> None:
             layers=Layers(example=inputs),
             loss_fn=causal_cross_entropy,
         )
-        found.append((pipe.step(inputs, targets), gradients(pipe.named_parameters())))
+        found.append((pipe.step(inputs, targets), gradients(pipe)))
     for loss, gradient in found[1:]:
         assert torch.equal(loss, found[0][0])
         assert gradient_error(found[0][1], gradient) < BOUND

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream import Pipeline, Runtime
+from slipstream import Pipeline
 from slipstream.pipeline.execution import StepState
 from slipstream.profile.stage_bench import LiveMemory, MemoryMeter, memory_meter, tensors_alive
 from slipstream.schedule import Action, Op
@@ -21,6 +21,7 @@ from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.parameters import each_once, first_of
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 
 WORKER = WORKERS / "pipeline/memory.py"
 
@@ -82,9 +83,7 @@ def test_what_was_there_before_is_known_by_what_operations_read() -> None:
 def test_a_limit_on_sequences_looks_through_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are hundreds of thousands, and a rehearsal of each stage and of several rows."""
     inputs = [tokens(batch=1, length=length)[0] for length in (40, 9, 25)]
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], num_ranks=2, slices=3, num_microbatches=2, **grouped(self_check=False, memory_limit=1e9)
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], num_ranks=2, slices=3, num_microbatches=2, memory_limit=1e9)
     walks: list[int] = []
     get_objects = gc.get_objects
     monkeypatch.setattr(gc, "get_objects", lambda *given: walks.append(1) or get_objects(*given))
@@ -142,7 +141,7 @@ SETTINGS: list[dict[str, Any]] = [
 )
 def test_one_rank(name: str, settings: dict[str, Any]) -> None:
     config = (ARCHITECTURES | HYBRIDS)[name]
-    pipe = Pipeline.from_config(config, num_microbatches=2, **grouped(self_check=False, **settings))
+    pipe = make_pipe(config, num_microbatches=2, **settings)
     simulated, measured = peaks(pipe)
     assert abs(simulated - measured) < 1024
 
@@ -219,7 +218,7 @@ class HeldAfterActions:
 def test_microbatches_that_differ(sizes: tuple[int, ...], schedule: str) -> None:
     cuts = {1: [64], 2: [50, 14], 3: [20, 30, 14]}
     options: dict[str, Any] = {"schedule": schedule, "microbatches": [(rows, cuts[rows]) for rows in sizes]}
-    pipe = Pipeline.from_config(ARCHITECTURES["llama, tied"], **grouped(self_check=False, **options))
+    pipe = make_pipe(ARCHITECTURES["llama, tied"], **options)
     simulated, measured = peaks(pipe, sum(sizes))
     assert abs(simulated - measured) < 1024
 
@@ -232,7 +231,7 @@ def test_processes() -> None:
 
 
 def test_rehearsing_leaves_gradients_as_they_were() -> None:
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=4, runtime=Runtime(self_check=False))
+    pipe = make_pipe(ARCHITECTURES["llama"], slices=4)
     inputs = tokens()
     pipe.step(inputs, inputs)
     before = {name: (p.grad, p.grad.clone()) for name, p in pipe.named_parameters() if p.grad is not None}
@@ -246,8 +245,6 @@ def test_rehearsing_leaves_gradients_as_they_were() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_rank_on_cuda() -> None:
     """The allocator rounds up, and a workspace of the matrix products may be made at any time."""
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], num_microbatches=2, slices=4, runtime=Runtime(self_check=False), device="cuda"
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], num_microbatches=2, slices=4, device="cuda")
     simulated, measured = peaks(pipe)
     assert abs(simulated / measured - 1) < 0.05

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
+from slipstream import Pipeline, SlipstreamError, make_schedule
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.execution import step_graphs
-from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, llama, tokens, unsplit_step
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, llama, tokens, unsplit_step
 from support.forked import launch
 from support.options import grouped
 from support.parameters import first_of
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.recorded_ops import RecordedOps
 
 WORKER = WORKERS / "pipeline/memory_limit.py"
@@ -135,7 +136,7 @@ def test_slices_are_chosen_within_the_limit_and_gradients_stay_exact(schedule: s
         parameter.grad = None
     model.zero_grad()
     assert abs(pipe.step(inputs, inputs) - unsplit_step(model, inputs, inputs)) < BOUND
-    assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(model, pipe) < BOUND
     assert predicted(pipe, inputs) <= 2 * limit
 
 
@@ -145,9 +146,7 @@ def test_measuring_changes_no_number() -> None:
     losses = []
     for limit in (None, 1e12):
         torch.manual_seed(7)
-        pipe = Pipeline.from_config(
-            config, slices=4, num_ranks=2, memory=Memory(limit=limit), runtime=Runtime(self_check=False)
-        )
+        pipe = make_pipe(config, slices=4, num_ranks=2, memory_limit=limit)
         losses.append([float(pipe.step(inputs, inputs)) for _ in range(2)])
         losses[-1].append(float(torch.rand(())))
     assert losses[0] == losses[1]

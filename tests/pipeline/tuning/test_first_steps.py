@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream import Memory, Op, Pipeline, Runtime, Schedule, SlipstreamError
+from slipstream import Memory, Op, Schedule, SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline import engine
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -25,12 +25,12 @@ from support.architectures import (
     BOUND,
     build,
     gradient_error,
-    gradients,
     labels_of,
     tokens,
     unsplit_step,
 )
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.1, Op.W: 0.95}  # of 1000 tokens; splitting costs a little
 HEAD = 1.4  # the last stage takes so much longer
@@ -202,14 +202,13 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
     if not is_measured:
         monkeypatch.setattr(engine, "measure_rates", lambda *arguments: None)
     model = build(ARCHITECTURES["llama, tied"])
-    pipe = Pipeline(
+    pipe = make_pipe(
         copy.deepcopy(model),
         schedule=schedule,
         slices="auto",
         num_microbatches=2,
         num_ranks=ranks,
         stages_per_rank=stages_per_rank,
-        runtime=Runtime(self_check=False),
     )
     seen = []
     while pipe.is_tuning:
@@ -223,7 +222,7 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
         loss = pipe.step(inputs, labels_of(inputs))
         assert torch.rand(()) == drawn
         assert abs(loss - unsplit_step(model, inputs, labels_of(inputs))) < BOUND
-        assert gradient_error(gradients(model.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(model, pipe) < BOUND
         ran = {action for action in pipe.last_step.layout.training.positions if action.op not in COMMUNICATION}
         assert {span.action for span in pipe.timeline().compute_spans} == ran
         num_slices = pipe.last_step.layout.training.num_slices

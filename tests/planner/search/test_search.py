@@ -12,7 +12,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import (
     Amount,
     AnalyticSource,
@@ -38,6 +37,7 @@ from slipstream.simulator.memory_arrays import quick_peaks
 from support.architectures import llama
 from support.examples import examples
 from support.parameters import each_once, first_of
+from support.pipelines import make_pipe
 
 SEQ_LEN = 512
 NAMED = ("equal-time", "exact")  # nothing that takes a joint search
@@ -417,15 +417,14 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
     source = AnalyticSource(SMALL, small_cluster(1), "small")
     configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, False)
     candidate = SimulatedConfiguration.of(PlanSpace(source, SEQ_LEN, 4, PlanOptions()), configuration)
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         llama(num_hidden_layers=4),
         schedule=schedule,
         num_ranks=2,
         stages_per_rank=stages_per_rank,
         num_microbatches=4,
         slices=3,
-        memory=Memory(recompute=recompute),
-        runtime=Runtime(self_check=False),
+        recompute=recompute,
     )
     run = pipe.layout.training
     computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]
@@ -445,7 +444,7 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str) -> None:
         assert frozen.cut.bounds[1] > whole.cut.bounds[1]
         spaces[0].cut = lambda _: moved  # type: ignore[method-assign]
         assert SimulatedConfiguration.of(spaces[0], configuration).step()[0] > frozen.step()[0]
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         llama(num_hidden_layers=6),
         freeze=["model.embed_tokens*", *(f"model.layers.{layer}.*" for layer in range(5))],
         schedule=schedule,
@@ -454,7 +453,6 @@ def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str) -> None:
         num_microbatches=4,
         slices=3,
         partition=list(partition_of(frozen.cut.bounds, 1)),
-        runtime=Runtime(self_check=False),
     )
     assert frozen.cut.num_frozen == pipe.layout.num_frozen_stages > 0
     computed = [[a for a in row if a.op not in COMMUNICATION] for row in pipe.layout.training.actions]
@@ -494,14 +492,13 @@ def test_a_joint_plan_is_at_least_as_fast_as_named_schedules_and_is_what_a_pipel
     assert named.step_seconds >= best.step_seconds
     assert sum(best.partition) == 4
     assert sum(best.slices) == SEQ_LEN
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         llama(max_position_embeddings=SEQ_LEN),
         schedule=found.schedule,
         num_ranks=2,
         slices=list(best.slices),
         partition=list(best.partition),
-        memory=Memory(recompute=best.configuration.recompute),
-        runtime=Runtime(self_check=False),
+        recompute=best.configuration.recompute,
     )
     computed = [[a for a in row if a.op not in COMMUNICATION] for row in pipe.layout.training.actions]
     assert [list(row) for row in plan.schedule.actions] == computed

@@ -40,4 +40,4 @@ class SequenceCase:
             total, _ = self.loss_fn(model(part), targets[rows])
             (total / num_valid).backward()
             loss += total.detach() / num_valid
-        return loss, gradients(model.named_parameters())
+        return loss, gradients(model)

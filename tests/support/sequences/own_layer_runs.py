@@ -55,7 +55,7 @@ def unsplit(case: LayerCase, num_microbatches: int) -> Found:
         part = functional.cross_entropy(model(inputs[rows]), targets[rows], reduction="sum") / num_valid
         part.backward()
         loss += float(part.detach())
-    return loss, _dense(gradients(model.named_parameters()))
+    return loss, _dense(gradients(model))
 
 
 def pipelined(case: LayerCase, way: Way, num_ranks: int | None) -> Found:
@@ -75,7 +75,7 @@ def pipelined(case: LayerCase, way: Way, num_ranks: int | None) -> Found:
     )
     _seed()
     loss = float(pipe.step(inputs, targets))
-    found = _dense(gradients(pipe.named_parameters()))
+    found = _dense(gradients(pipe))
     if num_ranks is None:
         shares: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(shares, found)

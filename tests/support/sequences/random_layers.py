@@ -114,7 +114,7 @@ class Unsplit:
         for norm, new in zip(norms, fresh, strict=True):
             new(torch.cat(seen[norm]))
             norm.load_state_dict(new.state_dict())
-        self.gradients = gradients(self.model.named_parameters())
+        self.gradients = gradients(self.model)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():

@@ -25,6 +25,7 @@ from slipstream.train.data import TokenBatch
 from slipstream.train.metrics.flops import DevicePeak, FlopsMeter, find_peak, peak_by_name, recomputed_flops
 from support.architectures import ARCHITECTURES, tokens
 from support.parameters import first_of
+from support.pipelines import make_pipe
 
 PEAK = DevicePeak(1e12, "made up")
 BATCH, LENGTH, LAYERS, HIDDEN, VOCABULARY = 3, 512, 4, 256, 1024
@@ -146,14 +147,8 @@ def test_products_are_those_that_a_pipeline_runs(name: str, recompute: str | int
     """Every product outside attention, forward, backward and again, counted as PyTorch runs it."""
     slices = [16, 16, 20, 12]
     figures = FlopsMeter(ARCHITECTURES[name], 64, 2, 2, PEAK)
-    pipe = Pipeline.from_config(
-        ARCHITECTURES[name],
-        schedule="gpipe",
-        slices=slices,
-        num_ranks=2,
-        memory=Memory(recompute=recompute),
-        runtime=Runtime(self_check=False),
-        partition=partition,
+    pipe = make_pipe(
+        ARCHITECTURES[name], schedule="gpipe", slices=slices, num_ranks=2, recompute=recompute, partition=partition
     )
     inputs = tokens(batch=2)
     products = products_of(lambda: pipe.step(inputs, inputs))

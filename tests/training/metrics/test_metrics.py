@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import Memory, Pipeline, Runtime
 from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule, spread_vocabulary
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
@@ -24,6 +23,7 @@ from slipstream.train.metrics.records import (
     peak_memory,
 )
 from support.architectures import ARCHITECTURES, tokens
+from support.pipelines import make_pipe
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
 STEP = StepRecord(1, 2.5, 0.1, 1.0, 0.5, 2000.0, 0.25, [2**20, 3 * 2**20])
@@ -158,14 +158,7 @@ def test_waits_for_messages_and_copies_are_told_from_idling() -> None:
 
 
 def test_phases_of_a_measured_step_add_up() -> None:
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"],
-        schedule="zb-h1",
-        slices=4,
-        num_ranks=2,
-        memory=Memory(recompute="full", offload=0.5),
-        runtime=Runtime(self_check=False),
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], schedule="zb-h1", slices=4, num_ranks=2, recompute="full", offload=0.5)
     inputs = tokens()
     pipe.step(inputs, inputs)
     timeline = pipe.timeline()

@@ -18,6 +18,7 @@ from slipstream.train.preferences import mean_rewards, preference_loss, reward_s
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.forked import launch
 from support.paths import WORKERS
+from support.pipelines import make_pipe
 from support.preference_pairs import NAME, SECTION, expected_of_dpo, pairs
 from support.preferences import log_probabilities
 from support.ragged_batches import MODELS
@@ -50,7 +51,7 @@ def test_a_step_is_that_of_plain_dpo(expected: Any, order: dict[str, Any]) -> No
     with no_rounding_inside():
         found = pipe.step(batch.input_ids, batch.labels, sequence_values=batch.sequence_values)
     assert float(found) == pytest.approx(loss, rel=BOUND)
-    assert gradient_error(grads, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(grads, gradients(pipe)) < BOUND
     assert batch.sequence_values is not None
     measured = mean_rewards(reward_sums(pipe, batch.sequence_values, SECTION))
     assert measured == pytest.approx(rewards, rel=BOUND)
@@ -75,14 +76,13 @@ def test_in_bfloat16_it_is_as_near_to_plain_dpo_as_the_unsplit_model(expected: A
     exact = alone(MODELS[NAME], batch)
     with casts:
         plain = alone(model, batch)
-    pipe = Pipeline(
+    pipe = make_pipe(
         model,
         num_ranks=2,
         slices=4,
         num_microbatches=2,
         loss_fn=preference_loss(SECTION),
         precision=precision_named(precision),
-        runtime=Runtime(self_check=False),
     )
     with casts:
         found = float(pipe.step(batch.input_ids, batch.labels, sequence_values=batch.sequence_values))

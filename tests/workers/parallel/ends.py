@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from support.pipelines import make_pipe
+
 
 def say_threads() -> None:
     names = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
@@ -16,15 +18,13 @@ def say_threads() -> None:
 
 atexit.register(say_threads)  # the first to be registered is the last to run
 
-from slipstream import Pipeline, Runtime, make_mesh  # noqa: E402
+from slipstream import make_mesh  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], mesh=make_mesh(pp=2), slices=2, runtime=Runtime(self_check=False)
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], mesh=make_mesh(pp=2), slices=2)
     tokens = torch.arange(16).unsqueeze(0)
     pipe.step(tokens, tokens)
     pipe.timeline()

@@ -34,8 +34,8 @@ def sums_are_those_of_one_process() -> None:
             for seed in range(2):
                 unsplit_step(whole, *batch(seed, replica.data.size))
                 replica.step(seed)
-                wanted = {key: replica.own(g, key) for key, g in gradients(whole.named_parameters()).items()}
-                found = gradients(replica.masters.named_parameters())
+                wanted = {key: replica.own(g, key) for key, g in gradients(whole).items()}
+                found = gradients(replica.masters)
                 assert set(found) == set(wanted)
                 assert gradient_error(wanted, found) < BOUND, (name, shard, seed)
             if shard:
@@ -134,8 +134,8 @@ def tied_weights_are_delivered_whole() -> None:
                 assert head.grad is not None
                 reduced.deliver(name, embedding.grad + head.grad)
                 assert head.grad is None
-            found = gradients(masters.named_parameters())
-            wanted = gradients(whole.named_parameters())
+            found = gradients(masters)
+            wanted = gradients(whole)
             for key in wanted:
                 rows = masters.rows(key)
                 wanted[key] = wanted[key][rows.start : rows.stop]

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from slipstream import Parallelism, Pipeline, Precision, Runtime, make_mesh
+from slipstream import Parallelism, make_mesh
 from slipstream.parallel import RankGroup
 from slipstream.parallel.gradients import GradientReduction, LossScale, MasterParameters
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, unsplit_step
 from support.parallel.replica import ROWS, Replica, batch, local_loss, none_partial, world
+from support.pipelines import make_pipe
 
 
 @no_rounding_inside()
@@ -192,12 +193,11 @@ def short_parameters_are_on_some_replicas() -> None:
 def all_ranks_skip_the_same_step() -> None:
     """One gradient of one rank isn't finite: nobody steps, the scale halves; the next step is good everywhere."""
     everyone = world()
-    pipe = Pipeline(
+    pipe = make_pipe(
         build(ARCHITECTURES["llama"]).half(),
         mesh=make_mesh(1, everyone.size, 1),
         parallel=Parallelism(shard_optimizer=True),
-        precision=Precision(master_dtype=torch.float32),
-        runtime=Runtime(self_check=False),
+        master_dtype=torch.float32,
     )
     scale, optimizer = LossScale(scale=2.0**8), torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     before = [parameter.detach().clone() for parameter in pipe.parameters()]

@@ -35,6 +35,7 @@ from support.hybrids import HYBRIDS
 from support.options import grouped
 from support.parallel.group_cases import by_name, run_cases
 from support.parallel.shared_models import CONFIGS
+from support.pipelines import make_pipe
 
 LLAMA = CONFIGS["llama"]  # of two layers, as all of them
 
@@ -93,11 +94,10 @@ def dropout() -> None:
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.3
     inputs = tokens()
     for sequence in (False, True):
-        pipe = Pipeline.from_config(
+        pipe = make_pipe(
             config,
-            precision=Precision(dtype=torch.float64),
+            dtype=torch.float64,
             parallel=Parallelism(sequence_parallel=sequence),
-            runtime=Runtime(self_check=False),
             mesh=make_mesh(2, 1, 2),
             slices=4,
         )
@@ -134,14 +134,13 @@ def _accumulate(name: str, mesh: tuple[int, int, int], frozen: str = "") -> None
     batches = [(tokens(batch=4, seed=seed), labels_of(tokens(batch=4, seed=seed))) for seed in range(2)]
     for inputs, labels in batches:
         unsplit_step(whole, inputs, labels)
-    wanted = gradients(whole.named_parameters())
+    wanted = gradients(whole)
     for shard in (False, True)[: mesh[1]]:  # one replica has all rows
-        pipe = Pipeline(
+        pipe = make_pipe(
             model(),
             mesh=make_mesh(*mesh),
             slices=4,
             parallel=Parallelism(shard_optimizer=shard, sequence_parallel=True),
-            runtime=Runtime(self_check=False),
         )
         each = 4 // pipe.num_replicas
         for inputs, labels in batches:
@@ -189,7 +188,7 @@ def ends_apart() -> None:
     for name in ("llama, tied", "gpt2"):
         whole = build(CONFIGS[name], seed=3)
         expected = unsplit_step(whole, inputs, labels)
-        wanted = gradients(whole.named_parameters())
+        wanted = gradients(whole)
         for partition in ([0, 2], [2, 0]):
             for mesh, settings in (
                 ((2, 1, 2), {"sequence_parallel": False}),
@@ -210,7 +209,7 @@ def planned_halves() -> None:
     config, inputs, labels = CONFIGS["llama"], tokens(batch=1), labels_of(tokens(batch=1))
     whole = build(config, seed=3)
     expected = unsplit_step(whole, inputs, labels)
-    wanted = gradients(whole.named_parameters())
+    wanted = gradients(whole)
     plan: list[Any] = [None]
     if dist.get_rank() == 0:
         plan[0] = _planned(config, inputs.shape[1])
@@ -234,7 +233,7 @@ def planned_from_measured_costs() -> None:
     inputs, labels = tokens(length=32), labels_of(tokens(length=32))
     whole = build(CONFIGS["llama, tied"], seed=3)
     expected = unsplit_step(whole, inputs, labels)
-    wanted = gradients(whole.named_parameters())
+    wanted = gradients(whole)
     free = {"schedule": "auto", "slices": "auto", "seq_len": inputs.shape[1]}
     # Whatever the costs are, all ranks take the leader's: measured no more often than has to be.
     with patch.object(start_plan, "_REPEATS", 2), patch.object(link_measurement, "_REPEATS", 3):
@@ -265,7 +264,7 @@ def carried_states() -> None:
                 parallel=Parallelism(sequence_parallel=sequence),
             )
             assert abs(pipe.step(inputs, labels) - expected) < BOUND * expected
-        wanted = gradients(whole.named_parameters())
+        wanted = gradients(whole)
         for piece in pipe.parameter_shards():
             error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": piece.parameter.grad})
             assert error < BOUND, (name, sequence, piece.name, error)
@@ -295,15 +294,14 @@ def packed_rows() -> None:
                     loss = causal_cross_entropy(whole(input_ids=ids[None]).logits[:, :-1], label[None, 1:])[0] / count
                     loss.backward()
                     losses.append(float(loss.detach()))
-                pipe = Pipeline(
+                pipe = make_pipe(
                     build(config, seed=3),
                     mesh=make_mesh(2, 1, 2),
                     slices=3,
                     parallel=Parallelism(sequence_parallel=True),
-                    runtime=Runtime(self_check=False),
                 )
                 assert abs(pipe.step(*arguments, **more) - sum(losses)) < BOUND * sum(losses)
-            wanted = gradients(whole.named_parameters())
+            wanted = gradients(whole)
             for piece in pipe.parameter_shards():
                 error = gradient_error({"": piece.share.take(wanted[piece.name])}, {"": piece.parameter.grad})
                 assert error < BOUND, (config.model_type, more, piece.name, error)
@@ -335,7 +333,7 @@ def refusals() -> None:
     config = LLAMA.__class__(**LLAMA.to_dict())
     config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size = 6, 3, 8, 48
     with pytest.raises(SlipstreamError, match="heads"):
-        Pipeline.from_config(config, mesh=make_mesh(1, 1, 4), runtime=Runtime(self_check=False))
+        make_pipe(config, mesh=make_mesh(1, 1, 4))
 
 
 def low_precision() -> None:

@@ -10,6 +10,7 @@ from slipstream import Pipeline, Runtime, make_mesh
 from slipstream.watchdog import board, is_watched
 from slipstream.watchdog.board import Silence
 from support.architectures import ARCHITECTURES
+from support.pipelines import make_pipe
 
 del os.environ["SLIPSTREAM_STALL_LIMIT"]  # which the tests' launcher switches off
 
@@ -28,7 +29,7 @@ make_mesh(pp=2)  # not twice
 Pipeline.from_config(ARCHITECTURES["llama"], mesh=mesh, runtime=Runtime(self_check=False, stall_limit=300))
 assert is_watched()
 assert silence() is Silence.COUNTED
-Pipeline.from_config(ARCHITECTURES["llama"], mesh=make_mesh(pp=2), runtime=Runtime(self_check=False))
+make_pipe(ARCHITECTURES["llama"], mesh=make_mesh(pp=2))
 assert silence() is Silence.COUNTED
 dist.destroy_process_group()
 print("watched")

@@ -30,8 +30,8 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.options import grouped
 from support.parallel.group_cases import by_name, run_cases
+from support.pipelines import make_pipe
 
 SLICES = [5, 30, 17, 12]
 EVEN = llama(vocab_size=64)  # rows that two and four processes divide
@@ -92,7 +92,7 @@ def pipeline(
 ) -> Pipeline:
     settings = {"num_microbatches": ROWS * dist.get_world_size() // dp, "slices": SLICES, **settings}
     model = freeze(build(config, seed=3), frozen)
-    return Pipeline(model, mesh=make_mesh(pp, dp, tp), **grouped(self_check=False, **settings))
+    return make_pipe(model, mesh=make_mesh(pp, dp, tp), **settings)
 
 
 def freeze(model: PreTrainedModel, part: str) -> PreTrainedModel:

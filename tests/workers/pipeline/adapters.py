@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from slipstream import Pipeline
 from slipstream.parallel import make_mesh
 from support.adapters import SLICES, adapted, lora, whole_gradients
 from support.architectures import BOUND, gradient_error, gradients, labels_of, no_rounding_inside, tokens
-from support.options import grouped
+from support.pipelines import make_pipe
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
@@ -17,18 +16,14 @@ if __name__ == "__main__":
         model = adapted(lora(layers_to_transform=trained))
         _, expected = whole_gradients(model)
         for axes, options in (({"pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 2}, {"shard_optimizer": True})):
-            pipe = Pipeline(
-                adapted(lora(layers_to_transform=trained)),
-                "zb-h1",
-                slices=SLICES,
-                mesh=make_mesh(**axes),
-                **grouped(self_check=False, **options),
+            pipe = make_pipe(
+                adapted(lora(layers_to_transform=trained)), "zb-h1", slices=SLICES, mesh=make_mesh(**axes), **options
             )
             inputs, labels = tokens(), labels_of(tokens())
             mine = slice(pipe.replica, pipe.replica + 1) if "dp" in axes else slice(None)
             with no_rounding_inside():
                 pipe.step(inputs[mine], labels[mine])
-            found = gradients(pipe.named_parameters())
+            found = gradients(pipe)
             if options:
                 shards = {each.name: each for each in pipe.parameter_shards()}
                 rows = {key: slice(shards[key].first_row, shards[key].first_row + len(found[key])) for key in found}

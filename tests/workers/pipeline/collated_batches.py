@@ -40,7 +40,7 @@ def a_replica_without_padding() -> None:
     loss, expected = one_by_one("llama, tied", *batch_of(LENGTHS))
     assert abs(pipe.evaluate(rows_of(pipe.replica)) - loss) < BOUND
     assert abs(pipe.step(rows_of(pipe.replica)) - loss) < BOUND
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 def positions_beside_another_replicas_padding() -> None:
@@ -54,7 +54,7 @@ def positions_beside_another_replicas_padding() -> None:
         loss, expected = _unsplit("gpt2", positions)
         assert abs(pipe.evaluate(batch[pipe.replica]) - loss) < BOUND
         assert abs(pipe.step(batch[pipe.replica]) - loss) < BOUND
-        assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
 def _unsplit(name: str, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,7 +69,7 @@ def _unsplit(name: str, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss, number = causal_cross_entropy(logits[:, :-1], targets[None, 1:])
             loss.backward()
             total, count = total + loss.detach(), count + int(number)
-    return total / count, {key: each / count for key, each in gradients(model.named_parameters()).items()}
+    return total / count, {key: each / count for key, each in gradients(model).items()}
 
 
 def a_batch_that_a_replica_refuses() -> None:

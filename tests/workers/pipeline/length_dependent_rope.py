@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream import Pipeline, Precision, Runtime, make_mesh
-from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, no_rounding_inside
 from support.parallel.group_cases import run_cases
 from support.ragged_batches import batch_of
 
@@ -51,7 +51,7 @@ def compare(name: str, case: str) -> None:
             cut = {"input_ids": ids, "labels": targets, "attention_mask": mask}
             found = pipe.step({key: each[mine, :longest] for key, each in cut.items()})
     assert abs(float(found) - total) < BOUND * total
-    assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(whole, pipe) < BOUND
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from slipstream import Memory, Pipeline, Runtime
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.simulator import MemoryKind, rank_memory
 from support.architectures import VOCABULARY, llama
+from support.pipelines import make_pipe
 
 Vocabulary = Literal["whole", "spread"]
 
@@ -24,14 +24,14 @@ def compare(
     tied: bool = False,
 ) -> None:
     """The peaks are equal but for the tokens and the like, which the model leaves out."""
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         llama(hidden_size=64, max_position_embeddings=128, tie_word_embeddings=tied),
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         slices=[30, 40, 34, 24],
         num_microbatches=3,
-        memory=Memory(recompute=recompute, offload=offload),
-        runtime=Runtime(self_check=False),
+        recompute=recompute,
+        offload=offload,
         vocabulary=vocabulary,
     )
     inputs = torch.randint(0, VOCABULARY, (3, 128), generator=torch.Generator().manual_seed(0))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slipstream import Memory, Pipeline, Runtime, Schedule
+from slipstream import Schedule
 from support.architectures import VOCABULARY, llama
 from support.live_memory import LiveMemory
+from support.pipelines import make_pipe
 
 
 class PeakMemory(LiveMemory):
@@ -26,13 +27,12 @@ class PeakMemory(LiveMemory):
 
 def run(limit: float | None) -> tuple[float, Schedule]:
     """The most that any rank holds from the first step on, rehearsing included, and what auto settled on."""
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         llama(hidden_size=64, max_position_embeddings=128),
         schedule="auto",
         slices=[30, 40, 34, 24],
         num_microbatches=4,
-        memory=Memory(limit=limit),
-        runtime=Runtime(self_check=False),
+        memory_limit=limit,
     )
     inputs = torch.randint(0, VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(pipe.parameters(), foreach=False)

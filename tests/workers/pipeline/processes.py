@@ -31,6 +31,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.pipelines import make_pipe
 
 
 def exact(
@@ -57,7 +58,7 @@ def exact(
             optimizer.zero_grad()
         loss = pipe.step(inputs, labels)
         assert abs(loss - unsplit_step(whole, inputs, labels)) < BOUND
-        found, wanted = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+        found, wanted = gradients(pipe), gradients(whole)
         assert found
         assert gradient_error({key: wanted[key] for key in found}, found) < BOUND
         norms = pipe.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
@@ -80,17 +81,16 @@ def ragged(name: str) -> None:
     labels, whole = labels_of(inputs), build(ARCHITECTURES[name], seed=3)
     wanted = unsplit_step(whole, inputs, labels)
     for schedule, v in (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)):
-        pipe = Pipeline.from_config(
+        pipe = make_pipe(
             ARCHITECTURES[name],
             seed=3,
-            precision=Precision(dtype=torch.float64),
-            runtime=Runtime(self_check=False),
+            dtype=torch.float64,
             schedule=schedule,
             stages_per_rank=v,
             microbatches=[[2, [30, 20, 14]], [1, [64]], [2, [5, 30, 17, 12]]],
         )
         assert abs(pipe.step(inputs, labels) - wanted) < BOUND
-        found, expected = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+        found, expected = gradients(pipe), gradients(whole)
         assert gradient_error({key: expected[key] for key in found}, found) < BOUND
         assert pipe.evaluate(inputs, labels) == pytest.approx(float(wanted), rel=1e-9)
 
@@ -105,7 +105,7 @@ def lengths(name: str) -> None:
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, inputs) - _each_alone(whole, inputs)) < BOUND
-        found, expected = gradients(pipe.named_parameters()), gradients(whole.named_parameters())
+        found, expected = gradients(pipe), gradients(whole)
         assert gradient_error({key: expected[key] for key in found}, found) < BOUND
 
 
@@ -119,7 +119,7 @@ def replicas(name: str) -> None:
         pipe = Pipeline.from_config(ARCHITECTURES[name], mesh=mesh, **cut, **options)
         mine = inputs[:2] if pipe.replica == 0 else inputs[2:]
         assert abs(pipe.step(mine, mine) - _each_alone(whole, inputs)) < BOUND
-        assert gradient_error(gradients(whole.named_parameters()), gradients(pipe.named_parameters())) < BOUND
+        assert gradient_error(whole, pipe) < BOUND
 
 
 def _each_alone(whole: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -137,14 +137,7 @@ def _each_alone(whole: torch.nn.Module, inputs: list[torch.Tensor]) -> torch.Ten
 def auto() -> None:
     """All ranks settle on the same order and slices, and each step on the way has the loss of the unsplit model."""
     whole = build(ARCHITECTURES["llama"], seed=3)
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"],
-        seed=3,
-        precision=Precision(dtype=torch.float64),
-        runtime=Runtime(self_check=False),
-        schedule="auto",
-        slices="auto",
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], seed=3, dtype=torch.float64, schedule="auto", slices="auto")
     inputs = tokens()
     with torch.no_grad():
         wanted = causal_cross_entropy(whole(input_ids=inputs, use_cache=False).logits[:, :-1], inputs[:, 1:])
@@ -191,13 +184,12 @@ def mismatch() -> None:
 def other_calls(axis: str, folder: str, limit: str = "") -> None:
     """Ranks that call different methods are told which, whatever comes first, and can go on."""
     rank, inputs = dist.get_rank(), tokens()
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         ARCHITECTURES["llama"],
         slices=4,
         mesh=slipstream.make_mesh(**{axis: 2}),
         parallel=Parallelism(shard_optimizer=axis == "dp"),
-        memory=Memory(limit=float(limit) if limit else None),
-        runtime=Runtime(self_check=False),
+        memory_limit=float(limit) if limit else None,
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
     loss = pipe.step(inputs, inputs)
@@ -242,10 +234,8 @@ def other_pipelines() -> None:
     alone = dist.new_group([0])
     if rank == 0:
         mesh = DeviceMesh.from_group(alone, "cpu", mesh_dim_names=("pp",))
-        Pipeline.from_config(ARCHITECTURES["llama"], mesh=mesh, runtime=Runtime(self_check=False)).step(inputs, inputs)
-    pipes = [
-        Pipeline.from_config(ARCHITECTURES["llama"], slices=2, runtime=Runtime(self_check=False)) for _ in range(2)
-    ]
+        make_pipe(ARCHITECTURES["llama"], mesh=mesh).step(inputs, inputs)
+    pipes = [make_pipe(ARCHITECTURES["llama"], slices=2) for _ in range(2)]
     with pytest.raises(SlipstreamError, match="the ranks call different methods of Pipelines") as error:
         pipes[rank].step(inputs, inputs)
     assert "\n  rank 0: step of Pipeline 1, in the order" in str(error.value)
@@ -257,7 +247,7 @@ def other_pipelines() -> None:
 
 def never_called() -> None:
     """A rank that ends in place of a call is named, and the call that it lacks."""
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], slices=2, runtime=Runtime(self_check=False))
+    pipe = make_pipe(ARCHITECTURES["llama"], slices=2)
     if pipe.rank == 1:
         return
     with pytest.raises(TransportError, match=r"rank 0 waited in state_dict for rank 1: every rank must call it"):
@@ -267,12 +257,7 @@ def never_called() -> None:
 
 def absent() -> None:
     """A rank whose neighbour has ended says at which action it waits, for whom, and what is missing there."""
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"],
-        schedule="1f1b",
-        slices=2,
-        runtime=Runtime(self_check=False),
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], schedule="1f1b", slices=2)
     inputs = tokens()
     if pipe.rank == 0:
         return
@@ -285,7 +270,7 @@ def absent() -> None:
 
 def failing() -> None:
     """Where a copy fails, the rank says why, although it waits for another, which ends as well."""
-    pipe = Pipeline.from_config(ARCHITECTURES["llama"], num_microbatches=2, slices=4, runtime=Runtime(self_check=False))
+    pipe = make_pipe(ARCHITECTURES["llama"], num_microbatches=2, slices=4)
     slow_copies.SlowCopies.fails_at = -1 if pipe.rank else 3
     with pytest.raises(TransportError) as raised:
         pipe.step(tokens(), tokens())
@@ -297,9 +282,7 @@ def failing() -> None:
 def buffers() -> None:
     """64 messages a channel pass through as many buffers as are in flight, not through 64."""
     inputs = tokens(batch=4)
-    pipe = Pipeline.from_config(
-        ARCHITECTURES["llama"], slices=16, num_microbatches=4, runtime=Runtime(self_check=False)
-    )
+    pipe = make_pipe(ARCHITECTURES["llama"], slices=16, num_microbatches=4)
     for _ in range(2):
         pipe.step(inputs, inputs)
     (executor,) = pipe._engine.runner.executors

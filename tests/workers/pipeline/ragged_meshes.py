@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream import Parallelism, Pipeline, Precision, Runtime, SequenceLoss, SlipstreamError, make_mesh
+from slipstream import Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
 from support.architectures import ARCHITECTURES, BOUND, build, gradients, no_rounding_inside
 from support.parallel.group_cases import by_name, run_cases
+from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one, random_plan
 
-UNCHECKED = Runtime(self_check=False)
-
 
 def pipeline(name: str, mesh: Any, **options: Any) -> Pipeline:
-    return Pipeline.from_config(
-        ARCHITECTURES[name], 0, mesh=mesh, precision=Precision(dtype=torch.float64), runtime=UNCHECKED, **options
-    )
+    return make_pipe(ARCHITECTURES[name], 0, mesh=mesh, dtype=torch.float64, **options)
 
 
 def error(pipe: Pipeline, expected: dict[str, Tensor]) -> float:
@@ -131,7 +128,7 @@ def unsplit_preferences(
         found = torch.cat([log_probabilities(whole, *(each[None] for each in row)) for row in rows])
         loss = preference(found, values).mean()
         loss.backward()
-    return loss.item(), gradients(whole.named_parameters()), found.detach()
+    return loss.item(), gradients(whole), found.detach()
 
 
 NUM_CASES = 40

@@ -133,7 +133,7 @@ def sparse(shards: str) -> None:
     for count in (1, 2):
         pipe.step(ids[own], targets[own], loss_scale=4.0)
         for piece in pipe.parameter_shards():
-            wanted = count * gradients(whole.named_parameters())[piece.name]
+            wanted = count * gradients(whole)[piece.name]
             assert piece.parameter.grad is not None
             rows = wanted[piece.first_row : piece.first_row + len(piece.parameter)]
             assert gradient_error({"": rows}, {"": piece.parameter.grad}) < BOUND, piece.name
@@ -160,7 +160,7 @@ def slices(name: str, schedule: str, recompute: str, stages_per_rank: str) -> No
         for parameter in pipe.parameters():
             parameter.grad = None
         assert abs(pipe.step(inputs, targets) - loss) < BOUND
-        found = gradients(pipe.named_parameters())
+        found = gradients(pipe)
         assert gradient_error({key: expected[key] for key in found}, found) < BOUND
     held = [torch.zeros(()) for _ in range(dist.get_world_size())]
     dist.all_gather(held, torch.tensor(float(len(found))))
@@ -210,7 +210,7 @@ def sliced_replicas() -> None:
     )
     loss, expected = case.unsplit(1)
     assert abs(pipe.step((source[own], target[own]), targets[own]) - loss) < BOUND
-    found = gradients(pipe.named_parameters())
+    found = gradients(pipe)
     assert found
     assert gradient_error({key: expected[key] for key in found}, found) < BOUND
 
@@ -231,7 +231,7 @@ def weighted() -> None:
         whole, model = build(["conv"]), build(["conv"])
         loss = functional.cross_entropy(whole(inputs), targets, weights)
         loss.backward()
-        wanted = gradients(whole.named_parameters())
+        wanted = gradients(whole)
         parallel = Parallelism(shard_optimizer=sharded)
         cut = {"mesh": mesh, "parallel": parallel, "layers": Layers(costs=costs(model))}
         pipe = Pipeline(model, "zb-h1", 3, loss_fn=loss_fn, **cut)

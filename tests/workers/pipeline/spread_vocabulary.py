@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import slipstream
-from slipstream import Parallelism, Pipeline, Precision, Runtime
+from slipstream import Parallelism, Pipeline
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -20,6 +20,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.pipelines import make_pipe
 
 
 def train(how: str, name: str, folder: str) -> None:
@@ -28,11 +29,10 @@ def train(how: str, name: str, folder: str) -> None:
     replicas = how == "replicas"
     mesh = slipstream.make_mesh(2, 2, 1, "cpu") if replicas else None
     whole = build(config, seed=3)
-    pipe = Pipeline.from_config(
+    pipe = make_pipe(
         config,
         seed=3,
-        precision=Precision(dtype=torch.float64),
-        runtime=Runtime(self_check=False),
+        dtype=torch.float64,
         parallel=Parallelism(shard_optimizer=replicas),
         schedule="1f1b" if replicas else how,
         stages_per_rank=2 if how == "zb-v" else 1,

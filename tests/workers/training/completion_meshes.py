@@ -10,9 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slipstream import Pipeline, Runtime, make_mesh
+from slipstream import make_mesh
 from slipstream.train.data import TokenisedText, sequences_of
 from support.architectures import no_rounding_inside
+from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, one_by_one
 from workers.pipeline.ragged_meshes import error
 
@@ -34,12 +35,11 @@ def main() -> None:
     for mesh, packing in product(sys.argv[1:], ("fixed", "none")):
         sequences = sequences_of([text], packing, LENGTH, seed=3)
         axes = dict(zip(("pp", "dp", "tp"), map(int, mesh.split(",")), strict=True))
-        pipe = Pipeline(
+        pipe = make_pipe(
             copy.deepcopy(MODELS[NAME]),
             slices=[7, 1, 8] if packing == "fixed" else 2,
             num_microbatches=2,
             mesh=make_mesh(**axes),
-            runtime=Runtime(self_check=False),
         )
         batch = sequences.batch(0, sequences.num_sequences, pipe.replica, pipe.num_replicas)
         with no_rounding_inside():

@@ -7,10 +7,11 @@ import sys
 
 import torch.distributed as dist
 
-from slipstream import Pipeline, Runtime, make_mesh
+from slipstream import make_mesh
 from slipstream.train.data import sequences_of
 from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import no_rounding_inside
+from support.pipelines import make_pipe
 from support.preference_pairs import NAME, SECTION, expected_of_dpo, pairs
 from support.ragged_batches import MODELS
 from workers.pipeline.ragged_meshes import error
@@ -20,12 +21,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     loss, rewards, expected = expected_of_dpo()
     sequences = sequences_of([pairs()], "none", 24, seed=3)
-    pipe = Pipeline(
+    pipe = make_pipe(
         copy.deepcopy(MODELS[NAME]),
         slices=2,
         mesh=make_mesh(pp=1, **{sys.argv[1]: 2}),
         loss_fn=preference_loss(SECTION),
-        runtime=Runtime(self_check=False),
     )
     batch = sequences.batch(0, sequences.num_sequences, pipe.replica, pipe.num_replicas)
     assert batch.sequence_values is not None
