@@ -39,6 +39,7 @@ from benchmarks.soak.faults import (
     slow_down,
 )
 from benchmarks.soak.tasks import Task, TaskHost
+from slipstream.checkpoint import step_named
 
 MARK = "SLIPSTREAM_SOAK"  # in the environment of every process of a soak
 NUM_HOSTS = 3
@@ -157,6 +158,8 @@ class Soak:
         """Runs to the end, with a fault of each of these kinds, and notes each that is over; returns the seconds."""
         began = time.monotonic()
         self.start(bool(kinds) and self._wants_hosts(kinds[0]))
+        # A run that is killed before its first checkpoint begins anew, and has nothing to resume.
+        self.wait_until(lambda: self._has_checkpoint() or self.has_ended(), "the first checkpoint")
         for number, kind in enumerate(kinds):
             first = self.faults[-1].step + 1 if self.faults else 2
             due = max(first, round((self.steps - _MARGIN) * (number + self.dice.random()) / len(kinds)))
@@ -180,6 +183,10 @@ class Soak:
                 break
             self.start(self.is_apart)
         return time.monotonic() - began
+
+    def _has_checkpoint(self) -> bool:
+        folder = self.output / "checkpoints"
+        return folder.exists() and any(step_named(path.name) is not None for path in folder.iterdir())
 
     def _reach(self, step: int) -> bool:
         """Waits until a step is complete, or at the last one until the run has ended; returns whether it is."""
