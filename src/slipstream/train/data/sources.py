@@ -54,7 +54,11 @@ def open_rows(config: SourceSection) -> Any:
     Raises:
         SlipstreamError: if it can't be read.
     """
-    return _load(config, streaming=True)
+    rows = _load(config, streaming=True)
+    if rows.features is None and any(file.suffix == ".json" for file in row_files(config)):
+        # A list in one file is read whole anyhow, but streamed its columns of mixed types come as JSON text.
+        return _load(config).to_iterable_dataset()
+    return rows
 
 
 def with_given_keys(rows: Iterable[dict[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
