@@ -34,6 +34,7 @@ from slipstream.train import training_rank
 from slipstream.train.bad_steps import BadSteps
 from slipstream.train.config.run_config import parse_config
 from slipstream.train.corruption import StateCheck
+from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics.reporter import Stragglers
 from slipstream.train.preflight import preflight
 from slipstream.train.trainer import Trainer
@@ -166,8 +167,10 @@ def train(folder: Path, options: argparse.Namespace, replicas: bool) -> list[dic
             "checkpoint": {"every": 3 * BLOCK} if replicas else {"every": 0},
         }
     )
-    preflight(config, Progress(None)).write()
-    launch_ranks("benchmarks.fault_overhead", [str(output / "config.yaml")], num_ranks=2)
+    inputs = preflight(config, Progress(None))
+    with FolderLock(output, print) as lock:
+        inputs.write()
+        launch_ranks("benchmarks.fault_overhead", [str(output / "config.yaml"), lock.key], num_ranks=2)
     measured = [json.loads((output / f"overhead-{rank}.json").read_text()) for rank in range(2)]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     measured[0]["saves"] = [line["save_seconds"] for line in lines if "save_seconds" in line]
@@ -215,7 +218,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=384)  # steps of 100 ms
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=2 if is_trial() else 100, help="pairs of them, of 5 steps each")
+    parser.add_argument("--blocks", type=int, default=3 if is_trial() else 100, help="pairs of them, of 5 steps each")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slipstream-overhead-") as name:
         measured = {kind: train(Path(name), options, kind == "replicas") for kind in ("stages", "replicas")}

@@ -14,8 +14,11 @@ class NonFiniteError(RuntimeError):
     """Losses, gradients or weights are infinite or not numbers. The command line prints it and exits with code 3."""
 
 
-class StoppedRunError(RuntimeError):
-    """A run was asked to stop, and has; the message says how it goes on. The command line exits with code 75."""
+class StoppedRunError(BaseException):
+    """A run was asked to stop, and has; the message says how it goes on. The command line exits with code 75.
+
+    No `Exception`, as a signal may raise it anywhere: where a model's code is tried, that isn't an error of the model.
+    """
 
     exit_code = 75  # sysexits.h calls it a temporary failure: to be tried again
 

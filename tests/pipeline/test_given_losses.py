@@ -284,6 +284,8 @@ def test_nothing_that_is_trained() -> None:
     pipe = make_pipe(model, slices=2, num_ranks=2)
     with pytest.raises(SlipstreamError, match=r"nothing would be trained: requires_grad is False"):
         pipe.step(tokens(), tokens())
+    with pytest.raises(SlipstreamError, match=r"nothing would be trained: requires_grad is False"):
+        pipe.step([*tokens()], [*tokens()])
     assert pipe.evaluate(tokens(), tokens()) > 0
     next(iter(pipe.parameters())).requires_grad_(True)
     pipe.step(tokens(), tokens())

@@ -25,6 +25,7 @@ from support.architectures import (
 )
 from support.forked import launch
 from support.options import grouped
+from support.parameters import each_once
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.ragged_batches import batch_of
@@ -108,6 +109,26 @@ def test_a_sequence_of_documents_has_the_frequencies_of_its_longest(name: str) -
     check(pipeline(name), alone(name, inputs, labels, cuts), inputs, labels, document_ids=ids)
 
 
+def documents_of(cuts: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:
+    """A batch for the unsplit model, which finds documents by their positions, and the documents' numbers."""
+    ids = tokens(batch=len(cuts), length=sum(cuts[0]))
+    positions = torch.stack([torch.cat([*map(torch.arange, each)]) for each in cuts])
+    labels = labels_of(ids).masked_fill(positions == 0, -100)
+    numbers = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in cuts])
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}, numbers
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_documents_have_the_frequencies_of_the_longest_of_all(name: str, num_microbatches: int) -> None:
+    """One row has short ones alone; the second batch only these, after longer ones."""
+    pipe, whole = pipeline(name, num_microbatches=num_microbatches), copy.deepcopy(MODELS[name])
+    for cuts in ([[10, 30], [22, 18]], [[10, 12, 10], [20, 8, 4]]):
+        batch, numbers = documents_of(cuts)
+        expected = together(whole, batch)
+        check(pipe, expected, batch["input_ids"], batch["labels"], document_ids=numbers)
+
+
 @pytest.mark.parametrize("positions", ["none", "counted", "beyond the padding"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
@@ -145,8 +166,10 @@ def test_a_rotary_forward_of_the_users_own_runs() -> None:
     check(pipe, together(models[1], {"input_ids": ids, "labels": ids}), ids, ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", ["rows", "padded", "lists"])
-def test_replicas_have_what_one_device_would(name: str, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "name"),
+    each_once(["rows", "padded", "lists", "documents", "document lists", "documents and positions"], NAMES, count=4),
+)
+def test_replicas_have_what_one_device_would(case: str, name: str) -> None:
     ended = launch(2, WORKERS / "pipeline/length_dependent_rope.py", name, case)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -73,9 +73,15 @@ def test_ranks_that_call_other_pipelines_are_told_which() -> None:
     assert all(f"rank {rank} found the other pipeline" in ended.stdout for rank in range(2)), ended.stderr[-3000:]
 
 
-def test_a_rank_that_never_calls_is_named() -> None:
-    ended = launch(2, WORKER, "never called")
-    assert "rank 0 reported" in ended.stdout, ended.stderr[-3000:]
+@pytest.mark.parametrize(
+    ("watched", "absent"),
+    first_of([("watched", "2"), ("watched", "0"), ("watched", "12"), ("unwatched", "2")], 1),
+)
+def test_ranks_that_never_call_are_named_and_no_others(watched: str, absent: str, tmp_path: Path) -> None:
+    """Rank 0 asks for the state and rank 1 saves, where they are there: they wait for the ones that have ended."""
+    ended = launch(3, WORKER, "never called", tmp_path, watched, *absent)
+    reported = [f"rank {rank} reported" in ended.stdout for rank in range(3)]
+    assert reported == [str(rank) not in absent for rank in range(3)], ended.stderr[-3000:]
 
 
 def test_a_rank_that_waits_in_vain_reports() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -308,9 +308,9 @@ def test_a_model_that_is_not_finite_is_not_exported(config: Path, output: RunFol
 
 
 @contextmanager
-def running(config: Path, *settings: str) -> Iterator[ForkedProgram]:
+def running(config: Path, *settings: str, command: str = "train") -> Iterator[ForkedProgram]:
     """A run of `slipstream train`, which ends with its ranks whatever happens: they would train for ever."""
-    process = ForkedProgram(config.parent, COMMAND, "train", config, *settings)
+    process = ForkedProgram(config.parent, COMMAND, command, config, *settings)
     try:
         yield process
     finally:
@@ -367,6 +367,27 @@ def test_a_full_disk_does_not_end_the_training(config: Path, output: RunFolder) 
     steps = [step["step"] for step in read_metrics(output)[0]]
     assert steps == list(range(1, len(steps) + 1))
     assert not list(output.path.glob("model*"))
+
+
+SMALL_SHARED_MEMORY = """
+mount -t tmpfs -o size=64k slipstream /dev/shm && dd if=/dev/zero of=/dev/shm/full bs=4096 2> /dev/null
+[ "$(df --output=avail /dev/shm | tail -1)" -eq 0 ] && exec "$@"
+"""
+
+
+def _has_mount_namespaces() -> bool:
+    command = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs slipstream /dev/shm"]
+    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not _has_mount_namespaces(), reason="needs mount namespaces")
+def test_a_small_and_full_shared_memory_does_not_matter(config: Path, output: RunFolder) -> None:
+    """As Docker's 64 MB may be full of what others left there."""
+    command = ["unshare", "--mount", "sh", "-c", SMALL_SHARED_MEMORY, "sh", sys.executable, str(COMMAND), "train"]
+    ended = run(command, config, "--training.steps=2", "--training.eval_every=0")
+    assert ended.returncode == 0, ended.stderr
+    assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]
 
 
 @pytest.mark.more
@@ -430,6 +451,74 @@ def test_a_run_that_is_stopped_leaves_nothing_behind(config: Path, output: RunFo
         assert "memory" not in last  # of which Linux has ended nobody meanwhile
         assert "was ended by SIGKILL; the other ranks were stopped. Type the same command" in last
         assert re.search(r"with --checkpoint.resume=last-good to go on from step \d+$", last)
+
+
+def helper(parent: psutil.Process, name: str) -> psutil.Process:
+    """Returns the watcher that a rank has started, or the hub of a launcher, once it is there."""
+    deadline = time.monotonic() + SOON
+    while True:
+        for child in parent.children():
+            with suppress(psutil.Error):
+                if child.cmdline()[-1:] == [f"slipstream.watchdog.{name}"]:
+                    return child
+        assert time.monotonic() < deadline, f"there is no {name}"
+        time.sleep(0.05)
+
+
+def wait_for_words(file: Path, words: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not (file.exists() and words in file.read_text()):
+        assert time.monotonic() < deadline, f"nothing says {words!r}"
+        time.sleep(0.05)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("command", "victim", "how"),
+    [("train", 1, "kill"), ("profile", 1, "stop"), pytest.param("profile", 0, "kill", marks=pytest.mark.grid)],
+)
+def test_ends_while_costs_are_measured(
+    config: Path, monkeypatch: pytest.MonkeyPatch, command: str, victim: int, how: str
+) -> None:
+    """A lost hub or watcher is named, and measuring goes on; a lost rank is named, and ends the command."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(config.parent))  # so that nothing is measured already
+    monkeypatch.setenv("SLIPSTREAM_STALL_LIMIT", "3")
+    settings = ["--repeats=100000", "--budget=1000", f"--output={config.parent / 'profile.json'}"]
+    begins = "measuring the layers"
+    if command == "train":
+        settings, begins = (
+            ["--training.steps=100000", "--pipeline.schedule=auto", "--pipeline.slices=auto"],
+            "planning: ",
+        )
+    with running(config, *settings, command=command) as process:
+        wait_for_words(config.parent / "stdout", begins)
+        launcher = psutil.Process(process.pid)
+        ranks = [each for each in launcher.children(recursive=True) if each.name().startswith("rank ")]
+        ranks.sort(key=psutil.Process.name)
+        lost = []
+        for parent, name in [(launcher, "hub"), (ranks[0], "watcher")] if how == "kill" else []:
+            lost.append(helper(parent, name))
+            lost[-1].kill()
+            wait_for_words(
+                config.parent / "stderr", f"(process {lost[-1].pid}) was ended by SIGKILL; it is started again"
+            )
+            assert helper(parent, name).pid != lost[-1].pid
+        ranks[victim].send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        _, errors = process.communicate(timeout=SOON)
+    assert process.returncode == 1
+    last, other = errors.strip().splitlines()[-1], 1 - victim
+    blamed = re.findall(
+        rf"rank {victim} \(.*, process {ranks[victim].pid}\) has (ended without a word|been stopped)", errors
+    )
+    assert blamed
+    assert not re.search(rf"rank {other} \(.*, process \d+\) (has|hangs)", errors)
+    assert re.search(rf"  rank {other} \(.*, process {ranks[other].pid}\), (not )?waiting: ", errors)
+    if how == "kill":
+        assert last.startswith(f"error: rank {victim} was ended by SIGKILL; the other ranks were stopped")
+    else:
+        assert last.startswith(f"the ranks were stopped. rank {victim} ")
+        assert "measuring what layers cost" in last
+    assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 def signal_all(launcher: ForkedProgram, number: int) -> None:
@@ -537,12 +626,48 @@ def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder
     assert "the exported model continues" in said
 
 
+STOPS_ITSELF = """
+import functools, os, signal, sys
+from transformers import LlamaModel
+from slipstream.cli import main
+from slipstream.train.preflight import all_checks
+
+class Asked:
+    def __init__(self, times):
+        self.times = times
+    def __call__(self, *_):
+        self.times -= 1
+        if self.times == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def asks_before(function, ask, swallows=False):
+    @functools.wraps(function)
+    def asking(*arguments, **named):
+        try:
+            ask()
+        except BaseException:
+            if not swallows:
+                raise
+            raise ValueError("of the model")
+        return function(*arguments, **named)
+    return asking
+
+how, times = sys.argv.pop(1), int(sys.argv.pop(1))
+if how == "text":
+    all_checks.prepare_text = asks_before(all_checks.prepare_text, Asked(times))
+else:
+    LlamaModel.forward = asks_before(LlamaModel.forward, Asked(times), swallows=how == "swallowed")
+main()
+"""
+
+
 @pytest.mark.more
-def test_a_request_to_stop_while_the_text_is_tokenised_is_answered_like_others(config: Path, output: RunFolder) -> None:
-    program = "import os, signal; from slipstream.cli import main; "
-    program += "from slipstream.train.preflight import all_checks; "
-    program += "all_checks.prepare_text = lambda *_: os.kill(os.getpid(), signal.SIGTERM); main()"
-    ended = run([sys.executable, "-c", program], "train", config)
+@pytest.mark.parametrize(("how", "times"), [("text", 1), ("model", 1), ("model", 9), ("swallowed", 9)])
+def test_a_request_to_stop_in_the_preflight_is_answered_like_others(
+    config: Path, output: RunFolder, how: str, times: int
+) -> None:
+    """While the text is tokenised, and in the calls of a toy of the model, whose errors are caught."""
+    ended = run([sys.executable, "-c", STOPS_ITSELF, how, str(times)], "train", config, "--runtime.self_check=true")
     assert ended.returncode == 75, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
     assert last == "SIGTERM ended the run while no rank was training; nothing new is to be saved"

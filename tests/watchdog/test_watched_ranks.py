@@ -58,6 +58,8 @@ def hang():
     is_ready()  # only now: the test may end or stop it at once
     while how in ("breathes", "by proxy"):
         time.sleep(0.05)
+        if how == "by proxy" and not (folder / "cut").exists():  # until then it gets on
+            mine.set_action(3) if rank == 1 else mine.set_wait(b"a message")
     while True:  # a signal ends a sleep
         ctypes.PyDLL(None).sleep(1000)  # holds the interpreter
 
@@ -239,14 +241,16 @@ def test_a_lost_helper_is_named_and_started_again(tmp_path: Path, name: str, ran
 class Proxy(threading.Thread):
     """Passes on what rank 1 and its watcher exchange with the hub: late, with stalls, corrupted, or not at all."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, hides_watcher: bool) -> None:
         super().__init__(daemon=True)
-        self.dice, self.delay, self.is_cut, self.corrupts = random.Random(seed), 0.0, False, False
+        self.dice, self.delay, self.is_cut, self.corrupts = random.Random(0), 0.0, False, False
+        self.hides_watcher, self.has_watcher = hides_watcher, threading.Event()  # once its first words have come here
         self.num_corrupted = 0
         self._settings = json.loads((folder / "meet").read_text())
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._sockets = [self._listening]
-        (folder / "part").write_text(json.dumps(self._settings | {"port": self._listening.getsockname()[1]}))
+        self.port = self._listening.getsockname()[1]
+        (folder / "part").write_text(json.dumps(self._settings | {"port": self.port}))
         (folder / "part").replace(folder / "proxy")
 
     def run(self) -> None:
@@ -268,6 +272,9 @@ class Proxy(threading.Thread):
     def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
+                if b'"is_watcher": true' in data:
+                    self.is_cut |= self.hides_watcher
+                    self.has_watcher.set()
                 while self.is_cut:
                     time.sleep(0.05)
                 time.sleep(self.delay * (self.dice.uniform(1, 10) if self.dice.random() < 0.01 else 1))
@@ -281,14 +288,16 @@ class Proxy(threading.Thread):
 
 
 @contextmanager
-def ranks_by_proxy(folder: Path, limit: float) -> Iterator[tuple[list[subprocess.Popen[str]], Proxy]]:
-    """Two ranks, of which rank 1 reaches the hub through a proxy."""
+def ranks_by_proxy(
+    folder: Path, limit: float, hides_watcher: bool = False
+) -> Iterator[tuple[list[subprocess.Popen[str]], Proxy]]:
+    """Two ranks, of which rank 1 reaches the hub through a proxy, which is cut where it `hides_watcher`."""
     made: list[Proxy] = []
 
     def make() -> None:
         while not (folder / "meet").exists():
             time.sleep(0.01)
-        made.append(Proxy(folder))
+        made.append(Proxy(folder, hides_watcher))
         made[0].start()
 
     maker = threading.Thread(target=make, daemon=True)
@@ -317,14 +326,31 @@ def test_a_bad_network_blames_nobody(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.more
-def test_both_sides_of_a_cut_end_and_say_what_they_know(tmp_path: Path) -> None:
-    """Five seconds after the limit; the side without the hub doesn't blame itself."""
-    with ranks_by_proxy(tmp_path, limit=3) as (ranks, proxy):
+@pytest.mark.parametrize("hides_watcher", [False, True])
+def test_both_sides_of_a_cut_end_and_say_what_they_know(tmp_path: Path, hides_watcher: bool) -> None:
+    """Five seconds after the limit; the side without the hub doesn't blame itself. The hub knows the watcher of rank 1,
+    or that rank alone."""
+    with ranks_by_proxy(tmp_path, limit=3, hides_watcher=hides_watcher) as (ranks, proxy):
+        assert proxy.has_watcher.wait(LIMIT)
         proxy.is_cut = True
+        (tmp_path / "cut").touch()
         said = [each.communicate(timeout=SOON)[1] for each in ranks]
         proxy.is_cut = False
-    assert re.match(r"error: rank \d \(.*, process \d+\) (doesn't answer since|isn't watched since|hangs)", said[0])
-    assert re.match(r"error: the watchers' hub, which rank 0 has started at .*, doesn't answer since \d+ s", said[1])
+    here, there = (rf"rank {n} \(.*, process {ranks[n].pid}\)" for n in (0, 1))
+    blamed, *others = said[0].splitlines()
+    assert re.match(rf"error: {there} doesn't answer since \d+ s: its machine is gone, or the network between", blamed)
+    assert "as if stopped" not in said[0]
+    assert re.match(rf"  {here}, waiting: in step 3 at 0B0.1", others[0])  # which isn't blamed
+    blamed, *others = said[1].splitlines()
+    place = rf"127.0.0.1, port {proxy.port}"
+    assert re.match(
+        rf"error: the watchers' hub, which rank 0 has started at {place}, doesn't answer since \d+ s", blamed
+    )
+    assert "its machine is gone, or the network between it and" in blamed
+    assert re.match(rf"  {there}, not waiting: in step 3 at 1F0.1", others[0])
+    assert len(others) == 1  # its own place, and no word of it or of rank 0 being to blame
+    for each in said:
+        assert not re.search(r"rank \d \(.*\) (has|hangs|is slow|isn't watched)", each)
 
 
 @pytest.mark.more

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from transformers import AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutput
@@ -29,6 +29,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from slipstream.errors import SlipstreamError
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import Placeholder
+from slipstream.model.given_model import Change, find_changes
 from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states
 from slipstream.model.tensors import has_parameters
 from slipstream.model.toy import quiet_transformers, toy_config
@@ -65,19 +66,23 @@ def sequence_of(
         inputs: the names of its forward's tensors; by default those it needs, and the attention mask.
         plan: a plan for a model whose config has none: modules of the base model in the order in which they run, one of
             them the list of layers, each with the names of its inputs and outputs.
-        self_check: whether to compare the sequence with the model's own forward, at toy size in float64.
+        self_check: whether to compare the sequence with the model's own forward, at toy size in float64, and where the
+            model's modules differ from those of its configuration, on two short rows as the model is.
         constants: further arguments of the forward, the same for all batches.
 
     Returns:
         The sequence; `nn.Sequential` runs it on one device, and `slipstream.Pipeline` on several.
 
     Raises:
-        SlipstreamError: the plan doesn't describe what the model does. The message names the supported models.
+        SlipstreamError: the plan doesn't describe what the model does, or what was changed of it passes its layers by.
     """
     inputs = tuple(inputs) or default_inputs(model)
     if self_check:
         check_sequence(model, inputs, plan, constants)
-    return _build(model, inputs, plan, constants)
+    sequence = _build(model, inputs, plan, constants)
+    if self_check and (changes := find_changes(model)):
+        _check_changes(changes, model, sequence, inputs, constants)
+    return sequence
 
 
 def default_inputs(model: PreTrainedModel) -> tuple[str, ...]:
@@ -106,6 +111,43 @@ def check_sequence(
         raise refusal(model, f"a toy of it could not be run ({type(error).__name__}: {error})") from error
     if found.shape != wanted.shape or not torch.equal(found, wanted):
         raise refusal(model, "its own forward does something between the modules of its plan that the plan leaves out")
+
+
+def _check_changes(
+    changes: Sequence[Change],
+    model: PreTrainedModel,
+    sequence: nn.Sequential,
+    inputs: Sequence[str],
+    constants: Mapping[str, Any],
+) -> None:
+    """Raises SlipstreamError unless the sequence returns what the changed model does, and each of its layers the same
+    by itself, after other layers have run on other inputs."""
+    tensors = tuple(toy_inputs(model, inputs).values())
+    modes = {module: module.training for each in (model, sequence) for module in each.modules()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            model.eval()
+            sequence.eval()
+            wanted = main_output(model(**dict(zip(inputs, tensors, strict=True)), **constants, use_cache=False))
+            values: list[Any] = [tensors if len(tensors) > 1 else tensors[0]]
+            for layer in sequence:
+                values.append(layer(values[-1]))
+            flipped = tuple(each.flip(0) for each in tensors)
+            sequence(flipped if len(flipped) > 1 else flipped[0])
+            pairs = zip(sequence, values, values[1:], strict=False)
+            again = [(layer(given), output) for layer, given, output in [*pairs][::-1]]
+    except Exception as error:  # the user's own code
+        raise refusal(model, f"{changes[0]}, and it could not be run ({type(error).__name__}: {error})") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    found = values[-1]
+    bound = min(1e3 * torch.finfo(wanted.dtype).eps, 0.05) * float(wanted.abs().max())
+    if found.shape != wanted.shape or not float((found - wanted).abs().max()) <= bound:
+        raise refusal(model, f"{changes[0]}, and computes something between the modules of its plan or beside them")
+    if not all(torch.equal(*pair) for pairs in again for pair in zip(*map(tree_leaves, pairs), strict=True)):
+        reason = "returns something else when a layer runs by itself: layers share more than what travels between them"
+        raise refusal(model, f"{changes[0]}, and {reason}, or draw random numbers")
 
 
 def find_stacks(model: PreTrainedModel, plan: PipelinePlan | None) -> list[LayerStack]:

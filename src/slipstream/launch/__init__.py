@@ -4,4 +4,10 @@ from slipstream.launch.forked_ranks import ForkServer, fork_server
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
 from slipstream.launch.progress import Progress
 from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, describe_process, name_ranks, time_limit
-from slipstream.launch.stop_request import StopRequest, ended_by_requests, launched_error_file, watched_run
+from slipstream.launch.stop_request import (
+    StopRequest,
+    ended_by_requests,
+    launched_error_file,
+    watched_local_rank,
+    watched_run,
+)

@@ -32,7 +32,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "858
 _PARENT = "SLIPSTREAM_PARENT"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PR_SET_NAME = 15
-_PASSED_ON: dict[str, type[Exception]] = {
+_PASSED_ON: dict[str, type[BaseException]] = {
     each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
 }
 _KINDS = {**_PASSED_ON, RankFailedError.__name__: RankFailedError}  # whose messages need no traceback

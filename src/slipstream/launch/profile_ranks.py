@@ -11,6 +11,8 @@ from typing import Any
 from slipstream.cost import Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
+from slipstream.launch.stop_request import watched_local_rank
+from slipstream.watchdog import counted_off
 
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
@@ -58,7 +60,7 @@ def _measure_as_rank(folder: Path) -> None:
 
     from slipstream.launch.progress import Progress
     from slipstream.model import load_config
-    from slipstream.parallel import Ranks, choose_backend, gpu_of, make_mesh
+    from slipstream.parallel import NO_LIMIT, Ranks, choose_backend, gpu_of, limit_of_the_environment, make_mesh
     from slipstream.profile import ProfileSettings, profile_model
     from slipstream.profile.link_measurement import measure_link
     from slipstream.terminal import make_console
@@ -69,20 +71,23 @@ def _measure_as_rank(folder: Path) -> None:
         device = gpu_of(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     backend = choose_backend("auto", device.type, num_local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else backend)
-    is_first = dist.get_rank() == 0
-    settings, shared = ProfileSettings(**request["settings"]), request["tensor_ranks"]
-    ranks = Ranks.of(make_mesh(pp=dist.get_world_size() // shared, tp=shared, device_type=device.type))
-    progress = Progress(make_console() if is_first else None)
-    with progress.waiting("measuring the link"):
-        link = measure_link(device, ranks, settings.sequence_parallel)
-    with progress.counting("measuring the layers", total=1) as show:
-        config = load_config(str(folder / _MODEL))
-        profile = profile_model(config, settings, device, link, show, ranks)
-    if is_first:
-        profile.save(folder / _PROFILE)
-    dist.barrier()
-    dist.destroy_process_group()
+    limit = limit_of_the_environment()
+    with watched_local_rank(limit) as connection, counted_off("measuring what layers cost"):
+        backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
+        is_first = dist.get_rank() == 0
+        settings, shared = ProfileSettings(**request["settings"]), request["tensor_ranks"]
+        ranks = Ranks.of(make_mesh(pp=dist.get_world_size() // shared, tp=shared, device_type=device.type))
+        progress = Progress(make_console() if is_first else None)
+        with progress.waiting("measuring the link"):
+            link = measure_link(device, ranks, settings.sequence_parallel)
+        with progress.counting("measuring the layers", total=1) as show:
+            config = load_config(str(folder / _MODEL))
+            profile = profile_model(config, settings, device, link, show, ranks)
+        if is_first:
+            profile.save(folder / _PROFILE)
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers
 
 from slipstream.errors import SlipstreamError
+from slipstream.parallel import ranks_text
 from slipstream.version import __version__
 from slipstream.watchdog import listen_at, loopback_address
 
@@ -352,15 +353,7 @@ def ranks_by_value(values: Sequence[_Value]) -> dict[_Value, list[int]]:
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Returns the ranks and their hosts as text, such as `ranks 0-3 (node0), rank 5 (node1)`."""
     grouped = groupby(ranks, key=lambda rank: hosts[rank])
-    return ", ".join(f"{_ranks_text(list(numbers))} ({host})" for host, numbers in grouped)
-
-
-def _ranks_text(numbers: list[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    if first == last:
-        return f"rank {first}"
-    is_gapless = len(numbers) == last + 1 - first
-    return f"ranks {first}-{last}" if is_gapless else f"ranks {', '.join(map(str, numbers))}"
+    return ", ".join(f"{ranks_text(list(numbers))} ({host})" for host, numbers in grouped)
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -9,10 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.watchdog import WatchSettings, end_watch, explain_loss, open_hub, start_watch, supervised_hub
@@ -53,19 +53,33 @@ class RequestCount:
 
 
 @contextmanager
-def ended_by_requests() -> Iterator[None]:
-    """Lets a request to stop end the body by StoppedRunError, as there is nothing in it to save."""
+def ended_by_requests() -> Iterator[Callable[[], None]]:
+    """Lets a request to stop end the body by StoppedRunError, as there is nothing in it to save.
+
+    Yields what raises it once more, should code that catches everything have swallowed it.
+    """
+    came: list[StoppedRunError] = []
 
     def end(number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        raise StoppedRunError(f"{name} ended the run while no rank was training; nothing new is to be saved")
+        came.append(StoppedRunError(f"{name} ended the run while no rank was training; nothing new is to be saved"))
+        raise came[0]
+
+    def end_if_asked() -> None:
+        if came:
+            raise came[0]
 
     handlers = {each: signal.signal(each, end) for each in STOP_SIGNALS}
     try:
-        yield
+        yield end_if_asked
+    except Exception as error:
+        if came:
+            raise came[0] from error
+        raise
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
+    end_if_asked()
 
 
 class StopRequest:
@@ -159,6 +173,22 @@ def watched_run(
             raise RankFailedError(verdict) from error
         raise
     end_watch()
+
+
+@contextmanager
+def watched_local_rank(limit: float | Literal["off"] | None) -> Iterator[dict[str, Any]]:
+    """Connects a rank of our launcher with the others, and watches it in the body; every rank enters it.
+
+    Yields what `init_process_group` takes of the connection. `limit` is that of `watched_run`.
+    """
+    import torch.distributed as dist
+
+    from slipstream.parallel import NO_LIMIT
+
+    rank, size, host, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    store = dist.TCPStore(host, int(port), timeout=NO_LIMIT)  # type: ignore[attr-defined]
+    with watched_run(store, int(rank), int(size), limit, host, launched_error_file()):
+        yield {"rank": int(rank), "world_size": int(size), "store": store}
 
 
 @contextmanager

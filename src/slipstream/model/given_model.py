@@ -7,6 +7,7 @@ the instance is held against the configuration's model on the meta device, name 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.attached_code import HOOKS
 from slipstream.model.config import check_is_causal_lm, with_settings
 from slipstream.model.loading import meta_model
+from slipstream.model.toy import quiet_transformers
 
 _HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -136,6 +138,12 @@ def _same_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return {name: tuple(each) for each in names.values() if len(each) > 1 for name in each}
+
+
+def find_changes(model: PreTrainedModel) -> list[Change]:
+    """Returns what differs between the modules of a model in memory and those of its class and configuration."""
+    with torch.device("meta"), quiet_transformers():
+        return list(_changes(model, type(model)(copy.deepcopy(model.config))))
 
 
 def _changes(model: nn.Module, reference: nn.Module) -> Iterator[Change]:

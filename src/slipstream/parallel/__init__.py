@@ -21,6 +21,7 @@ from slipstream.parallel.mesh import (
     add_axis,
     end_group_at_exit,
     join_launched_group,
+    limit_of_the_environment,
     make_mesh,
     watch_group,
 )
@@ -29,6 +30,7 @@ from slipstream.parallel.rank_group import (
     PendingWork,
     RankGroup,
     all_reduce,
+    ranks_text,
     receive_tensor,
     release_groups_at_exit,
     send_tensor,

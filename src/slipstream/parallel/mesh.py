@@ -366,7 +366,7 @@ def watch_group(world: RankGroup, limit: float | Literal["off"] | None, is_provi
     """Starts a watcher for each rank, unless there is one, or `limit` is "off". Where it is None, the environment's
     SLIPSTREAM_STALL_LIMIT counts. A provisional one notices only deaths, until the next call. Collective over
     `world`."""
-    _watch(world.gather, world.rank, world.size, limit, is_provisional)
+    _watch(world.gather, world.rank, world.global_ranks, limit, is_provisional)
 
 
 def watch_store(
@@ -382,18 +382,19 @@ def watch_store(
         return [json.loads(store.get(key)) for key in keys]
 
     rounds = count()
-    _watch(gather, rank, size, limit, is_provisional)
+    _watch(gather, rank, range(size), limit, is_provisional)
 
 
 def _watch(
     gather: Callable[[Any], list[Any]],
     rank: int,
-    size: int,
+    names: Sequence[int],
     limit: float | Literal["off"] | None,
     is_provisional: bool = False,
 ) -> None:
-    limit = _limit_of_the_environment() if limit is None else limit
-    if size == 1 or not all(gather(not is_watched(is_provisional) and limit != "off")):
+    """Starts a watcher for each rank; `names` has the numbers by which errors name them."""
+    limit = limit_of_the_environment() if limit is None else limit
+    if len(names) == 1 or not all(gather(not is_watched(is_provisional) and limit != "off")):
         if not is_provisional and not is_watched():
             end_watch()  # a provisional one
         return
@@ -403,10 +404,11 @@ def _watch(
     if rank == 0:
         hub, settings = open_hub(loopback_address() if len(set(hosts)) == 1 else _address_on_the_network(hosts))
     found = gather(None if settings is None else vars(settings))[0]
-    start_watch(WatchSettings(**found), rank, size, limit, hub, is_provisional=is_provisional)
+    start_watch(WatchSettings(**found), rank, len(names), limit, hub, is_provisional=is_provisional, names=names)
 
 
-def _limit_of_the_environment() -> float | Literal["off"] | None:
+def limit_of_the_environment() -> float | Literal["off"] | None:
+    """Returns how long a rank may wait where nobody else says so."""
     given = os.environ.get(_VARIABLE)
     if given is None or given == "off":
         return given  # type: ignore[return-value]

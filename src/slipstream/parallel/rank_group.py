@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -21,9 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.errors import LostRankError, SlipstreamError
-from slipstream.watchdog import explain_loss, waiting
+from slipstream.watchdog import explain_loss, finished_ranks, waiting
 
 _Result = TypeVar("_Result")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns ascending ranks in words, such as "ranks 0-3"."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    is_gapless = len(ranks) == last + 1 - first
+    return f"ranks {first}-{last}" if is_gapless else f"ranks {', '.join(map(str, ranks))}"
 
 
 class GroupHolder(Protocol):
@@ -195,6 +204,20 @@ class RankGroup:
             all_reduce(tensor, op, self.process_group)
         return None
 
+    def explained(self, what: str, error: RuntimeError) -> str:
+        """Returns why this rank waited in vain in `what`: the watchers' verdict, or which ranks didn't come."""
+        if verdict := explain_loss(""):
+            return verdict
+        me, finished = self.global_ranks[self.rank], finished_ranks()
+        others = [rank for rank in self.global_ranks if rank != me]
+        if ended := [rank for rank in others if rank in finished]:
+            missing = f"{ranks_text(ended)}, which {'has' if len(ended) == 1 else 'have'} ended without an error"
+        else:
+            which = "which" if len(others) == 1 else "of which one"
+            missing = f"{ranks_text(others)}, {which} has ended or doesn't answer; see its own last lines"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"rank {me} waited in {what} for {missing} ({reason})"
+
     @contextmanager
     def _loss_named(self, what: str) -> Iterator[None]:
         """Turns an error of gloo or NCCL, which the end of another rank causes, into one that says so."""
@@ -202,14 +225,7 @@ class RankGroup:
             with waiting(what.encode()):
                 yield
         except RuntimeError as error:
-            others = [str(rank) for place, rank in enumerate(self.global_ranks) if place != self.rank]
-            which = f"rank {others[0]}, which" if len(others) == 1 else f"ranks {', '.join(others)}, of which one"
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            problem = (
-                f"rank {self.global_ranks[self.rank]} waited in {what} for {which} has ended or doesn't answer; see "
-                f"its own last lines ({reason})"
-            )
-            raise LostRankError(explain_loss(problem)) from error
+            raise LostRankError(self.explained(what, error)) from error
 
     def _count(self, name: str, tensor: Tensor) -> None:
         self.calls[name] += 1

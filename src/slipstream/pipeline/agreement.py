@@ -13,10 +13,10 @@ from torch import Tensor
 
 from slipstream.comm import TransportError
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import PendingWork, Ranks
+from slipstream.parallel import PendingWork, Ranks, ranks_text
 from slipstream.pipeline.batch import SplitBatch, WholeBatch
 from slipstream.pipeline.sequences import Sequences
-from slipstream.watchdog import explain_loss, waiting
+from slipstream.watchdog import waiting
 
 _CALLS = (
     "step",
@@ -93,13 +93,7 @@ class CallAgreement:
                 with waiting(f"{name}{of_which}, until every rank calls it".encode()):
                     work.wait()
         except RuntimeError as error:
-            raise TransportError(
-                explain_loss(
-                    f"rank {world.global_ranks[world.rank]} waited in {name} for "
-                    f"{named([rank for place, rank in enumerate(world.global_ranks) if place != world.rank])}: every "
-                    f"rank must call it, and one has ended or doesn't answer ({error})"
-                )
-            ) from error
+            raise TransportError(world.explained(f"{name}, which every rank must call,", error)) from error
         found = list(zip(world.global_ranks, gathered.tolist(), strict=True))
         ranks_of: defaultdict[int, list[int]] = defaultdict(list)
         for rank, (call, *_) in found:
@@ -118,7 +112,7 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
         texts[call] = f"{_CALLS[place]}{' of a list of sequences' if call % 2 else ''}"
         if len(numbers) > 1:
             texts[call] += f" of Pipeline {number}, in the order in which they were made"
-    lines = "\n  ".join(f"{named(ranks)}: {texts[call]}" for call, ranks in ranks_of.items())
+    lines = "\n  ".join(f"{ranks_text(ranks)}: {texts[call]}" for call, ranks in ranks_of.items())
     where = "the Pipeline" if len(numbers) == 1 else "Pipelines"
     calls = " and ".join(text.partition(",")[0] for text in texts.values())
     return SlipstreamError(
@@ -126,11 +120,6 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
         "every rank, in the same order. Under `if pipe.leads:` belongs only what is done with a result, such as "
         "printing it; save and save_pretrained write on one rank by themselves."
     )
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Returns the ranks in words."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
@@ -209,7 +198,9 @@ class BatchAgreement:
             totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
         refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
         if refused:
-            raise SlipstreamError(f"the step can't run, as {named(refused)} refused its batch: see the message there.")
+            raise SlipstreamError(
+                f"the step can't run, as {ranks_text(refused)} refused its batch: see the message there."
+            )
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
         found = [*totals.values()] or [_NOTHING]
@@ -246,7 +237,7 @@ class BatchAgreement:
             for checksum, rank in found:
                 by_checksum[checksum].append(rank)
             if len(by_checksum) > 1:
-                lines += [f"{named(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
+                lines += [f"{ranks_text(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
         raise SlipstreamError(
             "the ranks of one pipeline were given different batches:\n  "
             + "\n  ".join(lines)

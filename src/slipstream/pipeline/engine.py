@@ -164,7 +164,7 @@ class Engine:
                 self.calls.start((), of_list=True)
                 self.calls.finish()
             self.limited_steps.prepare_rows(self.settings.splits)
-            batch, plan = self._split_sequences(whole, plan, num_targets is None, self._frozen.trains_here)
+            batch, plan = self._split_sequences(whole, plan, num_targets is None, has_backward=True)
             microbatches = plan.microbatches
             self.limited_steps.check_sequences(self.layout, batch, microbatches, whole)
         else:
@@ -228,7 +228,7 @@ class Engine:
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """
-        batch = self._split(whole, length, needs_targets, self._frozen.trains_here)
+        batch = self._split(whole, length, needs_targets, has_backward=True)
         if self._first_steps.are_due:
             num_rows = max(each.num_sequences for each in self._microbatches(whole, length))
 
@@ -257,34 +257,35 @@ class Engine:
         return measure_rates(self.family.config, request, partition, self.ranks, self.device, _log.info, again)
 
     def _split(
-        self, whole: WholeBatch, length: int, needs_targets: bool = True, trains: bool | None = None
+        self, whole: WholeBatch, length: int, needs_targets: bool = True, has_backward: bool = False
     ) -> SplitBatch:
         """Splits the batch, and counts the valid targets of all replicas."""
 
         def split() -> SplitBatch:
             return self.family.split(whole, self._microbatches(whole, length), self._seed())
 
-        return self._agreed(whole, split, needs_targets, trains)
+        return self._agreed(whole, split, needs_targets, has_backward)
 
     def _agreed(
-        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], needs_targets: bool, trains: bool | None
+        self, whole: WholeBatch | Sequences, split: Callable[[], SplitBatch], needs_targets: bool, has_backward: bool
     ) -> SplitBatch:
-        """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective. `trains` says
-        whether this rank trains something in the step, None that it is an evaluation."""
+        """Returns what `split` makes of the batch, once all ranks know that each can run it. Collective. With
+        `has_backward` some rank must train something."""
 
         def checked() -> SplitBatch:
             self._frozen.check(self.layout)
             batch = split()
             if isinstance(self._losses, GivenLosses) and len(self.layout.layers) - 1 in self.stages:
-                self._losses.try_on(batch, self.family.output_forms, trains is not None)
+                self._losses.try_on(batch, self.family.output_forms, has_backward)
             return batch
 
-        agreed = self._agreement.on(whole, checked, needs_targets, trains is not False)
+        trains = self._frozen.trains_here or not has_backward
+        agreed = self._agreement.on(whole, checked, needs_targets, trains)
         batch: SplitBatch = self.ranks.part_of(agreed)
         return batch
 
     def _split_sequences(
-        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, trains: bool | None = None
+        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, has_backward: bool = False
     ) -> tuple[SplitBatch, StepPlan]:
         """Packs and splits the batch as it was planned, and adopts the plan's schedule."""
         try:
@@ -294,7 +295,7 @@ class Engine:
             raise
         self.settings.rest()
         seed = self._seed()
-        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, seed), needs_targets, trains)
+        batch = self._agreed(whole, lambda: self.family.split_sequences(whole, plan, seed), needs_targets, has_backward)
         self._adopt(plan.schedule)
         return batch, plan
 

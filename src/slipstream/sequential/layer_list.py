@@ -221,6 +221,8 @@ def _references(module: nn.Module) -> Iterator[object]:
         seen.add(id(value))
         if isinstance(value, nn.Module | Tensor):
             yield value
+            if isinstance(value, nn.Module):  # which may be in no layer, over weights that are
+                yield from (*value.parameters(), *value.buffers())
         elif isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, list | tuple | set | frozenset):

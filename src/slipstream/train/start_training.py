@@ -45,11 +45,13 @@ def start_training(config: Config) -> None:
     progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
     for module in _RUN_BY_RANKS:
         import_module(module)
-    with ended_by_requests(), fork_server() as server:  # before anything below starts threads or looks for GPUs
+    # before anything below starts threads or looks for GPUs
+    with ended_by_requests() as end_if_asked, fork_server() as server:
         check_machine(config)
         inputs = preflight(config, progress)
         if inputs.is_finished:
             return
+        end_if_asked()
         with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
             go_on_in(folder.log)

@@ -204,13 +204,9 @@ def main() -> None:
         stop = launch.StopRequest()
         stop.listen()
         config = load_config(Path(sys.argv[1]), sys.argv[3:])
-        rank, num_ranks, host = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-        store = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), timeout=NO_LIMIT)  # type: ignore[attr-defined]
-        place, limit = (int(rank), int(num_ranks)), config.training.stall_limit
-        FolderLock(config.training.output, print).join(sys.argv[2], beats=place[0] == 0)
-        with launch.watched_run(store, *place, limit, host, launch.launched_error_file()):
-            device = _init_process_group(config, rank=place[0], world_size=place[1], store=store)
-            _train(config, device, stop)
+        FolderLock(config.training.output, print).join(sys.argv[2], beats=os.environ["RANK"] == "0")
+        with launch.watched_local_rank(config.training.stall_limit) as connection:
+            _train(config, _init_process_group(config, **connection), stop)
 
 
 if __name__ == "__main__":

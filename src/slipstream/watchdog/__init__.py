@@ -9,6 +9,7 @@ from slipstream.watchdog.watched_rank import (
     counted_off,
     end_watch,
     explain_loss,
+    finished_ranks,
     is_watched,
     note_order,
     start_watch,

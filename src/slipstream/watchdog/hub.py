@@ -49,6 +49,7 @@ class Hub:
         self._num_ranks, self._limit = 0, None  # which each of them says
         self._paused_at = self._looked_at = now  # when a rank was last in a phase whose silence doesn't count
         self._told_at = 0.0
+        self._finished: list[int] = []  # which the others were told of
         listening.setblocking(False)
 
     def run(self) -> None:
@@ -96,12 +97,13 @@ class Hub:
             if not line.is_open:
                 line.close()
                 del self._watchers[rank]
+                self._reports[rank].has_lost_watcher = line.end in ("closed", "reset")
                 if rank in self._closed:
                     self._closed[rank] = now
-        if now - self._told_at >= LOOK_SECONDS:
-            self._told_at = now
-            has_left = 0 in self._reports and self._reports[0].ending == "finished"
-            self._send({"limit": stall_limit(self._limit, self._reports), "leaves": has_left})
+        finished = sorted(rank for rank, report in self._reports.items() if report.ending == "finished")
+        if now - self._told_at >= (LOOK_SECONDS if finished == self._finished else _ASKING_SECONDS):
+            self._told_at, self._finished = now, finished
+            self._send({"limit": stall_limit(self._limit, self._reports), "finished": finished})
             self._remember()
 
     def _introduce(self, line: Line) -> None:
@@ -122,7 +124,8 @@ class Hub:
         lines[rank] = line
         self._closed.pop(rank, None)
         report = self._reports.setdefault(rank, Report(str(first.get("host"))))
-        report.was_watched |= lines is self._watchers
+        if lines is self._watchers:
+            report.was_watched, report.has_lost_watcher = True, False
         self._take(report, line, messages)
         if self._verdict is not None:  # another rank has ended before this one was watched
             line.send(self._verdict)

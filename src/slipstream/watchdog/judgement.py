@@ -32,6 +32,7 @@ class Report:
         has_own_line: whether the rank itself is connected, as it is for as long as its process lives.
         has_watcher: whether its watcher is.
         was_watched: whether its watcher has ever been.
+        has_lost_watcher: whether its watcher has ended, and no other has come.
         silent: seconds in which the rank didn't get on.
         idle: seconds in which it neither got on nor computed, read or wrote.
         is_counted: whether its silence counts: not while it compiles, loads, saves, validates or exports.
@@ -53,6 +54,7 @@ class Report:
     has_own_line: bool = False
     has_watcher: bool = False
     was_watched: bool = False
+    has_lost_watcher: bool = False
     silent: float = 0.0
     idle: float = 0.0
     is_counted: bool = False
@@ -155,9 +157,10 @@ _DEATHS = {
 
 
 def _lost(report: Report, seconds: float) -> str:
-    if report.has_own_line and not report.has_watcher:
+    if report.has_own_line and report.has_lost_watcher:
         return f"isn't watched since {seconds:.0f} s: its watcher has ended, and it starts no other, as if stopped"
-    return f"doesn't answer since {seconds:.0f} s: its machine is gone, or the network between"
+    stopped = "" if report.was_watched else ", or it was stopped before it was watched"
+    return f"doesn't answer since {seconds:.0f} s: its machine is gone, or the network between{stopped}"
 
 
 def _stopped(report: Report) -> str:

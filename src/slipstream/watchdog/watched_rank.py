@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -33,8 +34,10 @@ class _Watch:
     board: Board = field(default_factory=Board)
     watcher: Supervised | None = None
     supervisor: Supervisor | None = None
-    order: int = -1  # descriptors of what the watcher reads, and of the verdict that it writes
+    order: int = -1  # descriptors of what the watcher reads, and of what it writes: the verdict, and who has finished
     verdict: int = -1
+    finished: int = -1
+    names: Sequence[int] = ()
     written_order: object = None
     process: int = 0  # a fork isn't watched
     is_provisional: bool = False
@@ -77,6 +80,7 @@ def start_watch(
     hub: Supervised | None = None,
     error_file: str | None = None,
     is_provisional: bool = False,
+    names: Sequence[int] | None = None,
 ) -> None:
     """Starts this rank's watcher, which ends with it, in place of a provisional one.
 
@@ -88,14 +92,17 @@ def start_watch(
         hub: on rank 0, unless a launcher keeps it: this process does from now on.
         error_file: where a launcher reads why the rank has ended; by default it is written to standard error.
         is_provisional: whether another call may follow; until then deaths alone are noticed, and no silence.
+        names: by which errors name the ranks, where they are some of a larger group.
     """
     global _watch
-    watch = _Watch(order=anonymous_file("slipstream-order"), verdict=anonymous_file("slipstream-verdict"))
+    files = {name: anonymous_file(f"slipstream-{name}") for name in ("order", "verdict", "finished")}
+    watch = _Watch(order=files["order"], verdict=files["verdict"], finished=files["finished"])
+    watch.names = range(num_ranks) if names is None else names
     watch.before = _watch if _is_own() else None
     watch.process, watch.is_provisional = os.getpid(), is_provisional
     watch.board.set_state(State.RUNNING, Silence.ANY_LENGTH if is_provisional else Silence.COUNTED)
     stack = anonymous_file("slipstream-stack")
-    descriptors = {"board": watch.board.descriptor, "order": watch.order, "verdict": watch.verdict, "stack": stack}
+    descriptors = files | {"board": watch.board.descriptor, "stack": stack}
     run: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "limit": limit, "token": settings.token}
     given = descriptors | vars(settings) | run | {"error_file": error_file, "stack_signal": _dump_stacks_to(stack)}
     me = run | {"host": socket.gethostname(), "process": os.getpid(), "doing": "before it was watched"}
@@ -185,6 +192,14 @@ def explain_loss(problem: str) -> str:
             return os.pread(_watch.verdict, size, 0).decode()
         time.sleep(0.02)
     return problem
+
+
+def finished_ranks() -> set[int]:
+    """Returns the ranks that the watchers know to have ended without an error; of one that ends now, a second later."""
+    if _watch is None or not _is_own():
+        return set()
+    written = os.pread(_watch.finished, 2**20, 0)
+    return {_watch.names[rank] for rank in json.loads(written or "[]")}
 
 
 def _dump_stacks_to(descriptor: int) -> int:

@@ -177,7 +177,9 @@ class Watcher:
                 lines += self._stack()
             self._hub.send(self._facts() | {"detail": lines})
         self._limit = float(message.get("limit", self._limit))
-        self._hub_may_leave = self._hub_may_leave or bool(message.get("leaves"))
+        if finished := message.get("finished"):
+            os.pwrite(self._settings["finished"], json.dumps(finished).encode(), 0)  # the list only grows
+            self._hub_may_leave = self._hub_may_leave or 0 in finished
         self._is_heard = self._is_heard or bool(message.get("bye"))
         if "verdict" in message and not self._verdict:
             self._decide(str(message["verdict"]), float(message.get("grace", 0.0)))

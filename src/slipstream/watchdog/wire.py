@@ -30,7 +30,8 @@ class Line:
     Attributes:
         connection: the socket, which doesn't block.
         end: "" while the line is open; "closed" once the other end has closed it, as the system does at the end of a
-            process; "broken" after anything else, which says nothing of the other end.
+            process; "reset" where something that it hadn't read was lost with it; "broken" after anything else, which
+            says nothing of the other end.
     """
 
     def __init__(self, connection: socket.socket, most_bytes: int = _MOST_BYTES) -> None:
@@ -69,8 +70,8 @@ class Line:
             data = self.connection.recv(_MOST_AT_ONCE)
         except (BlockingIOError, InterruptedError):
             return []
-        except OSError:
-            self.end = "broken"
+        except OSError as error:
+            self.end = "reset" if isinstance(error, ConnectionResetError) else "broken"
             return []
         if not data:
             self.end = "closed"

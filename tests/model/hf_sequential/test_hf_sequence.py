@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -27,7 +28,7 @@ from transformers import (
 from slipstream import Layers, Memory, Pipeline, SlipstreamError
 from slipstream.extras.encoders import sequence_of
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
-from support.parameters import each_once
+from support.parameters import each_once, first_of
 
 LENGTH = 11
 _TEXT = {
@@ -202,3 +203,127 @@ def test_work_outside_the_plan_is_found_by_the_self_check() -> None:
 
     with pytest.raises(SlipstreamError, match="its own forward does something between"):
         sequence_of(Shifted(copy.deepcopy(_VIT)), plan=_VIT_PLAN)
+
+
+Change = Callable[[PreTrainedModel], None]
+
+
+def _wrap(module: nn.Module, after: Callable[..., Any]) -> None:
+    """Gives a module a forward of its own, which runs its class's and then `after` with the same arguments."""
+    old = module.forward
+    module.forward = lambda *args, **kwargs: after(old(*args, **kwargs), *args, **kwargs)
+
+
+def _share(model: Any) -> None:
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def _delete(model: Any) -> None:
+    del model.model.layers[1]
+
+
+def _replace(model: Any) -> None:
+    model.model.layers[1].mlp = nn.Sequential(nn.Linear(32, 7), nn.Tanh(), nn.Linear(7, 32)).double()
+
+
+EXACT: dict[str, Change] = {
+    "patched forward of a layer": lambda model: _wrap(model.model.layers[1], lambda out, *_, **__: out * 0.9),
+    "patched forward of the model": lambda model: _wrap(model.model, _doubled),
+    "shared weights": _share,
+    "forward pre-hook": lambda model: (
+        _first(model).register_forward_pre_hook(lambda _, args: (args[0] * 0.5,)) and None
+    ),
+    "forward hook": lambda model: _first(model).register_forward_hook(lambda _, args, out: out * 0.5) and None,
+    "backward pre-hook": lambda model: _first(model).register_full_backward_pre_hook(_halved) and None,
+    "backward hook": lambda model: (
+        _first(model).register_full_backward_hook(lambda _, given, __: _halved(_, given)) and None
+    ),
+    "deleted layer": _delete,
+    "weight_norm": lambda model: weight_norm(_first(model).mlp.up_proj) and None,
+    "replaced module": _replace,
+}
+
+
+def _first(model: Any) -> Any:
+    return model.model.layers[0]
+
+
+def _halved(_: nn.Module, gradients: Any) -> Any:
+    return tuple(None if each is None else each * 0.5 for each in gradients)
+
+
+def _doubled(output: Any, *_: Any, **__: Any) -> Any:
+    output.last_hidden_state = output.last_hidden_state * 2
+    return output
+
+
+@pytest.mark.parametrize("change", first_of(EXACT, 4))
+def test_a_changed_model_is_the_one_that_is_pipelined(change: str) -> None:
+    inputs = batch("eurobert")
+    values = tuple(inputs.values())
+    whole, model = build("eurobert"), build("eurobert")
+    EXACT[change](whole)
+    EXACT[change](model)
+    model.load_state_dict(whole.state_dict())  # of replaced modules too
+    with no_rounding_inside():
+        (cotangent(whole(**inputs, use_cache=False).logits, values[0])[0] / 4).backward()
+        names = owned_names(model)
+        sequence = sequence_of(model)
+        assert all(module.training for module in sequence.modules())
+        parameters = dict(sequence.named_parameters())
+        options = {"partition": [1, len(sequence) - 2, 1], "num_ranks": 3, "num_microbatches": 2}
+        pipe = Pipeline(sequence, layers=Layers(example=values), loss_fn=cotangent, **options)
+        pipe.step(values, torch.zeros(4, dtype=torch.int64))
+    found = {names[id(parameters[key])]: each for key, each in gradients(pipe.named_parameters()).items()}
+    assert gradient_error(gradients(whole.named_parameters()), found) < BOUND
+
+
+def _add_words(output: Any, model: Any, **given: Any) -> Any:
+    output.logits = output.logits + model.lm_head(model.model.embed_tokens(given["input_ids"]))
+    return output
+
+
+def _read_another_layer(model: Any, detached: bool = False) -> None:
+    kept: dict[str, Tensor] = {}
+    _first(model).register_forward_hook(lambda _, args, out: kept.update(out=out.detach() if detached else out))
+    model.model.layers[2].mlp.register_forward_hook(lambda _, args, out: out + kept["out"])
+
+
+PASSING: dict[str, tuple[Change, str]] = {
+    "words again": (
+        lambda model: _wrap(model, lambda out, **given: _add_words(out, model, **given)),
+        "the model has a forward of its own, and computes something between the modules of its plan",
+    ),
+    "another layer": (_read_another_layer, "layers.0 has a forward hook, and returns something else when a layer runs"),
+    "another layer, detached": (
+        lambda model: _read_another_layer(model, detached=True),
+        "layers.0 has a forward hook, and returns something else when a layer runs",
+    ),
+    "random numbers": (
+        lambda model: _first(model).register_forward_hook(lambda _, args, out: out + torch.rand_like(out)) and None,
+        "layers.0 has a forward hook, and computes something between",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", PASSING)
+def test_changes_that_pass_the_layers_by_are_refused(change: str) -> None:
+    model = build("eurobert")
+    PASSING[change][0](model)
+    with pytest.raises(SlipstreamError, match=PASSING[change][1]):
+        sequence_of(model)
+
+
+def _read_embedding(model: Any) -> None:
+    embedding = model.model.embed_tokens
+    model.model.norm.register_forward_hook(lambda _, args, output: output + embedding.weight[3])
+
+
+@pytest.mark.parametrize("change", [_share, _read_embedding])
+def test_changes_over_several_stages_are_refused(change: Change) -> None:
+    """Of weights that layers on different ranks would have each for itself."""
+    model = build("eurobert")
+    change(model)
+    sequence = sequence_of(model)
+    with pytest.raises(SlipstreamError, match=r"but they are on stages \d and \d. Give a partition"):
+        Pipeline(sequence, partition=[2, 2, 1], num_ranks=3, loss_fn=cotangent)

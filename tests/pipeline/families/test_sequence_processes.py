@@ -80,6 +80,7 @@ def test_weights_of_classes_are_added_up_over_replicas() -> None:
 def test_every_rank_hears_that_nothing_is_trained() -> None:
     ended = launch(2, WORKER, "frozen")
     assert ended.stdout.count("nothing would be trained") == 2, ended.stderr[-3000:]
+    assert ended.returncode == 0, ended.stderr[-3000:]  # of a step once one rank's layer is trained
 
 
 def test_ranks_with_other_inputs_find_out() -> None:

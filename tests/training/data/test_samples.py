@@ -20,6 +20,8 @@ from slipstream.train.config import SourceSection
 from slipstream.train.data import TokenisedText, train_tokenizer
 from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.samples import ChatTemplate, show_example
+from slipstream.train.data.streams import RowStream
+from slipstream.train.preferences import PairSource
 
 CHAT = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}OPEN{{ message.content }}"
@@ -99,24 +101,60 @@ def test_the_turns_of_a_conversation_that_count(
     assert counted(text, tokenizer) == expected
 
 
-@pytest.mark.parametrize("is_text", [False, True], ids=["lists", "JSON text"])
-def test_calls_have_the_arguments_that_they_were_given(is_text: bool, tmp_path: Path, tokenizer: Any) -> None:
-    """A .parquet file has the arguments of all tools in every row, null where they are another's."""
+def calls(is_text: bool = False) -> list[dict[str, Any]]:
+    """Rows of two conversations, each with a call of a tool that the other hasn't."""
     rows = []
     for name, given in (("f", {"x": 1}), ("g", {"y": "s"})):
         tools: Any = [{"function": {"name": name, "parameters": given}}]
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": given}}]}
         messages = [{"role": "user", "content": "a"}, call]
         rows.append({"messages": messages, "tools": json.dumps(tools) if is_text else tools})
-    file = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    tokenizer.chat_template = "{% generation %}{{ tools }} {{ messages }}{{ eos_token }}{% endgeneration %}"
-    source = OpenSource.of(SourceSection(dataset=str(file), loss="all"), pytest.fail)
-    text = source.tokenise(tokenizer, ChatTemplate(tokenizer), 500, Progress(None))
-    for index in (0, 1):
-        written = tokenizer.decode(text.document(index))
-        assert "None" not in written
-        assert ("'x'" in written, "'y'" in written) == (index == 0, index == 1)
+    return rows
+
+
+def write(rows: list[dict[str, Any]], file: Path) -> Path:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("is_text", [False, True], ids=["lists", "JSON text"])
+@pytest.mark.parametrize("form", ["conversations", "completions", "pairs"])
+def test_calls_have_the_arguments_that_they_were_given(
+    form: str, is_text: bool, tmp_path: Path, tokenizer: Any
+) -> None:
+    """A .parquet file has the arguments of all tools in every row, null where they are another's."""
+    rows = calls(is_text)
+    if form != "conversations":
+        answers = ["completion"] if form == "completions" else ["chosen", "rejected"]
+        for row in rows:
+            question, call = row.pop("messages")
+            each = {name: [call | {"content": name}] for name in answers}
+            row |= {"prompt": [question]} | each
+    source = SourceSection(dataset=str(write(rows, tmp_path / "rows.parquet")))
+    tokenizer.chat_template = (
+        "{{ tools }}{% for each in messages %}{% generation %}{{ each }}{% endgeneration %}{% endfor %}"
+    )
+    opened = (PairSource if form == "pairs" else OpenSource).of(source, pytest.fail)
+    text = opened.tokenise(tokenizer, ChatTemplate(tokenizer), 500, Progress(None))
+    documents = [[0], [1]] if form != "pairs" else [[0, 1], [2, 3]]
+    for index, numbers in enumerate(documents):
+        for written in (tokenizer.decode(text.document(number)) for number in numbers):
+            assert "None" not in written
+            assert "\\" not in written  # of JSON text
+            assert [written.count(each) for each in ("'x'", "'y'")] == ([2, 0] if index == 0 else [0, 2])
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_streamed_calls_have_the_arguments_that_they_were_given(suffix: str, tmp_path: Path) -> None:
+    stream = RowStream(SourceSection(dataset=str(write(calls(), tmp_path / f"rows{suffix}"))), 5)
+    given = [{"content": "a", "role": "user"}]
+    rows = [row | {"messages": [given[0], row["messages"][1]]} for row in stream.next_block()[1]]
+    assert rows == calls()
 
 
 def test_turns_that_the_template_writes_otherwise_at_the_end_are_refused(tokenise: Tokenise, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -245,14 +246,26 @@ def other_pipelines() -> None:
     print(f"rank {rank} found the other pipeline", flush=True)
 
 
-def never_called() -> None:
-    """A rank that ends in place of a call is named, and the call that it lacks."""
-    pipe = make_pipe(ARCHITECTURES["llama"], slices=2)
-    if pipe.rank == 1:
+def never_called(folder: str, watched: str, *absent: str) -> None:
+    """Ranks that end in place of a call are named, and no others that call something else; unwatched, all are."""
+    is_watched = watched == "watched"
+    pipe = make_pipe(ARCHITECTURES["llama"], slices=2, stall_limit=600.0 if is_watched else "off")
+    if str(pipe.rank) in absent:
         return
-    with pytest.raises(TransportError, match=r"rank 0 waited in state_dict for rank 1: every rank must call it"):
-        pipe.state_dict()
-    print("rank 0 reported", flush=True)
+    calls = {"state_dict": pipe.state_dict, "save_pretrained": lambda: pipe.save_pretrained(Path(folder) / "unwritten")}
+    name = [*calls][pipe.rank % 2]
+    missing = f"ranks {'-'.join(absent)}, which have" if len(absent) > 1 else f"rank {absent[0]}, which has"
+    if is_watched:
+        which = f"{missing} ended without an error"
+    else:
+        which = f"{['ranks 1-2', 'ranks 0, 2'][pipe.rank]}, of which one has ended or doesn't answer"
+    text = f"rank {pipe.rank} waited in {name}, which every rank must call, for {which}"
+    with pytest.raises(TransportError, match=text):
+        calls[name]()
+    print(f"rank {pipe.rank} reported", flush=True)
+    Path(folder, f"rank {pipe.rank}").touch()
+    while len(list(Path(folder).glob("rank *"))) + len(absent) < dist.get_world_size():
+        time.sleep(0.05)  # a rank that ends before the others have asked would be named by them too
 
 
 def absent() -> None:

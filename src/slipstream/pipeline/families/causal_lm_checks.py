@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from slipstream.errors import LostRankError, SlipstreamError
+from slipstream.errors import RankFailedError, SlipstreamError
 from slipstream.model import IGNORED, TOLERANCE, ModelAnatomy, SelfCheck, causal_cross_entropy, find_anatomy
 from slipstream.model.given_model import GivenModel
 from slipstream.model.self_check.instance_trial import TrialResult, try_changes
@@ -158,7 +158,7 @@ def check_tensor_parallel(
     try:
         with torch.random.fork_rng(devices=[]), full_precision():
             wrong = _first_wrong(config, given_plan, group, sequence)
-    except (SlipstreamError, LostRankError):  # a rank that has ended says nothing about the model
+    except (SlipstreamError, RankFailedError):  # a rank that has ended says nothing about the model
         raise
     except Exception as error:  # the model's own code
         raise _refusal(config, group, f"a toy of it fails ({type(error).__name__}: {error})") from error

@@ -83,7 +83,11 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
             builder = _BUILDERS[files[0].suffix]
             if builder == "csv":
                 options |= _as_texts(files)
-            return load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
+            rows = load_dataset(builder, data_files=[str(file) for file in files], split="train", **options)
+            if streaming and rows.features is None and any(file.suffix == ".json" for file in files):
+                # A list in one file is read whole anyhow, but streamed its columns of mixed types come as JSON text.
+                return read_rows(config).to_iterable_dataset()
+            return rows
         return load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
     except Exception as error:  # `datasets` raises many types; all mean that it can't be read
         if where := find_bad_line(files):
