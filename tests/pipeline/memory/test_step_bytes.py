@@ -1,4 +1,4 @@
-"""The compiled account of an order that isn't lowered says what the full account says of the lowered one."""
+"""The account over arrays of an order that isn't lowered says what the full account says of the lowered one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.pipeline.memory.row_account import RowAccount, Slices, compiled_account, covers, rows_to_rehearse
+from slipstream.pipeline.memory.row_account import RowAccount, Slices, covers, rows_to_rehearse, step_bytes
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op, Schedule, add_reductions, predecessors
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of
@@ -32,7 +32,7 @@ def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
         schedule = add_reductions(schedule)
     assert covers(schedule)
     full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert compiled_account(rows, placement, slices).peaks(schedule) == pytest.approx(full, rel=1e-12)
+    assert step_bytes(rows, placement, slices).rank_peaks(schedule) == pytest.approx(full, rel=1e-12)
 
 
 def test_long_waits_fill_the_buffers_of_messages() -> None:
@@ -46,7 +46,7 @@ def test_long_waits_fill_the_buffers_of_messages() -> None:
     actions = tuple((*first, *then) for first, then in zip(forwards, rest, strict=True))
     schedule = Schedule("flush", actions, placement, 2, 12, slice_counts=(12, 3))
     full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert compiled_account(rows, placement, slices).peaks(schedule) == pytest.approx(full, rel=1e-12)
+    assert step_bytes(rows, placement, slices).rank_peaks(schedule) == pytest.approx(full, rel=1e-12)
 
 
 def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:

@@ -21,9 +21,9 @@ from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.memory.row_account import (
     RowAccount,
     both_backwards,
-    compiled_account,
     covers,
     rows_to_rehearse,
+    step_bytes,
 )
 from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.tuning import HeldBytes
@@ -86,9 +86,9 @@ class MemoryLimit:
         """
         assert self.rows is not None
         if covers(schedule):
-            peaks = compiled_account(self.rows, schedule.placement, slices).peaks(schedule)
+            peaks = step_bytes(self.rows, schedule.placement, slices).rank_peaks(schedule)
             if np.isfinite(peaks).all():
-                return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks]
+                return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks.tolist()]
         ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
         return [rank.peak + token_bytes(sum(map(sum, slices))) for rank in ranks]
 

@@ -15,7 +15,7 @@ from slipstream.schedule import Action, Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
 if TYPE_CHECKING:
-    from slipstream.simulator.compiled_account import CompiledAccount
+    from slipstream.simulator.memory_arrays import StepBytes
 
 _LONGEST_ROW = 768  # tokens of the rows that are rehearsed
 Slices = tuple[int, ...]
@@ -201,16 +201,16 @@ _OPS = (Op.F, Op.B, Op.I, Op.W)
 
 
 def covers(schedule: Schedule) -> bool:
-    """Returns whether the compiled account knows all actions of a schedule."""
+    """Returns whether the account over arrays knows all actions of a schedule."""
     return schedule.ops.issubset((*_OPS, Op.REDUCE_GRAD))
 
 
-def compiled_account(rows: RowAccount, placement: Sequence[int], slices: Sequence[Slices]) -> CompiledAccount:
-    """Returns the account of a step of rows in these slices, as `RowAccount.table` has the bytes of each.
+def step_bytes(rows: RowAccount, placement: Sequence[int], slices: Sequence[Slices]) -> StepBytes:
+    """Returns the bytes of a step of rows in these slices, as `RowAccount.table` has those of each.
 
     An action that was never rehearsed takes infinitely many.
     """
-    from slipstream.simulator.compiled_account import CompiledAccount, StepBytes  # loads numba
+    from slipstream.simulator.memory_arrays import StepBytes  # loads numba
 
     lengths = np.array([length for row in slices for length in row], float)
     ends = np.concatenate([np.cumsum(row) for row in slices]).astype(float)
@@ -235,23 +235,14 @@ def compiled_account(rows: RowAccount, placement: Sequence[int], slices: Sequenc
         if op in _OPS and not recomputed and not offloaded:
             number = _OPS.index(op)
             first[number, stage][last] = (most @ features + made[number, stage])[last]
-    sizes, size = np.unique(rows.message_bytes(lengths), return_inverse=True)
-    return CompiledAccount(
-        StepBytes(
-            leaves=leaves,
-            peaks=peaks,
-            first=first,
-            context=context,
-            context_gradients=context_gradients,
-            payload=rows.message_bytes(lengths),
-            gradients=gradients,
-            state=_kept(rows, placement),
-            sizes=sizes + rows.header_bytes,
-            size=size.astype(np.int64),
-        )
+    return StepBytes(
+        leaves=leaves,
+        peaks=peaks,
+        first=first,
+        context=context,
+        context_gradients=context_gradients,
+        payload=rows.message_bytes(lengths),
+        header=rows.header_bytes,
+        gradients=gradients,
+        state=np.bincount(placement, [rows.kept_bytes(stage) for stage in range(len(placement))]).astype(float),
     )
-
-
-def _kept(rows: RowAccount, placement: Sequence[int]) -> Floats:
-    """Returns the bytes of each rank's parameters and optimizer state."""
-    return np.bincount(placement, [rows.kept_bytes(stage) for stage in range(len(placement))]).astype(float)
