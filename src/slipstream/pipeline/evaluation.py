@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, token_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import TensorParallel, gather_vocabulary, vocabulary_token_losses
-from slipstream.pipeline.batch import SplitBatch, WholeBatch
-from slipstream.pipeline.engine import Engine
+from slipstream.pipeline.batch import Inputs, Lengths, Rows, Sequences, WholeBatch, padded_as
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
 from slipstream.pipeline.families.model_family import causal_lm
-from slipstream.pipeline.given_batch import Inputs, given_batch, padded_as
 from slipstream.pipeline.introspection import PipelineFacts
-from slipstream.pipeline.sequences import Lengths, Rows, Sequences
+from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.steps import StepPlan
 
 
@@ -42,8 +40,8 @@ class PipelineEvaluation(PipelineFacts):
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`, though nothing needs to be trained."""
         of_rows = None, document_ids, lengths, sequence_values
-        whole = self._batch(inputs, targets, *of_rows, plan is not None)
-        return mean_loss(self._engine, whole, plan, num_targets)
+        whole = self._runtime.read_batch(inputs, targets, *of_rows, plan is not None)
+        return mean_loss(self._runtime, whole, plan, num_targets)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
@@ -51,7 +49,7 @@ class PipelineEvaluation(PipelineFacts):
 
         Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
         """
-        return self._engine.sequence_log_probabilities()
+        return self._runtime.sequence_log_probabilities()
 
     def logits(
         self,
@@ -75,8 +73,8 @@ class PipelineEvaluation(PipelineFacts):
         Raises:
             SlipstreamError: as `step`, and where no rank has all logits, with vocabulary="spread".
         """
-        whole = self._batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
-        outputs = token_logits(self._engine, whole)
+        whole = self._runtime.read_batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
+        outputs = token_logits(self._runtime, whole)
         return None if outputs is None else padded_as(outputs, inputs)
 
     def log_probabilities(
@@ -104,50 +102,48 @@ class PipelineEvaluation(PipelineFacts):
         """
         if labels is None and not isinstance(inputs, Mapping):
             raise SlipstreamError("labels are missing: give log_probabilities(tokens, labels), or a mapping with both.")
-        whole = self._batch(inputs, labels, position_ids, document_ids, lengths)
-        return padded_as(label_log_probabilities(self._engine, whole), inputs)
-
-    def _batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
-        if isinstance(inputs, Mapping):
-            causal_lm(self._engine.family, "a mapping as a batch", "Give step(inputs, targets).")
-        return given_batch(self._engine.ranks, self.device, inputs, *others, **options)
+        whole = self._runtime.read_batch(inputs, labels, position_ids, document_ids, lengths)
+        return padded_as(label_log_probabilities(self._runtime, whole), inputs)
 
 
 def mean_loss(
-    engine: Engine, whole: WholeBatch | Sequences, plan: StepPlan | None = None, num_targets: float | None = None
+    runtime: PipelineRuntime,
+    whole: WholeBatch | Sequences,
+    plan: StepPlan | None = None,
+    num_targets: float | None = None,
 ) -> Tensor:
     """Returns the global mean loss of a batch, or the sum over `num_targets`. Collective. `plan` is for sequences
     alone."""
-    with _evaluating(engine, "evaluate"):
-        batch, _ = engine.split_to_evaluate(whole, plan, num_targets is None)
-        return engine.run_forward(batch, num_targets)
+    with _evaluating(runtime, "evaluate"):
+        batch, _ = runtime.cut_to_evaluate(whole, plan, num_targets is None)
+        return runtime.run_forward(batch, num_targets)
 
 
-def token_logits(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows | None:
+def token_logits(runtime: PipelineRuntime, whole: WholeBatch | Sequences) -> TokenRows | None:
     """Returns each token's logits on ranks that have the last stage, None on the others. Collective."""
-    outputs, batch, places = _kept(engine, whole, "logits", gathered_logits(engine.tensor_parallel))
+    outputs, batch, places = _kept(runtime, whole, "logits", gathered_logits(runtime.tensor_parallel))
     return places.joined(outputs, batch) if outputs else None
 
 
-def label_log_probabilities(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows:
+def label_log_probabilities(runtime: PipelineRuntime, whole: WholeBatch | Sequences) -> TokenRows:
     """Returns each label's log-probability, on every rank. Collective."""
-    outputs, batch, places = _kept(engine, whole, "log_probabilities", log_probabilities(engine.tensor_parallel))
-    return aligned_with_labels(places.joined(sum_over_stages(outputs, batch, engine.ranks.pipeline), batch))
+    outputs, batch, places = _kept(runtime, whole, "log_probabilities", log_probabilities(runtime.tensor_parallel))
+    return aligned_with_labels(places.joined(sum_over_stages(outputs, batch, runtime.ranks.pipeline), batch))
 
 
 def _kept(
-    engine: Engine, whole: WholeBatch | Sequences, call: str, function: TokenOutputs
+    runtime: PipelineRuntime, whole: WholeBatch | Sequences, call: str, function: TokenOutputs
 ) -> tuple[Mapping[tuple[int, int], Tensor], SplitBatch, RowPlaces]:
     """Returns what the function gives of each slice here, how the batch was split, and where its tokens are."""
-    family = causal_lm(engine.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
-    if engine.layout.spreads_vocabulary:
+    family = causal_lm(runtime.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
+    if runtime.layout.spreads_vocabulary:
         raise SlipstreamError(
             "no rank has all logits, as the rows of the head are spread over the ranks. Give "
             "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
         )
-    with _evaluating(engine, call):
-        batch, plan = engine.split_to_evaluate(whole, needs_targets=False)
-        outputs = engine.keep_outputs(function, batch)
+    with _evaluating(runtime, call):
+        batch, plan = runtime.cut_to_evaluate(whole, needs_targets=False)
+        outputs = runtime.collect_outputs(function, batch)
     if plan is None:
         return outputs, batch, RowPlaces()
     lengths = [len(targets) for targets in whole.targets]
@@ -155,18 +151,18 @@ def _kept(
 
 
 @contextmanager
-def _evaluating(engine: Engine, call: str) -> Iterator[None]:
+def _evaluating(runtime: PipelineRuntime, call: str) -> Iterator[None]:
     """Sets evaluation mode, without gradients, for the method `call`; each stage's own mode is as before in the end."""
-    engine.calls.name = call
-    modes = {stage: stage.model.training for stage in engine.stages.values()}
-    engine.train(False)
+    runtime.calls.name = call
+    modes = {stage: stage.model.training for stage in runtime.stages.values()}
+    runtime.train(False)
     try:
         with torch.no_grad():
             yield
     finally:
         for stage, training in modes.items():
             stage.model.train(training)
-    engine.parameters.release()
+    runtime.parameters.release()
 
 
 def gathered_logits(tensor: TensorParallel | None) -> TokenOutputs:

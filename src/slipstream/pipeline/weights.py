@@ -38,7 +38,7 @@ from slipstream.model.given_model import GivenModel, compare_with_config
 from slipstream.model.toy import quiet_transformers
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
-from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.parameters import Parameters
 
 

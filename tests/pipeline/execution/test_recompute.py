@@ -120,7 +120,7 @@ def test_frozen_parameters() -> None:
 def test_a_number_of_layers_runs_no_other_again() -> None:
     pipe = Pipeline(build(llama()), "gpipe", slices=3, memory=Memory(recompute=2), runtime=Runtime(self_check=False))
     runs = [0] * 4
-    for index, layer in enumerate(pipe._engine.stages[0].model.model.layers):
+    for index, layer in enumerate(pipe._runtime.stages[0].model.model.layers):
 
         def count(*_: object, index: int = index) -> None:
             runs[index] += 1

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, token_bytes
+from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
 from slipstream.pipeline.families import CausalLMFamily, StageLayout
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
@@ -25,7 +26,6 @@ from slipstream.pipeline.memory.row_account import (
     covers,
     rows_to_rehearse,
 )
-from slipstream.pipeline.sequences import Sequences
 from slipstream.pipeline.tuning import HeldBytes
 from slipstream.planner.steps import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
