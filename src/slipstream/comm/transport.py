@@ -87,6 +87,7 @@ class LocalTransport(Transport):
             left.clear()
 
     def send(self, channel: Channel, message: Message, tensors: Tensors) -> None:
+        """Hands the message over as soon as its receive is posted."""
         self._sent[channel].append((message, tuple(map(Tensor.detach, tensors))))
         self._deliver(channel)
 

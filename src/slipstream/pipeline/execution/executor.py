@@ -173,7 +173,7 @@ class Executor:
         return outputs
 
     def _forward(self, step: ProgramStep) -> None:
-        """1. Takes the inputs. 2. Computes. 3. Hands on the outputs, or spreads the head's input."""
+        """Runs F: takes the inputs, computes, and hands on the outputs, or spreads the input of the head."""
         stage, inputs = self._stages[step.action.stage], self._inputs(step)
         compute = partial(self._compute_forward, step)
         began = self._stopwatch.mark()
@@ -292,6 +292,7 @@ class Executor:
         return found
 
     def _backward_weights(self, step: ProgramStep) -> None:
+        """Runs W: adds the weight gradients that I has left."""
         self._timed_run(step, (), partial(self._add_weight_gradients, step.key))
         for message in self._state.for_weights.pop(step.key):
             self._transport.release(message)

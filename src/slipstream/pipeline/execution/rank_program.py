@@ -41,7 +41,7 @@ class ProgramStep(NamedTuple):
 
 
 def program_of(schedule: Schedule, rank: int) -> list[ProgramStep]:
-    """Returns what a rank does in a step."""
+    """Returns what a rank does in a step, action by action."""
     return [_step(action, schedule, rank) for action in schedule.actions[rank]]
 
 
