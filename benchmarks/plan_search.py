@@ -119,7 +119,7 @@ def lengths_of_a_step(seed: int) -> list[int]:
 
 def measure_step(runtime: PipelineRuntime, share: float | None, seed: int, limit: float | None) -> dict[str, Any]:
     """Returns the seconds of a step's plan, and of its schedule's lowering, which ends in the thread that plans."""
-    runtime.limited_steps.limit.limit = limit
+    runtime.memory_limit.limit = limit
     began = time.process_time()
     plan = runtime._plan_step(lengths_of_a_step(seed))
     planned = time.process_time()
@@ -135,14 +135,14 @@ def steps() -> None:
     options: dict[str, Any] = {"schedule": "auto", "slices": "auto", "num_ranks": 8, "memory": Memory(limit=1e15)}
     pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **options)
     runtime = pipe._runtime
-    runtime.limited_steps.prepare_rows(runtime.settings.splits)
+    runtime.memory_limit.prepare_rows(runtime.settings.splits)
     runtime._plan_step(lengths_of_a_step(0))  # loads what is compiled
     rows = []
     for share in few([None, 1.5, 0.9, 0.7, 0.5]):
         for seed in range(1, 6):
-            held = max(runtime.limited_steps._held_with(runtime._plan_step(lengths_of_a_step(seed))))
+            held = max(runtime.memory_limit._held_with(runtime._plan_step(lengths_of_a_step(seed))))
             rows.append(measure_step(runtime, share, seed, 1e15 if share is None else share * held))
-            runtime.limited_steps.limit.limit = 1e15
+            runtime.memory_limit.limit = 1e15
         own = [row["seconds of the plan"] for row in rows[-5:]]
         print(
             f"limit {share or 'none'}: a plan takes {statistics.median(own) * 1e3:.0f} ms, {max(own) * 1e3:.0f} at most"

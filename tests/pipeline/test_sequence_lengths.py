@@ -172,7 +172,7 @@ def test_memory_of_few_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (*range(10, 16), 10):
         inputs, _ = batch_of([30, length, 2])
         assert pipe.step(inputs, inputs) > 0
-    limit = pipe._runtime.limited_steps.limit
+    limit = pipe._runtime.memory_limit
     assert (len(limit._tables), len(limit._fitting)) == (0, 2)  # what rows hold follows from a few
 
 

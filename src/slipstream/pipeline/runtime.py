@@ -44,7 +44,7 @@ from slipstream.pipeline.execution import (
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.families.stage_layout import FrozenStages
-from slipstream.pipeline.memory import LimitedSteps, MemoryLimit, RehearsedStep
+from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
@@ -127,10 +127,8 @@ class PipelineRuntime:
         self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks, self.calls)
         self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
         records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
-        limit = MemoryLimit(options.memory.limit, self.ranks, records)
-        self.limited_steps = LimitedSteps(
-            limit, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
-        )
+        parts = self.ranks, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
+        self.memory_limit = MemoryLimit(options.memory.limit, records, *parts)
         self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
         self.last_step = ExecutedStep(self.layout, [])
 
@@ -251,13 +249,13 @@ class PipelineRuntime:
 
             def holds() -> HeldBytes:
                 batch, microbatches = self._cut_rows(whole, length, needs_targets)
-                return self.limited_steps.limit.held_by(self._to_rehearse(whole, microbatches, batch))
+                return self.memory_limit.held_by(self._to_rehearse(whole, microbatches, batch))
 
             with counted_off("planning the first step"):
                 self._first_steps.begin(length, max(each.num_sequences for each in microbatches), holds)
             batch, microbatches = self._cut_rows(whole, length, needs_targets)
         if self._has_limit:
-            self.limited_steps.limit.check(self._to_rehearse(whole, microbatches, batch))
+            self.memory_limit.check(self._to_rehearse(whole, microbatches, batch))
         return batch, microbatches
 
     def _cut_sequences_to_train(
@@ -267,12 +265,12 @@ class PipelineRuntime:
 
         Raises SlipstreamError where the step would hold more than the memory limit.
         """
-        if not self.limited_steps.knows_lengths:  # the ranks exchange what rows hold before they plan
+        if not self.memory_limit.knows_lengths:  # the ranks exchange what rows hold before they plan
             self.calls.start((), of_list=True)
             self.calls.finish()
-        self.limited_steps.prepare_rows(self.settings.splits)
+        self.memory_limit.prepare_rows(self.settings.splits)
         batch, plan = self._cut_sequences(whole, plan, needs_targets, self._trains_here())
-        self.limited_steps.check_sequences(self.layout, batch, plan.microbatches, whole)
+        self.memory_limit.check_sequences(self.layout, batch, plan.microbatches, whole)
         return batch, plan.microbatches
 
     def _trains_here(self) -> bool:
@@ -446,7 +444,7 @@ class PipelineRuntime:
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
-        if self.limited_steps.knows_lengths:
+        if self.memory_limit.knows_lengths:
             self.step_planning.prepare(self.family.planned_lengths(lengths))
 
     @cached_property
@@ -469,7 +467,7 @@ class PipelineRuntime:
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
         is_by_cost = self._given_rates is not None or not self.settings.is_given
         if is_by_cost and self.rates is not None:
-            return self.limited_steps.find_plan(self.settings.step_problem(tuple(lengths), self.rates))
+            return self.memory_limit.find_plan(self.settings.step_problem(tuple(lengths), self.rates))
         groups = self.family.groups(lengths, self.settings.schedule.num_microbatches)
         return self.settings.plan_step(lengths, groups)
 
@@ -484,7 +482,7 @@ class PipelineRuntime:
         self, whole: WholeBatch, microbatches: Sequence[SlicedMicrobatch], batch: SplitBatch
     ) -> RehearsedStep:
         chosen = microbatches[:1] if self.settings.are_microbatches_alike else microbatches
-        return self.limited_steps.rehearsed(self.layout, batch, chosen, whole.inputs[0])
+        return self.memory_limit.rehearsed(self.layout, batch, chosen, whole.inputs[0])
 
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""

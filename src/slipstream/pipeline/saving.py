@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Never, Protocol
@@ -30,7 +31,7 @@ from slipstream.pipeline.families import CausalLMFamily
 from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.pipeline.runtime import PipelineRuntime
-from slipstream.pipeline.weights import save_on_leader, write_adapter, write_merged, write_model
+from slipstream.pipeline.weights import merged_state, save_on_leader, write_adapter, write_model
 from slipstream.profile import without_origin
 from slipstream.watchdog import counted_off
 
@@ -65,7 +66,28 @@ class PipelineSaving(PipelineFacts):
             SlipstreamError: on every rank, where it wasn't saved; earlier checkpoints stay as they are.
             NonFiniteError: on every rank, where something that is to be saved isn't finite.
         """
-        save_loop(self._runtime, (folder, step), optimizer, scheduler, facts, keep, replace)
+        folder, runtime = Path(folder), self._runtime
+        ranks = runtime.ranks
+        runtime.calls.begin("save")
+
+        def prepared() -> tuple[list[TensorShard], dict[str, Any], Any]:
+            if type(step) is not int or step < 0:
+                raise SlipstreamError(f"{step=}: give the number of steps so far, 0 or more")
+            if optimizer is not None:
+                check_parameters(optimizer, (parameter for _, parameter in runtime.parameters.named()))
+            rule = describe_rule(optimizer, scheduler)
+            return list(training_shards(_kept(runtime), optimizer)), rule, encode(dict(facts), "facts")
+
+        shards, rule, kept = ranks.world.done_by_all(prepared)
+        _check_alike(ranks, {"step": step, **rule})
+        shards += _buffers(runtime, writes=True)
+        with counted_off("saving", uses_disk=True):
+            checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
+            checkpoints.prepare()
+            ranks.decided(lambda: _check_step(folder, step, replace))
+            described = {"loop": {**rule, "facts": kept, "random_state": list(runtime.random_state)}}
+            checkpoints.save(step, shards, described | {"model": _described(runtime)})
+            checkpoints.close()
 
     def load(
         self,
@@ -88,7 +110,37 @@ class PipelineSaving(PipelineFacts):
             SlipstreamError: on every rank and before anything changes, where there is no checkpoint, it is damaged, or
                 it is of another model.
         """
-        return load_loop(self._runtime, (folder, step), optimizer, scheduler)
+        folder, runtime = Path(folder), self._runtime
+        ranks = runtime.ranks
+        runtime.calls.begin("load")
+        with counted_off("loading a checkpoint", uses_disk=True):
+            checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
+            saved = checkpoints.find(step)
+            if saved is None:
+                raise SlipstreamError(
+                    f"there is no checkpoint in {folder}; pipe.save(folder, step, optimizer=optimizer) makes one. To "
+                    "load only where there is one, ask slipstream.checkpoint.CheckpointFolder(folder).steps()."
+                )
+            parts, buffers = list(_kept(runtime)), _buffers(runtime)
+            mine = {f"model.{part.name}" for part in parts} | {shard.key for shard in buffers}
+            everywhere = {name for names in ranks.world.gather(mine) for name in names}
+
+            def checked() -> None:
+                if optimizer is not None:
+                    check_parameters(optimizer, (parameter for _, parameter in runtime.parameters.named()))
+                if problem := _problem(saved, runtime, everywhere) or check_rule(
+                    saved.facts["loop"], optimizer, scheduler
+                ):
+                    raise SlipstreamError(f"{saved.folder} {problem}.")
+
+            ranks.world.done_by_all(checked)
+            load_training(checkpoints, saved, parts, optimizer, buffers)
+        loop = saved.facts["loop"]
+        restore_rule(loop, optimizer, scheduler)
+        seed, num_steps = loop["random_state"]
+        runtime.random_state = seed, num_steps
+        runtime.parameters.refresh()
+        return saved.step, decode(loop["facts"])
 
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
         """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
@@ -105,7 +157,8 @@ class PipelineSaving(PipelineFacts):
         if adapter is None:
             save_on_leader(lambda: write_model(folder, config, state, generation, beside), ranks)
         elif merged:
-            save_on_leader(lambda: write_merged(folder, config, adapter, state, generation, beside), ranks)
+            whole = partial(merged_state, config, adapter, state)
+            save_on_leader(lambda: write_model(folder, config, whole(), generation, beside), ranks)
         else:
             save_on_leader(lambda: write_adapter(folder, config, adapter, state), ranks)
 
@@ -113,76 +166,6 @@ class PipelineSaving(PipelineFacts):
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
         others. Collective."""
         return self._runtime.state_dict()
-
-
-def save_loop(
-    runtime: PipelineRuntime,
-    place: tuple[str | Path, int],
-    optimizer: Optimizer | None,
-    scheduler: Scheduler | None,
-    facts: Mapping[str, Any],
-    keep: int,
-    replace: bool,
-) -> None:
-    """Saves a checkpoint of a folder and a step, and returns when it is complete. Collective; see `Pipeline.save`."""
-    folder, step, ranks = Path(place[0]), place[1], runtime.ranks
-    runtime.calls.begin("save")
-
-    def prepared() -> tuple[list[TensorShard], dict[str, Any], Any]:
-        if type(step) is not int or step < 0:
-            raise SlipstreamError(f"{step=}: give the number of steps so far, 0 or more")
-        if optimizer is not None:
-            check_parameters(optimizer, (parameter for _, parameter in runtime.parameters.named()))
-        rule = describe_rule(optimizer, scheduler)
-        return list(training_shards(_kept(runtime), optimizer)), rule, encode(dict(facts), "facts")
-
-    shards, rule, kept = ranks.world.done_by_all(prepared)
-    _check_alike(ranks, {"step": step, **rule})
-    shards += _buffers(runtime, writes=True)
-    with counted_off("saving", uses_disk=True):
-        checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
-        checkpoints.prepare()
-        ranks.decided(lambda: _check_step(folder, step, replace))
-        described = {"loop": {**rule, "facts": kept, "random_state": list(runtime.random_state)}}
-        checkpoints.save(step, shards, described | {"model": _described(runtime)})
-        checkpoints.close()
-
-
-def load_loop(
-    runtime: PipelineRuntime,
-    place: tuple[str | Path, int | Literal["latest", "last-good"]],
-    optimizer: Optimizer | None,
-    scheduler: Scheduler | None,
-) -> tuple[int, dict[str, Any]]:
-    """Loads a checkpoint of a folder; returns its step and facts. Collective; see `Pipeline.load`."""
-    folder, ranks = Path(place[0]), runtime.ranks
-    runtime.calls.begin("load")
-    with counted_off("loading a checkpoint", uses_disk=True):
-        checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
-        saved = checkpoints.find(place[1])
-        if saved is None:
-            raise SlipstreamError(
-                f"there is no checkpoint in {folder}; pipe.save(folder, step, optimizer=optimizer) makes one. To load "
-                "only where there is one, ask slipstream.checkpoint.CheckpointFolder(folder).steps()."
-            )
-        parts, buffers = list(_kept(runtime)), _buffers(runtime)
-        mine = {f"model.{part.name}" for part in parts} | {shard.key for shard in buffers}
-        everywhere = {name for names in ranks.world.gather(mine) for name in names}
-
-        def checked() -> None:
-            if optimizer is not None:
-                check_parameters(optimizer, (parameter for _, parameter in runtime.parameters.named()))
-            if problem := _problem(saved, runtime, everywhere) or check_rule(saved.facts["loop"], optimizer, scheduler):
-                raise SlipstreamError(f"{saved.folder} {problem}.")
-
-        ranks.world.done_by_all(checked)
-        load_training(checkpoints, saved, parts, optimizer, buffers)
-    loop = saved.facts["loop"]
-    restore_rule(loop, optimizer, scheduler)
-    seed, num_steps = loop["random_state"]
-    runtime.random_state = seed, num_steps
-    runtime.parameters.refresh()
-    return saved.step, decode(loop["facts"])
 
 
 def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[str]) -> str:

@@ -363,18 +363,6 @@ def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[
     return {name: tensor.detach() for name, tensor in adapted.merge_and_unload().state_dict().items()}
 
 
-def write_merged(
-    folder: str | Path,
-    config: PretrainedConfig,
-    adapter: Adapter,
-    state: Mapping[str, Tensor],
-    generation: GenerationConfig | None,
-    beside: Path | None,
-) -> None:
-    """Writes the merged model as `write_model` does."""
-    write_model(folder, config, merged_state(config, adapter, state), generation, beside)
-
-
 def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> Any:
     """Returns the whole model with its adapter, over the tensors of a state."""
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())

@@ -32,7 +32,7 @@ def rehearsed(pipe: Pipeline) -> float:
     for each in pipe.last_step.microbatches:
         ids = tokens(batch=1, length=sum(each.slices))
         batch = runtime.family.split(WholeBatch.of(runtime.device, ids, ids), [each], 0)
-        tables.append(rehearse(runtime.limited_steps.rehearsed(runtime.layout, batch, [each], ids)))
+        tables.append(rehearse(runtime.memory_limit.rehearsed(runtime.layout, batch, [each], ids)))
     num_tokens = sum(sum(each.slices) for each in pipe.last_step.microbatches)
     return max(rank.peak for rank in memory_of(pipe.layout.training, tables)) + token_bytes(num_tokens)
 
@@ -56,7 +56,7 @@ def test_a_few_rows_tell_what_all_hold(name: str, settings: dict[str, Any]) -> N
     for batch in (sequences(64, 20, 33, 5, 45, 63), sequences(64), sequences(7, 1)):
         pipe.step(batch, batch)
         slices = [each.slices for each in pipe.last_step.microbatches]
-        known = max(pipe._runtime.limited_steps.limit.held_in(pipe.layout.training, slices))
+        known = max(pipe._runtime.memory_limit.held_in(pipe.layout.training, slices))
         real = rehearsed(pipe)
         assert 0.999 * real <= known <= 1.15 * real
 
