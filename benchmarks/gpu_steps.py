@@ -36,7 +36,7 @@ def planned(pipe: Pipeline, profile: Profile, lengths: Sequence[int]) -> float:
     """Returns the seconds of all actions of a step."""
     half = NUM_LAYERS // 2
     stages = range(half), range(half, NUM_LAYERS)
-    actions = [action for row in pipe._engine.layout.training.actions for action in row if action.op in OPS]
+    actions = [action for row in pipe._runtime.layout.training.actions for action in row if action.op in OPS]
     return sum(
         float(profile.seconds(stages[each.stage], each.op, lengths[each.slice], sum(lengths[: each.slice])))
         for each in actions
@@ -77,7 +77,7 @@ def measure(
     return {
         "schedule": schedule,
         "graphs": graphs,
-        "recorded actions": 0 if pipe._engine.runner.graphs is None else pipe._engine.runner.graphs.num_recorded,
+        "recorded actions": 0 if pipe._runtime.graphs is None else pipe._runtime.graphs.num_recorded,
         "milliseconds": round(1e3 * found, 2),
         "planned": round(1e3 * expected, 2),
         "measured over planned": round(found / expected, 4),

@@ -22,7 +22,7 @@ from benchmarks.harness import few, restart_in_environment, setting, write
 from benchmarks.joint_problems import RandomUnits, joint_problems
 from slipstream import Memory, Pipeline, Runtime
 from slipstream.cost import AnalyticSource, load_cluster
-from slipstream.pipeline.engine import Engine
+from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointProblem, find_joint_plan
 from slipstream.planner.search import PlanOptions, search_plans
 from slipstream.planner.search.plan_space import PlanSpace
@@ -117,13 +117,13 @@ def lengths_of_a_step(seed: int) -> list[int]:
     return [int(length) for length in np.clip(drawn, 16, _LONGEST)]
 
 
-def measure_step(engine: Engine, share: float | None, seed: int, limit: float | None) -> dict[str, Any]:
+def measure_step(runtime: PipelineRuntime, share: float | None, seed: int, limit: float | None) -> dict[str, Any]:
     """Returns the seconds of a step's plan, and of its schedule's lowering, which ends in the thread that plans."""
-    engine.limited_steps.limit.limit = limit
+    runtime.memory_limit.limit = limit
     began = time.process_time()
-    plan = engine._plan_step(lengths_of_a_step(seed))
+    plan = runtime._plan_step(lengths_of_a_step(seed))
     planned = time.process_time()
-    engine._check_and_lay_out(plan.schedule)
+    runtime._check_and_lay_out(plan.schedule)
     row = {"limit over what is held without": share, "batch": seed, "actions": sum(map(len, plan.schedule.actions))}
     seconds = {"seconds of the plan": planned - began, "seconds of lowering": time.process_time() - planned}
     return row | seconds | {"step seconds": plan.seconds}
@@ -134,15 +134,15 @@ def steps() -> None:
     config = LlamaConfig(**_SMALL, max_position_embeddings=_LONGEST)
     options: dict[str, Any] = {"schedule": "auto", "slices": "auto", "num_ranks": 8, "memory": Memory(limit=1e15)}
     pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), **options)
-    engine = pipe._engine
-    engine.limited_steps.prepare_rows(engine.settings.splits)
-    engine._plan_step(lengths_of_a_step(0))  # loads what is compiled
+    runtime = pipe._runtime
+    runtime.memory_limit.prepare_rows(runtime.settings.splits)
+    runtime._plan_step(lengths_of_a_step(0))  # loads what is compiled
     rows = []
     for share in few([None, 1.5, 0.9, 0.7, 0.5]):
         for seed in range(1, 6):
-            held = max(engine.limited_steps._held_with(engine._plan_step(lengths_of_a_step(seed))))
-            rows.append(measure_step(engine, share, seed, 1e15 if share is None else share * held))
-            engine.limited_steps.limit.limit = 1e15
+            held = max(runtime.memory_limit._held_with(runtime._plan_step(lengths_of_a_step(seed))))
+            rows.append(measure_step(runtime, share, seed, 1e15 if share is None else share * held))
+            runtime.memory_limit.limit = 1e15
         own = [row["seconds of the plan"] for row in rows[-5:]]
         print(
             f"limit {share or 'none'}: a plan takes {statistics.median(own) * 1e3:.0f} ms, {max(own) * 1e3:.0f} at most"

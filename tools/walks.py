@@ -1,167 +1,244 @@
-"""Draws the three walks of docs/architecture.md, a box per file: `python -m tools.walks`."""
+"""Draws the three walks of docs/architecture.md from recorded calls: `python -m tools.walks`.
+
+A walk is a program and some functions on its way, its stations. The program runs, and what is recorded of each station
+is the station from which it was called first. A picture shows that, and the first sentences of the docstrings.
+"""
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+import tempfile
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "slipstream"
 IMAGES = ROOT / "docs" / "images"
-WIDTH, GAP, LINE, PADDING, ARROW = 880, 16, 18, 10, 44  # pixels
-BOX, BORDER, TEXT, ARROWS = "#eef2f8", "#5b7db1", "#1b2430", "#808a99"  # opaque boxes read on light and dark pages
+WIDTH, INDENT, GAP, LINE, PADDING = 880, 26, 10, 17, 8  # pixels
+BOX, BORDER, TEXT, LINES = "#eef2f8", "#5b7db1", "#1b2430", "#808a99"  # opaque boxes read on light and dark pages
 SANS, MONO = "system-ui, sans-serif", "ui-monospace, monospace"
-LETTER = 7.6  # pixels, on average
-
-
-@dataclass(frozen=True)
-class Box:
-    """A file of src/slipstream and what happens there."""
-
-    file: str
-    text: str
-
-    @property
-    def path(self) -> str:
-        return f"src/slipstream/{self.file}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Boxes that the box above calls, and what it hands to them."""
-
-    given: str
-    boxes: tuple[Box, ...]
+LETTER = 7.4  # pixels, on average
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A way through the sources, from the top down."""
+    """A way through the sources."""
 
     title: str
-    rows: tuple[Row, ...]
+    run: Callable[[Path], None]
+    """Runs what is recorded, in a folder of its own."""
+    stations: tuple[str, ...]
+    """Functions as file:name, of which each is called; the walk begins with the first."""
 
-    @property
-    def boxes(self) -> list[Box]:
-        return [box for row in self.rows for box in row.boxes]
 
-    @property
-    def paths(self) -> list[str]:
-        return [box.path for box in self.boxes]
+def run_step(_: Path) -> None:
+    import torch
+    from transformers import LlamaConfig
+
+    from slipstream import Pipeline, Runtime
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 97}
+    config = LlamaConfig(**sizes, num_hidden_layers=4, max_position_embeddings=64)
+    pipe = Pipeline.from_config(config, num_ranks=2, slices=4, runtime=Runtime(self_check=False))
+    inputs = torch.zeros(1, 32, dtype=torch.int64)
+    pipe.step(inputs, inputs)
+
+
+def run_train(folder: Path) -> None:
+    text = folder / "text.txt"
+    text.write_text("A pipeline passes tokens on, slice by slice, to the ranks that have the next layers.\n" * 200)
+    model = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model |= {"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 64}
+    settings = {
+        "model": {"config": model},
+        "data": {"files": [str(text)], "vocab_size": 300, "validation_fraction": 0},
+        "pipeline": {"num_ranks": 1, "slices": 2},
+        "runtime": {"self_check": False},
+        "training": {"seq_len": 64, "batch_size": 2, "steps": 2, "output": str(folder / "run")},
+        "checkpoint": {"every": 1},
+    }
+    import yaml
+
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    _command("train", str(config))
+
+
+def run_plan(folder: Path) -> None:
+    model = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, '
+    model += '"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 512}'
+    (folder / "config.json").write_text(model)
+    options = ["--seq-len", "512", "--global-batch", "8", "--output", str(folder / "plan.yaml")]
+    options += ["--report", str(folder / "plan.html")]
+    _command("plan", str(folder / "config.json"), "a100-dgx", *options)
+
+
+def _command(*arguments: str) -> None:
+    from slipstream.cli import main
+
+    sys.argv = ["slipstream", *arguments]
+    main()
 
 
 WALKS = {
     "step": Walk(
         "Tokens through Pipeline.step to loss and gradients",
+        run_step,
         (
-            Row("", (Box("pipeline/pipeline.py", "step(inputs, targets): moves the batch to the device."),)),
-            Row("WholeBatch", (Box("pipeline/engine.py", "Splits the batch, runs it, returns the loss."),)),
-            Row(
-                "length and batch",
-                (
-                    Box("pipeline/tuning/step_settings.py", "Schedule and slice lengths of this step."),
-                    Box("pipeline/families/causal_lm.py", "Checks token ids and length."),
-                    Box("pipeline/batch.py", "Rows to microbatches, tokens to slices, labels shifted."),
-                ),
-            ),
-            Row(
-                "Schedule and SplitBatch",
-                (Box("pipeline/execution/executor.py", "Runs this process's ranks: a handler for each operation."),),
-            ),
-            Row(
-                "one slice",
-                (
-                    Box("comm/transport.py", "Sends and receives activations and gradients."),
-                    Box("model/causal_lm_stage.py", "Runs the stage's layers: the model's own code."),
-                    Box("model/cross_entropy.py", "On the last stage: sum and count."),
-                ),
-            ),
-            Row(
-                "queries, keys, values",
-                (Box("attention/slice_attention.py", "Attends to this slice and to those before it."),),
-            ),
-            Row(
-                "gradients of the stage",
-                (Box("pipeline/parameters.py", "Sums them over replicas and tied weights, into .grad."),),
-            ),
+            "pipeline/pipeline.py:Pipeline.step",
+            "pipeline/batch.py:given_batch",
+            "pipeline/runtime.py:PipelineRuntime.step",
+            "pipeline/tuning/step_settings.py:StepSettings.microbatches",
+            "pipeline/agreement.py:BatchAgreement.check",
+            "pipeline/families/causal_lm.py:CausalLMFamily.split",
+            "pipeline/cut_batch.py:cut_batch",
+            "pipeline/parameters.py:Parameters.begin",
+            "pipeline/execution/executor.py:run_together",
+            "pipeline/execution/rank_program.py:program_of",
+            "pipeline/execution/executor.py:Executor._forward",
+            "model/causal_lm_stage.py:CausalLMStage.compute",
+            "attention/slice_attention.py:attend",
+            "pipeline/execution/step_state.py:StageMessages.send",
+            "comm/transport.py:LocalTransport.send",
+            "pipeline/execution/step_state.py:StageMessages.take",
+            "pipeline/execution/losses.py:SliceLosses.compute",
+            "model/cross_entropy.py:causal_cross_entropy",
+            "pipeline/execution/executor.py:Executor._backward_input",
+            "pipeline/execution/step_state.py:backward",
+            "pipeline/execution/executor.py:Executor._backward_weights",
+            "pipeline/execution/losses.py:LossDivisor.find",
+            "pipeline/parameters.py:Parameters.end",
+            "parallel/gradients.py:GradientReduction.finish",
         ),
     ),
     "train": Walk(
         "A configuration file through slipstream train",
+        run_train,
         (
-            Row("", (Box("cli/train.py", "slipstream train config.yaml --section.setting=value"),)),
-            Row("path and overrides", (Box("train/config/run_config.py", "Reads and checks all settings."),)),
-            Row("Config", (Box("train/start_training.py", "Starts local ranks, or joins a launcher's."),)),
-            Row(
-                "Config",
-                (
-                    Box("train/preflight/all_checks.py", "Checks the run; writes model and text to its folder."),
-                    Box("launch/local_ranks.py", "Starts a process for each rank and watches it."),
-                ),
-            ),
-            Row("the saved configuration", (Box("train/training_rank.py", "One rank: device, process group."),)),
-            Row(
-                "Config and device",
-                (
-                    Box("train/configured_pipeline.py", "Builds this rank's Pipeline."),
-                    Box("train/trainer.py", "The loop: resumes, steps, validates, saves, exports."),
-                ),
-            ),
-            Row(
-                "sequences of a step",
-                (
-                    Box("train/training_step.py", "Pipeline.step, clip, update."),
-                    Box("train/metrics/reporter.py", "Writes a line for each step."),
-                    Box("checkpoint/checkpoints.py", "Saves in the background, finds, loads."),
-                ),
-            ),
-            Row("at the end", (Box("train/run_results.py", "Timeline, exported model, sample text."),)),
+            "cli/train.py:train",
+            "train/config/run_config.py:load_config",
+            "train/start_training.py:start_training",
+            "train/preflight/all_checks.py:preflight",
+            "train/preflight/all_checks.py:RunInputs.write",
+            "train/start_training.py:launch_with_restarts",
+            "launch/local_ranks.py:launch_ranks",
+            "launch/forked_ranks.py:_run",
+            "train/training_rank.py:main",
+            "train/trainer.py:Trainer.__init__",
+            "train/configured_pipeline.py:make_pipeline",
+            "pipeline/runtime.py:PipelineRuntime.__init__",
+            "train/trainer.py:Trainer.run",
+            "train/run_checkpoints.py:RunCheckpoints.find_start",
+            "train/training_step.py:train_step",
+            "pipeline/pipeline.py:Pipeline.step",
+            "train/metrics/reporter.py:Reporter.report",
+            "train/run_checkpoints.py:RunCheckpoints.save",
+            "checkpoint/checkpoints.py:Checkpoints.save",
+            "train/run_results.py:draw_last_step",
+            "train/run_results.py:export",
+            "train/run_results.py:write_sample",
         ),
     ),
     "plan": Walk(
         "A request through slipstream plan",
+        run_plan,
         (
-            Row("", (Box("cli/plan.py", "slipstream plan MODEL CLUSTER --seq-len ... --global-batch ..."),)),
-            Row(
-                "model, cluster, options",
-                (Box("planning/plan_model.py", "Checks the request, reads the model, starts the search."),),
-            ),
-            Row(
-                "model and hardware",
-                (
-                    Box("profile/counting.py", "Counts its operations on meta tensors."),
-                    Box("cost/sources.py", "Seconds and bytes of stages and messages."),
-                ),
-            ),
-            Row(
-                "CostSource",
-                (Box("planner/search/plan_search.py", "Bounds all configurations, simulates the promising ones."),),
-            ),
-            Row(
-                "one configuration",
-                (
-                    Box("planner/search/plan_space.py", "All that divide: partition, slices, bounds."),
-                    Box("planner/search/simulated_configuration.py", "Makes its schedule and costs."),
-                ),
-            ),
-            Row(
-                "Schedule and costs",
-                (
-                    Box("simulator/action_graph.py", "Start and end of every action."),
-                    Box("simulator/memory_account.py", "Bytes of every rank at its fullest moment."),
-                ),
-            ),
-            Row(
-                "Plan",
-                (
-                    Box("planner/report.py", "The plan in words, for terminal and report."),
-                    Box("planning/plan_file.py", "plan.yaml, which slipstream train takes."),
-                ),
-            ),
+            "cli/plan.py:plan",
+            "planning/plan_model.py:plan",
+            "planning/plan_model.py:choose_costs",
+            "profile/counting.py:count_model",
+            "planner/search/plan_search.py:search_plans",
+            "planner/search/bounds.py:MemoryBound.__init__",
+            "planner/search/plan_search.py:joint_candidates",
+            "planner/joint/joint_search.py:find_joint_plan",
+            "planner/search/simulated_configuration.py:predict",
+            "simulator/time_kernel.py:end_times",
+            "simulator/memory_account.py:rank_memory",
+            "planning/plan_file.py:write_plan_file",
+            "planner/report.py:write_report",
         ),
     ),
 }
+
+
+@dataclass(frozen=True)
+class Call:
+    """The first call of a station, and the station from which it came; None for the first one."""
+
+    station: str
+    caller: str | None
+
+
+def record(name: str) -> list[Call]:
+    """Runs a walk's program in a process of its own; returns the calls of its stations, in order.
+
+    Raises RuntimeError where the program fails, or doesn't come to a station.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace")
+        command = [sys.executable, "-m", "tools.walks", name, str(trace)]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        lines = trace.read_text(encoding="utf-8").splitlines() if trace.exists() else []
+        if ran.returncode:
+            raise RuntimeError(f"the program of the walk {name!r} failed:\n{ran.stdout}\n{ran.stderr}")
+    calls: dict[str, Call] = {}
+    for line in lines:
+        station, _, caller = line.partition(" ")
+        calls.setdefault(station, Call(station, caller or None))
+    found = [*calls.values()]
+    check_stations(WALKS[name], found)
+    return found
+
+
+def check_stations(walk: Walk, calls: list[Call]) -> None:
+    """Raises RuntimeError where the program of a walk doesn't come to one of its stations."""
+    came = {call.station for call in calls}
+    if missing := [station for station in walk.stations if station not in came]:
+        raise RuntimeError(f"the walk {walk.title!r} doesn't come to {', '.join(missing)}")
+
+
+def trace_calls(stations: tuple[str, ...], file: Path) -> None:
+    """Writes the first call of each station to a file from now on, also in processes that this one forks."""
+    wanted, seen = set(stations), set[str]()
+    names: dict[CodeType, str] = {}  # the station of each function that was called; "" for others
+
+    def station_of(code: CodeType) -> str:
+        if code not in names:
+            file = code.co_filename.removeprefix(f"{SOURCES}/")
+            name = f"{file}:{code.co_qualname}"
+            names[code] = name if name in wanted else ""
+        return names[code]
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        station = station_of(frame.f_code)
+        if not station or event != "call" or station in seen or not (seen or station == stations[0]):
+            return
+        seen.add(station)
+        caller, outer = "", frame.f_back
+        while outer is not None and not caller:
+            caller, outer = station_of(outer.f_code), outer.f_back
+        with file.open("a", encoding="utf-8") as trace:
+            trace.write(f"{station} {caller}\n")
+
+    sys.setprofile(note)
+
+
+def sentence_of(station: str) -> str:
+    """Returns the first sentence of a station's docstring."""
+    file, _, name = station.partition(":")
+    node: Any = ast.parse((SOURCES / file).read_text(encoding="utf-8"))
+    for part in name.split("."):
+        node = next(each for each in node.body if getattr(each, "name", None) == part)
+    text = " ".join((ast.get_docstring(node) or "").split())
+    head, stop, _ = text.partition(". ")
+    return head + stop.rstrip() if stop else text
 
 
 def picture(name: str) -> Path:
@@ -169,50 +246,66 @@ def picture(name: str) -> Path:
     return IMAGES / f"walk-{name}.svg"
 
 
-def draw(walk: Walk) -> str:
-    """Returns the SVG of a walk: rows of boxes, arrows downwards, and on each arrow what is handed over."""
+def draw(walk: Walk, calls: list[Call]) -> str:
+    """Returns the SVG of a walk: a box per station in the order of first calls, below the one that calls it."""
+    depths: dict[str | None, int] = {None: -1}
+    bottoms: dict[str, int] = {}  # of the boxes, or of the line to the last one that a box calls
     parts: list[str] = []
     y = 0
-    for index, row in enumerate(walk.rows):
-        if index:
-            parts += _arrow(y, row.given)
-            y += ARROW
-        width = (WIDTH - GAP * (len(row.boxes) - 1)) // len(row.boxes)
-        lines = [textwrap.wrap(box.text, int((width - 2 * PADDING) / LETTER)) for box in row.boxes]
-        height = 2 * PADDING + LINE * (1 + max(map(len, lines)))
-        for column, (box, wrapped) in enumerate(zip(row.boxes, lines, strict=True)):
-            parts += _box(column * (width + GAP), y, width, height, box.file, wrapped)
-        y += height
+    for call in _in_tree_order(calls):
+        depths[call.station] = depth = depths[call.caller] + 1
+        x = depth * INDENT
+        lines = textwrap.wrap(sentence_of(call.station), int((WIDTH - x - 2 * PADDING) / LETTER))
+        height = 2 * PADDING + LINE * (1 + len(lines))
+        if call.caller is not None:
+            bend = x - INDENT // 2
+            parts.append(
+                f'<path d="M{bend} {bottoms[call.caller]}V{y + LINE}H{x}" fill="none" stroke="{LINES}" '
+                'stroke-width="1.5"/>'
+            )
+        parts += _box(x, y, WIDTH - x, height, call.station, lines)
+        bottoms[call.station] = y + height
+        y += height + GAP
+    y -= GAP
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {WIDTH + 2} {y + 2}" '
-        f'width="{WIDTH + 2}" height="{y + 2}" font-size="14" role="img">'
+        f'width="{WIDTH + 2}" height="{y + 2}" font-size="13" role="img">'
     )
     return "\n".join([head, f"<title>{escape(walk.title)}</title>", *parts, "</svg>"]) + "\n"
 
 
-def _arrow(y: int, given: str) -> list[str]:
-    x, end = WIDTH // 2, y + ARROW - 4
-    return [
-        f'<path d="M{x} {y + 4}V{end}M{x - 5} {end - 7}L{x} {end}L{x + 5} {end - 7}" '
-        f'fill="none" stroke="{ARROWS}" stroke-width="2"/>',
-        f'<text x="{x + 14}" y="{y + ARROW // 2 + 5}" font-family="{SANS}" fill="{ARROWS}">{escape(given)}</text>',
-    ]
+def _in_tree_order(calls: list[Call], caller: str | None = None) -> list[Call]:
+    """Returns each call followed by those that come from it."""
+    return [each for call in calls if call.caller == caller for each in (call, *_in_tree_order(calls, call.station))]
 
 
-def _box(x: int, y: int, width: int, height: int, file: str, lines: list[str]) -> list[str]:
-    left, top = x + PADDING, y + PADDING + 13
+def _box(x: int, y: int, width: int, height: int, station: str, lines: list[str]) -> list[str]:
+    left, top = x + PADDING, y + PADDING + 12
+    file, _, name = station.partition(":")
     texts = [
         f'<text x="{left}" y="{top + LINE * (row + 1)}" font-family="{SANS}" fill="{TEXT}">{escape(line)}</text>'
         for row, line in enumerate(lines)
     ]
     return [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="{BOX}" stroke="{BORDER}"/>',
-        f'<text x="{left}" y="{top}" font-family="{MONO}" font-size="13" font-weight="bold" fill="{TEXT}">'
-        f"{escape(file)}</text>",
+        f'<text x="{left}" y="{top}" font-family="{MONO}" fill="{TEXT}">'
+        f'<tspan font-weight="bold">{escape(name)}</tspan>  {escape(file)}</text>',
         *texts,
     ]
 
 
+def main(arguments: list[str]) -> None:
+    """Draws all pictures, those of the walks that are named; or records one, given its name and a file."""
+    if len(arguments) == 2 and arguments[1] not in WALKS:
+        name, file = arguments
+        with tempfile.TemporaryDirectory() as folder:
+            trace_calls(WALKS[name].stations, Path(file))
+            WALKS[name].run(Path(folder))
+            sys.setprofile(None)
+        return
+    for name in arguments or WALKS:
+        picture(name).write_text(draw(WALKS[name], record(name)), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    for name, walk in WALKS.items():
-        picture(name).write_text(draw(walk), encoding="utf-8")
+    main(sys.argv[1:])

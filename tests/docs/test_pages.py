@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,13 +128,18 @@ def test_the_page_of_the_configuration_has_every_setting_as_it_is_typed(name: st
     assert record(**{key: yaml.safe_load(value) for key, value in rows if name != "pipeline"}) == record()
 
 
-@pytest.mark.parametrize("name", walks.WALKS)
-def test_the_pictures_of_the_walks_are_current(name: str) -> None:
+@pytest.mark.parametrize("name", ["step", *(pytest.param(name, marks=pytest.mark.more) for name in ("train", "plan"))])
+def test_the_pictures_of_the_walks_show_what_calls_what(name: str) -> None:
     """Otherwise: `python -m tools.walks`."""
     walk = walks.WALKS[name]
-    assert len(walk.boxes) <= 12
-    assert all((ROOT / path).is_file() for path in walk.paths)
-    assert walks.picture(name).read_text(encoding="utf-8") == walks.draw(walk)
+    assert walks.picture(name).read_text(encoding="utf-8") == walks.draw(walk, walks.record(name))
+
+
+def test_a_station_that_a_walk_no_longer_comes_to_is_named() -> None:
+    lost = "pipeline/runtime.py:PipelineRuntime.prepare"
+    walk = replace(walks.WALKS["step"], stations=(*walks.WALKS["step"].stations, lost))
+    with pytest.raises(RuntimeError, match=f"doesn't come to {lost}"):
+        walks.check_stations(walk, [walks.Call(station, None) for station in walks.WALKS["step"].stations])
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:

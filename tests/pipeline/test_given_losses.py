@@ -225,7 +225,7 @@ def test_losses_that_are_no_sum_over_rows(loss_fn: Callable[[Tensor, Tensor], tu
     """In one microbatch they are what they are; in several they would depend on how rows are divided."""
     inputs, targets = rows()
     pipe = layers(loss_fn)
-    whole = copy.deepcopy(nn.Sequential(*(layer.module for layer in pipe._engine.family._layers)))  # type: ignore[attr-defined]
+    whole = copy.deepcopy(nn.Sequential(*(layer.module for layer in pipe._runtime.family._layers)))  # type: ignore[attr-defined]
     total, count = loss_fn(whole(inputs), targets)
     (total / count).backward()
     assert abs(pipe.step(inputs, targets) - (total / count).detach()) < 1e-6

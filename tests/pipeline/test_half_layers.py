@@ -88,7 +88,7 @@ def test_every_schedule_is_exact(name: str, schedule: str, stages_per_rank: int,
 
 def test_a_stage_for_every_half() -> None:
     pipe = assert_exact(build(llama(tie_word_embeddings=True)), num_ranks=8, partition=[0.5] * 8)
-    held = [[name for name, _ in stage.named_parameters()] for stage in pipe._engine.stages.values()]
+    held = [[name for name, _ in stage.named_parameters()] for stage in pipe._runtime.stages.values()]
     assert held[5] == [f"model.layers.2.{name}.weight" for name in MLP]
     assert sum(map(len, held)) == len([*build(llama()).named_parameters()])  # the tied embedding is on two
 
@@ -109,7 +109,7 @@ def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
     model = build(llama())
     pipe = make_pipe(model, "gpipe", slices=3, num_ranks=2, partition=[1.5, 2.5], recompute=2)
     runs = [0] * 4
-    for index, layer in enumerate(pipe._engine.stages[1].model.model.layers):
+    for index, layer in enumerate(pipe._runtime.stages[1].model.model.layers):
 
         def count(*_: object, index: int = index) -> None:
             runs[index] += 1
@@ -125,7 +125,7 @@ def test_half_a_layer_counts_as_one_that_is_recomputed() -> None:
 def test_embedding_and_head_are_where_the_partition_says(name: str) -> None:
     """And nowhere else, but for a tied head's weight; of a head alone nothing is run again for `recompute=1`."""
     pipe = assert_exact(build(ARCHITECTURES[name]), schedule="gpipe", num_ranks=3, partition=[0, 4, 0], recompute=1)
-    held = [{key.split(".")[1] for key, _ in stage.named_parameters()} for stage in pipe._engine.stages.values()]
+    held = [{key.split(".")[1] for key, _ in stage.named_parameters()} for stage in pipe._runtime.stages.values()]
     if name == "gpt2":
         assert held == [{"wte", "wpe"}, {"h"}, {"ln_f", "wte"}]
     else:
@@ -135,7 +135,7 @@ def test_embedding_and_head_are_where_the_partition_says(name: str) -> None:
 def test_a_head_of_its_own_is_not_recomputed_by_number() -> None:
     pipe = make_pipe(build(llama()), "gpipe", slices=3, num_ranks=2, partition=[4, 0], recompute=2)
     runs = []
-    pipe._engine.stages[1].model.lm_head.register_forward_pre_hook(lambda *_: runs.append(1))
+    pipe._runtime.stages[1].model.lm_head.register_forward_pre_hook(lambda *_: runs.append(1))
     pipe.step(tokens(), tokens())
     assert len(runs) == 3
 
@@ -200,8 +200,8 @@ def test_dropout_is_drawn_in_both_halves() -> None:
     def note(_module: object, _args: object, output: Tensor) -> None:
         zeros.append(float((output == 0).double().mean()))
 
-    pipe._engine.stages[0].model.transformer.h[1].attn.resid_dropout.register_forward_hook(note)
-    pipe._engine.stages[1].model.transformer.h[1].mlp.dropout.register_forward_hook(note)
+    pipe._runtime.stages[0].model.transformer.h[1].attn.resid_dropout.register_forward_hook(note)
+    pipe._runtime.stages[1].model.transformer.h[1].mlp.dropout.register_forward_hook(note)
     pipe.step(tokens(), tokens())
     assert len(zeros) == 8
     assert all(0.2 < share < 0.4 for share in zeros)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
+from slipstream.pipeline.batch import Sequences
+from slipstream.pipeline.cut_batch import consecutive_groups
 from slipstream.pipeline.memory import memory_limit
-from slipstream.pipeline.sequences import Sequences, consecutive_groups
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
 from support.live_memory import limit_that_would_do
@@ -171,7 +172,7 @@ def test_memory_of_few_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (*range(10, 16), 10):
         inputs, _ = batch_of([30, length, 2])
         assert pipe.step(inputs, inputs) > 0
-    limit = pipe._engine.limited_steps.limit
+    limit = pipe._runtime.memory_limit
     assert (len(limit._tables), len(limit._fitting)) == (0, 2)  # what rows hold follows from a few
 
 

@@ -147,7 +147,7 @@ def test_a_plan_is_prepared_while_another_step_runs() -> None:
         assert abs(pipe.step(inputs, inputs) - loss) < BOUND
     for longest in range(10, 20):
         pipe.prepare([5, longest])
-    assert len(pipe._engine.step_planning._waiting) == 4
+    assert len(pipe._runtime.step_planning._waiting) == 4
 
 
 def test_a_plan_that_can_not_be_made_is_refused_by_its_step() -> None:

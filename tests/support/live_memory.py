@@ -53,7 +53,7 @@ def held_after_three_slices(pipe: Pipeline, inputs: Tensor) -> tuple[int, int, i
     Those of everything and of the context store before the last slice's forward; those of everything after the step.
     """
     memory, found = LiveMemory(besides=pipe.parameters()), (0, 0)
-    (executor,) = pipe._engine.runner.executors
+    (executor,) = pipe._runtime.executors
 
     def note(action: Action, state: StepState) -> None:
         nonlocal found

@@ -1,15 +1,14 @@
 """Messages beside those of neighbouring stages: skip connections, and the rows of a spread vocabulary.
 
-What goes between the ranks' rows of a spread vocabulary and the two ends of the model.
-
-The last stage sends them the head's input, they send their parts back, and it sends the sums. Where they embed too,
-they send the first stage what they look up, and it sends the gradient of its input.
+They are no actions of the schedule. Each kind, between two stages, has a communicator of its own, on which a send is
+waited for only when it is known to be received, or the step ends.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 from slipstream.comm.message import SkipSend
@@ -19,75 +18,144 @@ from slipstream.schedule import BACKWARDS, Action, Channel, Direction, Op, Sched
 
 # Of a stage's messages, by (stage, microbatch, slice)
 Specs = Callable[[Op, tuple[int, int, int]], Sequence[TensorSpec]]
+VocabularySpecs = Callable[[SkipSend], Sequence[TensorSpec]]
 
 
-class SkipMessages:
-    """One rank's skips in one step.
+class SideMessages(ABC):
+    """One rank's end of these messages in one step.
 
-        stage 0  --- F ---> stage 1 --- F ---> stage 2        what the stages hand on to each other
-            \\________________________________/                a skip, sent when F of stage 0 ends
-
-    They are no actions of the schedule. Each pair of stages has separate communicators, on which a send is waited for
-    only when it is known to be received, or the step ends. What is waited for was sent when an F or B ended that the
-    schedule puts before: so skips add nothing that a rank could wait for in a circle. Receives are posted in the order
-    in which the other end's schedule sends, one ahead of what is needed.
+    What is waited for was sent when an action ended that the schedule puts before: so they add nothing that a rank
+    could wait for in a circle. Receives are posted in the order in which the other end's schedule sends, one ahead of
+    what is needed.
     """
 
-    def __init__(self, rank: int, schedule: Schedule, transport: Transport, specs: Specs) -> None:
-        self._rank, self._schedule, self._transport, self._specs = rank, schedule, transport, specs
+    def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
+        self._rank, self._schedule, self._transport = rank, schedule, transport
         self._local: dict[SkipSend, Tensors] = {}  # between stages of this rank
         self._due: dict[Channel, deque[SkipSend]] = {}  # receives that are not posted yet
         self._posted: set[SkipSend] = set()
 
-    def take(self, op: Op, action: Action) -> Tensors:
-        """Returns the skips that F (SEND_F) works on, or the gradients of skips that B or I (SEND_B) does, in order."""
-        return tuple(tensor for message in self._messages(op, action) for tensor in self._taken(message))
+    @abstractmethod
+    def incoming(self, action: Action) -> list[SkipSend]:
+        """Returns the messages that an action works on."""
 
-    def received(self, op: Op, action: Action) -> list[SkipSend]:
-        """Returns those of these skips that came as messages."""
-        return [message for message in self._messages(op, action) if not self._is_here(message.stage)]
+    @abstractmethod
+    def channel_of(self, message: SkipSend) -> Channel:
+        """Returns the communicator of a message."""
+
+    @abstractmethod
+    def specs_of(self, message: SkipSend) -> Sequence[TensorSpec]:
+        """Returns the specs of the tensors in a message that comes here."""
+
+    @abstractmethod
+    def sent_like(self, message: SkipSend) -> Iterable[SkipSend]:
+        """Returns all messages on the channel of this one, in the order in which they are sent."""
+
+    @abstractmethod
+    def proven_by(self, message: SkipSend) -> SkipSend | None:
+        """Returns the last message from here of which this one tells that it came; None where it tells of none."""
+
+    def may_run(self, action: Action) -> bool:
+        """Returns whether all that the action works on can be received without another rank of this process running."""
+        remote = [message for message in self.incoming(action) if not self._is_here(message.stage)]
+        for message in remote:
+            self._post_up_to(message)
+        return all(self._transport.may_receive(message) for message in remote)
+
+    def send(self, message: SkipSend, tensors: Tensors) -> None:
+        """Sends tensors, or hands them to a stage of this rank."""
+        if self._is_here(message.to):
+            self._local[message] = tuple(tensor.detach() for tensor in tensors)
+        else:
+            self._transport.send(self.channel_of(message), message, tensors)
+
+    def take(self, message: SkipSend) -> Tensors:
+        """Waits for a message and returns its tensors, which are the caller's until `release`."""
+        if self._is_here(message.stage):
+            tensors = self._local.pop(message)
+        else:
+            due = self._post_up_to(message)
+            if due:
+                self._post(due.popleft())
+            self._posted.remove(message)
+            tensors = self._transport.receive(message)
+        if (proven := self.proven_by(message)) is not None:
+            self._transport.settle(self.channel_of(proven), proven)
+        return tensors
+
+    def release(self, message: SkipSend) -> None:
+        """Frees the tensors of a message."""
+        if not self._is_here(message.stage):
+            self._transport.release(message)
+
+    def received(self, action: Action) -> list[SkipSend]:
+        """Returns those of an action's messages that came from other ranks."""
+        return [message for message in self.incoming(action) if not self._is_here(message.stage)]
+
+    def leftovers(self) -> list[str]:
+        """Returns a description of the messages that nobody took."""
+        left = [*self._local, *self._posted]
+        return [f"messages past stages: {list(map(str, left))}"] if left else []
+
+    def _post_up_to(self, message: SkipSend) -> deque[SkipSend]:
+        """Posts the receives up to this message's, and returns those that are left on its channel."""
+        due = self._due.setdefault(self.channel_of(message), deque(self.sent_like(message)))
+        while message not in self._posted:
+            self._post(due.popleft())
+        return due
+
+    def _post(self, message: SkipSend) -> None:
+        self._transport.post_receive(self.channel_of(message), message, self.specs_of(message))
+        self._posted.add(message)
+
+    def _is_here(self, stage: int) -> bool:
+        return self._schedule.placement[stage] == self._rank
+
+
+class SkipMessages(SideMessages):
+    """The skips past stages.
+
+    stage 0  --- F ---> stage 1 --- F ---> stage 2        what the stages hand on to each other
+        \\________________________________/                a skip, sent when F of stage 0 ends
+    """
+
+    def __init__(self, rank: int, schedule: Schedule, transport: Transport, specs: Specs) -> None:
+        super().__init__(rank, schedule, transport)
+        self._specs = specs
+
+    def take_all(self, action: Action) -> Tensors:
+        """Returns the skips that F works on, or the gradients of skips that B or I does, in order."""
+        return tuple(tensor for message in self.incoming(action) for tensor in self.take(message))
 
     def hand_on(self, send: Action, tensors: Tensors) -> Tensors:
         """Sends what goes elsewhere than the regular message `send`; returns what goes with that."""
         specs = self._specs(send.op, (send.stage, send.microbatch, send.slice))
         for peer in _peers(specs):
             message = SkipSend(send.op, send.stage, send.microbatch, send.slice, to=peer)
-            chosen = tuple(t for t, spec in zip(tensors, specs, strict=True) if spec.peer == peer)
-            if self._is_here(peer):
-                self._local[message] = tuple(tensor.detach() for tensor in chosen)
-            else:
-                self._transport.send(skip_channel(message, self._schedule), message, chosen)
+            self.send(message, tuple(t for t, spec in zip(tensors, specs, strict=True) if spec.peer == peer))
         return tuple(t for t, spec in zip(tensors, specs, strict=True) if spec.peer is None)
 
-    def leftovers(self) -> list[str]:
-        left = [*self._local, *self._posted]
-        return [f"skips: {list(map(str, left))}"] if left else []
+    def incoming(self, action: Action) -> list[SkipSend]:
+        send = Op.SEND_F if action.op is Op.F else Op.SEND_B
+        specs = self._specs(_receive(send), (action.stage, action.microbatch, action.slice))
+        return [SkipSend(send, peer, action.microbatch, action.slice, to=action.stage) for peer in _peers(specs)]
 
-    def _messages(self, op: Op, action: Action) -> list[SkipSend]:
-        specs = self._specs(_receive(op), (action.stage, action.microbatch, action.slice))
-        return [SkipSend(op, peer, action.microbatch, action.slice, to=action.stage) for peer in _peers(specs)]
+    def channel_of(self, message: SkipSend) -> Channel:
+        return skip_channel(message, self._schedule)
 
-    def _taken(self, message: SkipSend) -> Tensors:
-        if self._is_here(message.stage):
-            return self._local.pop(message)
-        line = skip_channel(message, self._schedule)
-        due = self._due.setdefault(line, deque(self._sent_by(message)))
-        while message not in self._posted:
-            self._post(line, due.popleft())
-        if due:
-            self._post(line, due.popleft())
-        self._posted.remove(message)
-        tensors = self._transport.receive(message)
-        proven = self._proven_by(message)
-        if proven is not None:
-            self._transport.settle(skip_channel(proven, self._schedule), proven)
-        return tensors
+    def specs_of(self, message: SkipSend) -> list[TensorSpec]:
+        specs = self._specs(_receive(message.op), (message.to, message.microbatch, message.slice))
+        return [spec for spec in specs if spec.peer == message.stage]
 
-    def _proven_by(self, message: SkipSend) -> SkipSend | None:
-        """Returns the last message the other way that this one's sender must have received before it; None: none.
+    def sent_like(self, message: SkipSend) -> list[SkipSend]:
+        producers = (Op.F,) if message.op is Op.SEND_F else (Op.B, Op.I)
+        row = self._schedule.actions[self._schedule.placement[message.stage]]
+        made = [action for action in row if action.op in producers and action.stage == message.stage]
+        sent = [message._replace(microbatch=action.microbatch, slice=action.slice) for action in made]
+        return [each for each in sent if self.specs_of(each)]  # a skip before CutTokens is the first slice's alone
 
-        A gradient proves that its skip arrived; a skip, that the gradient of its sender's last backward did.
-        """
+    def proven_by(self, message: SkipSend) -> SkipSend | None:
+        """A gradient proves that its skip arrived; a skip, that the gradient of its sender's last backward did."""
         there, here = message.stage, message.to
         if message.op is Op.SEND_B:
             return SkipSend(Op.SEND_F, here, message.microbatch, message.slice, to=there)
@@ -96,27 +164,6 @@ class SkipMessages:
             if action.op in (Op.B, Op.I) and action.stage == there:
                 return SkipSend(Op.SEND_B, here, action.microbatch, action.slice, to=there)
         return None
-
-    def _sent_by(self, like: SkipSend) -> Iterator[SkipSend]:
-        """Returns all messages between two stages, in the order in which they are sent."""
-        producers = (Op.F,) if like.op is Op.SEND_F else (Op.B, Op.I)
-        for action in self._schedule.actions[self._schedule.placement[like.stage]]:
-            if action.op in producers and action.stage == like.stage:
-                message = SkipSend(like.op, like.stage, action.microbatch, action.slice, to=like.to)
-                if self._specs_of(message):  # a skip before CutTokens is the first slice's alone
-                    yield message
-
-    def _post(self, line: Channel, message: SkipSend) -> None:
-        self._transport.post_receive(line, message, self._specs_of(message))
-        self._posted.add(message)
-
-    def _specs_of(self, message: SkipSend) -> list[TensorSpec]:
-        """Returns the specs of the tensors in a message that comes here."""
-        specs = self._specs(_receive(message.op), (message.to, message.microbatch, message.slice))
-        return [spec for spec in specs if spec.peer == message.stage]
-
-    def _is_here(self, stage: int) -> bool:
-        return self._schedule.placement[stage] == self._rank
 
 
 def skip_channel(message: SkipSend, schedule: Schedule) -> Channel:
@@ -143,29 +190,22 @@ def _peers(specs: Sequence[TensorSpec]) -> list[int]:
 
 
 _DIRECTIONS: dict[Op, Direction] = {Op.F: "activations", Op.V: "activations", Op.E: "lookups"}
-VocabularySpecs = Callable[[SkipSend], Sequence[TensorSpec]]
 
 
-class VocabularyMessages:
-    """One rank's end of these messages in one step.
+class VocabularyMessages(SideMessages):
+    """What goes between the ranks' rows of a spread vocabulary and the two ends of the model.
 
-        last stage  --- F: the head's input --->  rows of stage g
-                    <-- V: their part ----------
-                    --- L: the sums ----------->
+    last stage  --- F: the head's input --->  rows of stage g
+                <-- V: their part ----------
+                --- L: the sums ----------->
 
-        first stage <-- E: what they look up ---  rows of stage g
-                    --- B or I: its gradient -->
-
-    Like skips they are no actions of the schedule, and have communicators of their own, on which a send waits for
-    nothing. What a V, L or VW waits for was sent when an action ended that the schedule puts before it. Receives are
-    posted in the order in which the other end sends, one ahead of what is needed.
+    first stage <-- E: what they look up ---  rows of stage g, where they embed too
+                --- B or I: its gradient -->
     """
 
     def __init__(self, rank: int, schedule: Schedule, transport: Transport, specs: VocabularySpecs) -> None:
-        self._rank, self._schedule, self._transport, self._specs = rank, schedule, transport, specs
-        self._local: dict[SkipSend, Tensors] = {}
-        self._due: dict[Channel, deque[SkipSend]] = {}  # receives that are not posted yet
-        self._posted: set[SkipSend] = set()
+        super().__init__(rank, schedule, transport)
+        self._specs = specs
 
     def incoming(self, action: Action) -> list[SkipSend]:
         """Returns the messages that a V, L or VW, an EW or the first stage's F works on; none of other actions."""
@@ -181,13 +221,16 @@ class VocabularyMessages:
             return [SkipSend(Op.V, stage, m, i, to=last) for stage in self._schedule.vocabulary_stages]
         return [SkipSend(Op.L, last, m, i, to=g)] if action.op is Op.VW else []
 
-    def outgoing(self, action: Action) -> list[SkipSend]:
-        """Returns the messages with the result of a V, L or E, the last stage's F, or the first stage's B or I."""
+    def hand_on(self, action: Action, tensors: Tensors) -> None:
+        """Sends the result of a V, L or E, the last stage's F, or the first stage's B or I to all that work on it."""
         op, g, m, i = action
+        stages: Sequence[int] = self._schedule.vocabulary_stages
         if op in (Op.V, Op.E):
-            return [SkipSend(op, g, m, i, to=self._schedule.num_stages - 1 if op is Op.V else 0)]
-        stages = self._embedding_stages if g == 0 and op in BACKWARDS else self._schedule.vocabulary_stages
-        return [SkipSend(op, g, m, i, to=stage) for stage in stages]
+            stages = [self._schedule.num_stages - 1 if op is Op.V else 0]
+        elif g == 0 and op in BACKWARDS:
+            stages = self._embedding_stages
+        for stage in stages:
+            self.send(SkipSend(op, g, m, i, to=stage), tensors)
 
     @cached_property
     def _embedding_stages(self) -> list[int]:
@@ -195,37 +238,13 @@ class VocabularyMessages:
         looked_up = {action.stage for action in self._schedule.positions if action.op is Op.E}
         return [stage for stage in self._schedule.vocabulary_stages if stage in looked_up]
 
-    def may_run(self, action: Action) -> bool:
-        """Returns whether all that the action works on can be received without another rank of this process running."""
-        remote = [message for message in self.incoming(action) if not self._is_here(message.stage)]
-        for message in remote:
-            self._post_up_to(message)
-        return all(self._transport.may_receive(message) for message in remote)
+    def channel_of(self, message: SkipSend) -> Channel:
+        return vocabulary_channel(message, self._schedule)
 
-    def hand_on(self, action: Action, tensors: Tensors) -> None:
-        """Sends the result of an action to all that work on it."""
-        for message in self.outgoing(action):
-            if self._is_here(message.to):
-                self._local[message] = tuple(tensor.detach() for tensor in tensors)
-            else:
-                self._transport.send(vocabulary_channel(message, self._schedule), message, tensors)
+    def specs_of(self, message: SkipSend) -> Sequence[TensorSpec]:
+        return self._specs(message)
 
-    def take(self, message: SkipSend) -> Tensors:
-        """Waits for a message and returns its tensors, which are the caller's until `release`."""
-        tensors = self._local.pop(message) if self._is_here(message.stage) else self._received(message)
-        if (known := self._known_to_have_come(message)) is not None:
-            self._transport.settle(vocabulary_channel(known, self._schedule), known)
-        return tensors
-
-    def _received(self, message: SkipSend) -> Tensors:
-        due = self._post_up_to(message)
-        if due:
-            self._post(due.popleft())
-        self._posted.remove(message)
-        return self._transport.receive(message)
-
-    def _known_to_have_come(self, message: SkipSend) -> SkipSend | None:
-        """Returns the last message from here of which another one tells that it came."""
+    def proven_by(self, message: SkipSend) -> SkipSend | None:
         op, stage, m, i, to = message
         if op in (Op.V, Op.L):
             return SkipSend(Op.F if op is Op.V else Op.V, to, m, i, to=stage)
@@ -238,36 +257,11 @@ class VocabularyMessages:
     def _gradients_before(self) -> dict[Action, Action]:
         return gradients_before(self._schedule)
 
-    def release(self, message: SkipSend) -> None:
-        """Frees the tensors of a message."""
-        if not self._is_here(message.stage):
-            self._transport.release(message)
-
-    def leftovers(self) -> list[str]:
-        left = [*self._local, *self._posted]
-        return [f"vocabulary: {list(map(str, left))}"] if left else []
-
-    def _post_up_to(self, message: SkipSend) -> deque[SkipSend]:
-        """Posts the receives up to this message's, and returns those that are left on its channel."""
-        line = vocabulary_channel(message, self._schedule)
-        due = self._due.setdefault(line, deque(self._sent_like(message)))
-        while message not in self._posted:
-            self._post(due.popleft())
-        return due
-
-    def _post(self, message: SkipSend) -> None:
-        self._transport.post_receive(vocabulary_channel(message, self._schedule), message, self._specs(message))
-        self._posted.add(message)
-
-    def _sent_like(self, like: SkipSend) -> list[SkipSend]:
-        """Returns all messages on its channel, in the order in which they are sent."""
-        row = self._schedule.actions[self._schedule.placement[like.stage]]
-        ops = (Op.B, Op.I) if like.op in BACKWARDS else (like.op,)
-        made = (action for action in row if action.op in ops and action.stage == like.stage)
-        return [SkipSend(action.op, like.stage, action.microbatch, action.slice, to=like.to) for action in made]
-
-    def _is_here(self, stage: int) -> bool:
-        return self._schedule.placement[stage] == self._rank
+    def sent_like(self, message: SkipSend) -> list[SkipSend]:
+        row = self._schedule.actions[self._schedule.placement[message.stage]]
+        ops = (Op.B, Op.I) if message.op in BACKWARDS else (message.op,)
+        made = (action for action in row if action.op in ops and action.stage == message.stage)
+        return [SkipSend(action.op, message.stage, action.microbatch, action.slice, to=message.to) for action in made]
 
 
 def vocabulary_channel(message: SkipSend, schedule: Schedule) -> Channel:

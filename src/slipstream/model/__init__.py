@@ -9,7 +9,6 @@ from slipstream.model.config import (
     check_is_causal_lm,
     check_length,
     check_router_loss,
-    check_token_ids,
     config_from_settings,
     load_config,
     longest_sequence,

@@ -56,6 +56,8 @@ class CausalLMStage:
     each layer's routers add to the loss.
     """
 
+    has_skips = False  # past other stages
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -153,16 +155,14 @@ class CausalLMStage:
         Returns:
             (b, T, hidden) or, on the last stage with a whole head, the logits (b, T, vocabulary).
         """
-        return self._run(token_slice, () if hidden is None else (hidden,), store, records_masks)[0]
+        found = self.compute(token_slice, () if hidden is None else (hidden,), store, records_masks)
+        output: Tensor = found if self.has_loss else found[0]
+        return output
 
-    def compute(self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore) -> Any:
-        """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
-        output, *crossing = self._run(token_slice, inputs, store)
-        return output if self.has_loss else (output.to(self.hidden_dtype), *crossing)
-
-    def _run(
+    def compute(
         self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore, records_masks: bool = False
-    ) -> Tensors:
+    ) -> Any:
+        """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
         hidden = inputs[0] if inputs else None
         context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
         context.received = inputs[1:]
@@ -188,9 +188,9 @@ class CausalLMStage:
         if context.num_masks != (first := len(self.tables.functions)):
             raise RuntimeError(f"the model built {context.num_masks} masks, {first} when it was first run")
         if self.is_last:
-            return (output.logits,)
+            return output.logits if self.has_loss else (output.logits.to(self.hidden_dtype),)
         assert context.output is not None, f"the last of {self.owned} did not run"
-        return context.output, *self._crossing.leaving(context, self.hidden_dtype)
+        return context.output.to(self.hidden_dtype), *self._crossing.leaving(context, self.hidden_dtype)
 
     def _past(self, context: SliceContext) -> tuple[dict[str, SliceCache], AbstractContextManager[None]]:
         """Returns the cache as the model's argument, and what keeps the model from generating text with it."""
@@ -294,5 +294,5 @@ class CausalLMStage:
         was_training = self.model.training
         self.model.eval()
         with torch.no_grad(), kept_frequencies(self.model):
-            self._run(token_slice, inputs, ContextStore(length), records_masks)
+            self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

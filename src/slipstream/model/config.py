@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from slipstream.errors import SlipstreamError
 
 MANY_TOKENS = 2**20
 """Stands for the longest sequence of a model that has none: more than documents have."""
-_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
 _READ_BY_ALL = ("model_type", "torch_dtype", "attn_implementation", "auto_map")  # besides those that a config lists
 _CLASSES = ("AutoConfig", "AutoModelForCausalLM")
 
@@ -251,26 +249,3 @@ def check_router_loss(config: PretrainedConfig, setting: str = "router_loss") ->
             f"experts of all layers together, of which a stage has some. Give {setting}='per_layer' for that of each "
             "layer by itself, or set output_router_logits=False."
         )
-
-
-def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
-    """Raises SlipstreamError for a token id outside the model's vocabulary, and for one that stands for an image, a
-    sound or a video: the pipeline runs a model on text alone."""
-    size = config.get_text_config().vocab_size
-    if not inputs.numel() or not targets.numel():
-        raise SlipstreamError(
-            f"the batch has no tokens: inputs are {tuple(inputs.shape)}, targets {tuple(targets.shape)}. Give at least "
-            "one sequence."
-        )
-    smallest, largest = int(inputs.min()), int(max(inputs.max(), targets.max()))
-    if smallest < 0 or largest >= size:
-        raise SlipstreamError(
-            f"there is a token id {smallest if smallest < 0 else largest}, but the model has a vocabulary of {size} "
-            f"(ids 0 to {size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
-        )
-    for name, token in vars(config).items():
-        if _PLACEHOLDER.fullmatch(name) and isinstance(token, int) and bool((inputs == token).any()):
-            raise SlipstreamError(
-                f"the inputs have token {token}, {name} of {config.model_type!r}, in whose place the model puts what "
-                "isn't text. Only text is trained here: leave such samples out."
-            )

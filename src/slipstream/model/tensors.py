@@ -29,8 +29,11 @@ def copied_from_messages(tensors: Tensors, messages: Tensors) -> Tensors:
 
     A message's buffer is released before such a tensor is.
     """
-    held = storage_ids(messages)
-    return tuple(_copy(tensor) if storage_id(tensor) in held else tensor for tensor in tensors)
+    held, safe = storage_ids(messages), [*tensors]
+    for place, tensor in enumerate(tensors):
+        if storage_id(tensor) in held:
+            safe[place] = _copy(tensor)
+    return tuple(safe)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -44,7 +47,7 @@ def storage_id(tensor: Tensor) -> int:
 
 def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     """Returns the identities of the storages of tensors."""
-    return {storage_id(tensor) for tensor in tensors}
+    return set(map(storage_id, tensors))
 
 
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

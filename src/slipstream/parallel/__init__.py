@@ -15,7 +15,6 @@ from slipstream.parallel.gpus import (
 )
 from slipstream.parallel.mesh import (
     NO_LIMIT,
-    MeshAxes,
     MeshAxis,
     Ranks,
     add_axis,

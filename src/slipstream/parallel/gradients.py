@@ -216,8 +216,11 @@ class GradientReduction:
         self._masters.check_trained()
         self._scale, self._started, self._earlier = scale, [], {}
         self._is_divided = is_divided or scale != 1
-        self._plans = {stage: self._plan(parameters) for stage, parameters in self._stages.items()}
-        self._missing = {stage for stage, plan in self._plans.items() if any(plan)}
+        self._missing = set()
+        for stage, parameters in self._stages.items():
+            self._plans[stage] = plan = self._plan(parameters)
+            if any(plan):
+                self._missing.add(stage)
         for name, parameter in self._handled():
             if self._masters.updates(name, parameter):
                 self._earlier[id(parameter)] = parameter.grad
@@ -272,8 +275,9 @@ class GradientReduction:
     def _reduced(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yields this replica's part of every gradient, in the order in which reductions end."""
         if self._data.size == 1:
-            handled = [(name, parameter, parameter.grad) for name, parameter in self._handled()]
-            yield from ((name, parameter, gradient) for name, parameter, gradient in handled if gradient is not None)
+            for name, parameter in [*self._handled()]:
+                if parameter.grad is not None:
+                    yield name, parameter, parameter.grad
         for started in self._started:
             yield from started.finish()
         self._started = []
@@ -282,6 +286,8 @@ class GradientReduction:
         return gradient if self._scale == 1 else gradient.div_(self._scale)
 
     def _plan(self, parameters: Sequence[NamedParameter]) -> _StageCollectives:
+        if self._data.size == 1 and not self._groups:
+            return _StageCollectives([], [], [])
         trained = [named for named in parameters if named[1].requires_grad]
         partial = [
             (group, bucket)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
@@ -142,8 +143,11 @@ def _what_fits(world: int, dp: int, tp: int) -> str:
 
 
 @dataclass(frozen=True)
-class MeshAxes:
-    """The groups this rank is in: one for each axis, those of a role, and all ranks of the mesh."""
+class Ranks:
+    """The groups this rank is in: one for each axis of the mesh, those of a role, and all ranks.
+
+    Without a mesh all processes are a pipeline's, and without a process group this one is alone.
+    """
 
     pipeline: RankGroup
     data: RankGroup
@@ -183,44 +187,15 @@ class MeshAxes:
         own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies
         return cls(*own, _whole(mesh), _lines(mesh, ["pp"]), groups)
 
-    def part_of(self, batch: Any) -> Any:
-        """Returns what this rank works on of a split batch that its pipeline's ranks share."""
-        for axis, group in self.groups.items():
-            if axis.part_of is not None and group.size > 1:
-                batch = axis.part_of(batch, group.rank, group.size)
-        return batch
+    @cached_property
+    def token_axes(self) -> list[tuple[MeshAxis, RankGroup]]:
+        """The axes whose ranks work on parts of the tokens of a batch that they share."""
+        return [(axis, group) for axis, group in self.groups.items() if axis.part_of is not None and group.size > 1]
 
     @property
     def device(self) -> torch.device:
         """The device these processes compute on by default: NCCL's current GPU, else the CPU."""
         return torch.device("cuda", torch.cuda.current_device()) if self.world.uses_nccl else torch.device("cpu")
-
-
-def _lines(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the global ranks of every group along some axes together."""
-    every = mesh.mesh_dim_names or ()
-    along = [every.index(name) for name in names]
-    last = mesh.mesh.movedim(along, list(range(-len(along), 0)))
-    return tuple(map(tuple, last.reshape(-1, prod(last.shape[-len(along) :])).tolist()))
-
-
-def _joined(mesh: DeviceMesh, names: Sequence[str]) -> RankGroup:
-    """Returns this rank's group along some axes together. Collective: all ranks make all groups, in one order."""
-    here = [name for name in names if name in (mesh.mesh_dim_names or ())]
-    made = {members: dist.new_group(list(members), timeout=NO_LIMIT) for members in _lines(mesh, here)}
-    return RankGroup(next(group for members, group in made.items() if dist.get_rank() in members))
-
-
-def _whole(mesh: DeviceMesh) -> RankGroup:
-    """Returns the group of all ranks of the mesh: the default group if it has them all, as for `make_mesh`."""
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks == list(range(dist.get_world_size())):
-        return RankGroup(dist.group.WORLD)
-    return RankGroup(dist.new_group(ranks, use_local_synchronization=True))
-
-
-class Ranks(MeshAxes):
-    """The axes of a mesh; without one all processes are a pipeline's, and without a process group this one is alone."""
 
     @property
     def leads(self) -> bool:
@@ -266,6 +241,29 @@ class Ranks(MeshAxes):
     def decided(self, decide: Callable[[], Any]) -> Any:
         """Returns on every rank what the leader's call returns, as `RankGroup.decided`. Collective."""
         return self.world.decided(decide)
+
+
+def _lines(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the global ranks of every group along some axes together."""
+    every = mesh.mesh_dim_names or ()
+    along = [every.index(name) for name in names]
+    last = mesh.mesh.movedim(along, list(range(-len(along), 0)))
+    return tuple(map(tuple, last.reshape(-1, prod(last.shape[-len(along) :])).tolist()))
+
+
+def _joined(mesh: DeviceMesh, names: Sequence[str]) -> RankGroup:
+    """Returns this rank's group along some axes together. Collective: all ranks make all groups, in one order."""
+    here = [name for name in names if name in (mesh.mesh_dim_names or ())]
+    made = {members: dist.new_group(list(members), timeout=NO_LIMIT) for members in _lines(mesh, here)}
+    return RankGroup(next(group for members, group in made.items() if dist.get_rank() in members))
+
+
+def _whole(mesh: DeviceMesh) -> RankGroup:
+    """Returns the group of all ranks of the mesh: the default group if it has them all, as for `make_mesh`."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return RankGroup(dist.group.WORLD)
+    return RankGroup(dist.new_group(ranks, use_local_synchronization=True))
 
 
 # The variables by which other launchers say how many processes they have started

@@ -76,6 +76,7 @@ class RankGroup:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self.global_ranks = [0] if process_group is None else dist.get_process_group_ranks(process_group)
+        self.size = len(self.global_ranks)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.calls: Counter[str] = Counter()
         self.payload: Counter[str] = Counter()
@@ -84,11 +85,6 @@ class RankGroup:
     def release_groups(self) -> None:
         """Releases the process group."""
         self.process_group = None
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.global_ranks)
 
     @property
     def uses_nccl(self) -> bool:

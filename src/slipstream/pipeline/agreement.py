@@ -14,8 +14,8 @@ from torch import Tensor
 from slipstream.comm import TransportError
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import PendingWork, Ranks, ranks_text
-from slipstream.pipeline.batch import SplitBatch, WholeBatch
-from slipstream.pipeline.sequences import Sequences
+from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.watchdog import waiting
 
 _CALLS = (
@@ -153,7 +153,7 @@ class BatchAgreement:
         self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
         self._whole: WholeBatch | Sequences | None = None
 
-    def on(
+    def check(
         self,
         whole: WholeBatch | Sequences,
         split: Callable[[], SplitBatch],
@@ -190,9 +190,12 @@ class BatchAgreement:
         """Waits for the comparison, where that hasn't been done; returns what all replicas have, 0 targets where there
         was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, ranks call
         different methods or nothing is trained, and TransportError where a rank has ended."""
+        answers = self._calls.finish() if self._ranks.world.size > 1 else []
+        if not answers:
+            return _NOTHING
         replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         totals: dict[int, _Totals] = {}
-        for rank, replica, (checksum, num_valid, largest, trains) in self._calls.finish():
+        for rank, replica, (checksum, num_valid, largest, trains) in answers:
             replicas[replica].append((checksum, rank))
             others = totals.get(replica)
             totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
@@ -203,7 +206,7 @@ class BatchAgreement:
             )
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
-        found = [*totals.values()] or [_NOTHING]
+        found = [*totals.values()]
         _check_trained(any(each.trains for each in found))
         largest = max(each.max_position for each in found)
         return _Totals(sum(each.num_valid for each in found), largest, trains=True)

@@ -1,27 +1,21 @@
-"""A batch cut into microbatches and token slices, its labels shifted and its documents located before the cuts."""
+"""The batch of a step: rows of one length, sequences of different ones, or a mapping that is one or the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, CausalLMStage, Tensors
-from slipstream.model.hooks import TokenSlice
-from slipstream.schedule import SlicedMicrobatch
-from slipstream.sequential import SequentialStage
+from slipstream.model import IGNORED, Tensors
+from slipstream.parallel import Ranks
 
-_BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
-
-
-def token_bytes(num_tokens: int) -> int:
-    """Returns an upper bound of the bytes of a batch of token ids, cut and uncut."""
-    return _BATCH_TENSORS * torch.int64.itemsize * num_tokens
+Lengths = Sequence[int] | None  # the tokens of each row of padded tensors
+Rows = Tensor | list[Tensor]  # one length for all sequences, or each its own
+Inputs = Tensors | Rows | list[Tensors] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,219 +42,138 @@ class WholeBatch:
         sequence_values: Tensor | None = None,
     ) -> WholeBatch:
         """Moves the tensors to the device."""
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
-        for name, each in (*(("inputs", tensor) for tensor in given), ("targets", targets)):
-            if not isinstance(each, Tensor):
-                raise SlipstreamError(f"{name} are of type {type(each).__name__}: give a tensor, or a list of tensors.")
-        moved = (None if each is None else each.to(device) for each in (position_ids, document_ids, sequence_values))
-        positions, documents, values = moved
-        batch = tuple(tensor.to(device) for tensor in given), given is inputs, targets.to(device)
-        return cls(*batch, position_ids=positions, document_ids=documents, sequence_values=values)
+        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+        moved: list[Tensor | None] = []
+        for place, tensor in enumerate((*tensors, targets, position_ids, document_ids, sequence_values)):
+            if place <= len(tensors) and not isinstance(tensor, Tensor):
+                name = "targets" if place == len(tensors) else "inputs"
+                kind = type(tensor).__name__
+                raise SlipstreamError(f"{name} are of type {kind}: give a tensor, or a list of tensors.")
+            moved.append(None if tensor is None else tensor.to(device))
+        *here, labels, positions, documents, values = moved
+        is_tuple = isinstance(inputs, tuple)
+        return cls(tuple(here), is_tuple, labels, positions, documents, values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class MicrobatchSequences:
-    """The sequences of a microbatch, for a loss of whole ones."""
+class Sequences:
+    """The sequences of a batch, each of its own number of tokens (T,), on this rank's device.
 
-    numbers: Sequence[Tensor]  # of each slice: which sequence a token is of, (b, T)
-    count: int
-    places: slice | list[int]  # in the whole batch
-    values: Tensor | None  # (count, ...), as a step was given them
-
-
-@dataclass(frozen=True)
-class SplitBatch:
-    """A batch as `slices[microbatch][slice]`, and the targets of each: for a causal LM (b, T), shifted.
-
-    `num_valid` targets count in the whole batch, other replicas' rows included. Gradients are those of `loss_scale`
-    times the loss, which is divided by `divisor`.
+    Inputs are token ids, or what the first layer of an nn.Sequential takes: tensors or tuples of tensors.
     """
 
-    slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
-    targets: list[list[Tensor]]
-    num_valid: int
-    loss_scale: float = 1.0
-    num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
-    sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
+    inputs: Sequence[Any]
+    targets: Sequence[Tensor]
+    document_ids: Sequence[Tensor] | None = None
+    sequence_values: Tensor | None = None  # (sequences, ...), for a loss of whole ones
+    are_rows: bool = False  # of one batch, which the unsplit model runs together; else each is as if it were alone
+    position_ids: Sequence[Tensor] | None = None  # of rows, where they don't count from 0
+    max_position: int | None = None  # of rows with their padding; None: that of their tokens
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        inputs: Tensor | Sequence[Tensor] | Sequence[Tensors],
+        targets: Tensor | Sequence[Tensor],
+        document_ids: Tensor | Sequence[Tensor] | None = None,
+        lengths: Lengths = None,
+        sequence_values: Tensor | None = None,
+    ) -> Sequences:
+        """Takes lists of (T,) tensors, or with `lengths` padded ones (batch, longest), whose padding is left out.
+
+        Raises SlipstreamError where they aren't as many.
+        """
+        given = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
+        lists = {name: _listed(name, each, lengths) for name, each in given.items() if each is not None}
+        if not lists["inputs"]:
+            raise SlipstreamError("inputs are a list without a sequence: give at least one, or leave the step out.")
+        for name, each in lists.items():
+            if len(each) != len(lists["inputs"]):
+                raise SlipstreamError(f"{name} are {len(each)} sequences, inputs {len(lists['inputs'])}: give as many.")
+        moved: dict[str, Any] = {name: [_moved(each, device) for each in given] for name, given in lists.items()}
+        values = None if sequence_values is None else sequence_values.to(device)
+        return cls(**moved, sequence_values=values)
+
+    def as_rows(self, width: int, lengths: Sequence[int], position_ids: Tensor | None) -> Sequences:
+        """Returns these rows of a batch that was `width` tokens wide: each token keeps its position, and the unsplit
+        model, which is given the padding, finds the largest in it."""
+        if position_ids is None:  # they restart in documents, which padding has none of
+            return replace(self, are_rows=True, max_position=width - 1 if self.document_ids is None else None)
+        device = self.targets[0].device
+        rows = [row[:length].to(device) for row, length in zip(position_ids, lengths, strict=True)]
+        counts = all(torch.equal(row, torch.arange(len(row), device=device)) for row in rows)
+        largest = int(position_ids.max())
+        return replace(self, are_rows=True, position_ids=None if counts else rows, max_position=largest)
 
     @property
-    def seed(self) -> int:
-        """The step's seed."""
-        seed: int = self.slices[0][0].seed
-        return seed
+    def token_ids(self) -> list[Tensor]:
+        """The inputs of a causal LM, (T,) int64 each. Raises SlipstreamError where they aren't."""
+        for name in ("inputs", "targets", "document_ids"):
+            for row, tensor in enumerate(getattr(self, name) or ()):
+                _check(name, row, tensor, self.inputs[row])
+        return [*self.inputs]
 
-    @property
-    def max_position(self) -> int:
-        """The largest position in sequences that one device would run together, -1 where each is as if alone."""
-        together = (pieces[0] for pieces in self.slices if isinstance(pieces[0], TokenSlice))
-        return max((each.max_position for each in together if not each.lone_sequences), default=-1)
+    def packed(self, groups: Sequence[Sequence[int]]) -> list[WholeBatch]:
+        """Returns the batch of each microbatch: a row of these sequences, each of them its own documents."""
+        return [self._row(group) for group in groups]
 
-    def with_max_position(self, largest: int) -> SplitBatch:
-        """Returns the batch with the largest position that is found in all of it, other replicas' rows included."""
-        if largest < 0:
-            return self
-        slices = [[replace(piece, max_position=largest) for piece in pieces] for pieces in self.slices]
-        return replace(self, slices=slices)
+    def _row(self, group: Sequence[int]) -> WholeBatch:
+        def joined(rows: Sequence[Tensor]) -> Tensor:
+            return torch.cat([rows[number] for number in group])[None]
 
-    @property
-    def divisor(self) -> float:
-        """What the sum of losses is divided by (rule 9); 1 where nothing counts, so that the sum is zero."""
-        return self.num_targets or self.num_valid or 1
-
-    @property
-    def loss_weight(self) -> float:
-        """The weight of each valid target's loss in what gradients are of: its part of the global mean."""
-        return 1.0 / (self.divisor / self.loss_scale)
-
-    def twice(self, number: int) -> SplitBatch:
-        """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
-        slices, targets, sequences = self.slices[number], self.targets[number], self.sequences[number : number + 1]
-        return replace(self, slices=[slices] * 2, targets=[targets] * 2, sequences=[*sequences] * 2)
-
-    def with_loss_shares(self) -> SplitBatch:
-        """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""
-        slices = []
-        for pieces, targets in zip(self.slices, self.targets, strict=True):
-            num_valid = sum(int((each != IGNORED).sum()) for each in targets)
-            share = self.loss_scale * num_valid / self.divisor
-            slices.append([replace(piece, loss_share=share) for piece in pieces])
-        return replace(self, slices=slices)
-
-
-def counted(targets: Tensor) -> int:
-    """Returns how many targets count: of numbers, the rows."""
-    return targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
-
-
-def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-    """Cuts (B, L) inputs and unshifted targets into microbatches, each of some rows, in slices of its own lengths.
-
-    Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
-    with each, and its last token predicts nothing (rule 12).
-    """
-    check_shapes(batch, microbatches)
-    (inputs,), position_ids = batch.inputs, batch.position_ids
-    starts = _document_starts(batch)  # (B, L) or None
-    targets = _shift(batch.targets, starts)
-    if position_ids is None:
-        position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-        position_ids = position_ids if starts is None else position_ids - starts
-    largest, *ends = torch.cat([position_ids.max()[None], _largest_of_each(position_ids, batch.lone_lengths)]).tolist()
-    lone = list(zip(batch.lone_lengths, ends, strict=True))
-    if batch.max_position is not None:
-        largest = batch.max_position
-    rows = rows_of(microbatches)
-    bounds = [list(pairwise(accumulate(each.slices, initial=0))) for each in microbatches]
-    pieces = [
-        [
-            TokenSlice(
-                inputs[row, a:b],
-                position_ids[row, a:b],
-                None if starts is None else starts[row, a:b],
-                start=a,
-                length=inputs.shape[1],
-                max_position=largest,
-                lone_sequences=_within(lone, a, b),
-                microbatch=microbatch,
-                index=index,
-                seed=seed,
-            )
-            for index, (a, b) in enumerate(bounds[microbatch])
-        ]
-        for microbatch, row in enumerate(rows)
-    ]
-    labels = [[targets[row, a:b] for a, b in cuts] for row, cuts in zip(rows, bounds, strict=True)]
-    return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
-
-
-def _largest_of_each(position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Returns the largest position of each sequence of a row, in a few kernels however many there are."""
-    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    zeros = position_ids.new_zeros(len(lengths))
-    return zeros.scatter_reduce(0, numbers.to(zeros.device), position_ids[0, : len(numbers)], "amax")
-
-
-def _within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Returns the tokens between two places of each sequence that has some there, and its largest position."""
-    bounds = pairwise(accumulate((length for length, _ in sequences), initial=0))
-    found = ((min(b, end) - max(a, begin), each[1]) for (a, b), each in zip(bounds, sequences, strict=True))
-    return tuple(each for each in found if each[0] > 0)
-
-
-def cut_rows(parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-    """Cuts the batch of each microbatch, whose rows have a length of their own, into its slices."""
-    cut = [cut_batch(part, [each], seed) for part, each in zip(parts, microbatches, strict=True)]
-    slices = [[replace(piece, microbatch=number) for piece in batch.slices[0]] for number, batch in enumerate(cut)]
-    found = SplitBatch(slices, [batch.targets[0] for batch in cut], sum(batch.num_valid for batch in cut))
-    return found.with_max_position(found.max_position)
-
-
-def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:
-    """Returns the rows of the batch that each microbatch has."""
-    return [slice(a, b) for a, b in pairwise(accumulate((each.num_sequences for each in microbatches), initial=0))]
-
-
-def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
-    """Returns the tokens of every slice: a count cuts evenly, with the first slices one token longer if need be.
-
-    Raises SlipstreamError where they don't add up to the sequence length.
-    """
-    if isinstance(slices, int):
-        if not 1 <= slices <= length:
-            raise SlipstreamError(f"slices={slices}: a sequence of {length} tokens takes 1 to {length} slices.")
-        return [length // slices + (i < length % slices) for i in range(slices)]
-    if sum(slices) != length or min(slices) < 1:
-        difference = length - sum(slices)
-        raise SlipstreamError(
-            f"slices={list(slices)} add up to {sum(slices)} tokens, but the sequence has {length}: all must be "
-            f"positive and sum to it. {'Add' if difference > 0 else 'Take away'} {abs(difference)}, or give a count."
+        row = WholeBatch(
+            (joined(self.inputs),),
+            False,
+            joined(self.targets),
+            position_ids=None if self.position_ids is None else joined(self.position_ids),
+            max_position=self.max_position,
+            lone_lengths=() if self.are_rows else [len(self.targets[number]) for number in group],
         )
-    return list(slices)
+        own = self.document_ids
+        if own is None and self.position_ids is not None:
+            own = [document_numbers(each) for each in self.position_ids]
+        if len(group) == 1 and own is None:
+            return row
+        own = own or [torch.zeros_like(each) for each in self.targets]
+        documents = [2 * own[number] + place % 2 for place, number in enumerate(group)]  # differ where a sequence ends
+        return replace(row, document_ids=torch.cat(documents)[None])
 
 
-def check_shapes(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch]) -> None:
-    """Raises SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
-    inputs = batch.inputs[0]
-    if inputs.dim() != 2 or inputs.dtype != torch.int64:
-        raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
-    if batch.targets.dtype != torch.int64:
-        raise SlipstreamError(f"targets are {_describe(batch.targets)}; expected token ids or -100, int64.")
-    for name in ("targets", "position_ids", "document_ids"):
-        tensor = getattr(batch, name)
-        if tensor is not None and tensor.shape != inputs.shape:
-            raise SlipstreamError(
-                f"{name} are {_describe(tensor)}, inputs {_describe(inputs)}: they must have one shape."
-            )
-    for each in microbatches:
-        slice_lengths(each.slices, inputs.shape[1])
-    check_rows(inputs.shape[0], len(microbatches), "sequences")
-
-
-def check_rows(num_rows: int, num_microbatches: int, name: str) -> None:
-    """Raises SlipstreamError where some microbatch would be empty."""
-    if num_rows < num_microbatches:
+def _listed(name: str, given: Any, lengths: Lengths) -> list[Any]:
+    """Returns the sequences of a list, or of a padded tensor."""
+    if lengths is None:
+        each_is = (Tensor, tuple) if name == "inputs" else Tensor
+        if isinstance(given, Tensor) or not all(isinstance(each, each_is) for each in given):
+            raise SlipstreamError(f"{name} must be a list of tensors, one for each sequence, as inputs are.")
+        return [*given]
+    if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != len(lengths):
+        shape = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise SlipstreamError(
-            f"a batch of {num_rows} {name} can't be cut into {num_microbatches} microbatches. Give at least "
-            f"{num_microbatches} {name} or set num_microbatches={num_rows}."
+            f"{name} are {shape} for {len(lengths)} lengths: with lengths=..., give tensors (batch, longest), padded."
         )
+    lengths = [int(length) for length in lengths]
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= given.shape[1]:
+            raise SlipstreamError(f"lengths[{row}]={length}, but {name} have room for {given.shape[1]} tokens.")
+    return [row[:length] for row, length in zip(given, lengths, strict=True)]
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _moved(tensors: Tensor | Tensors, device: torch.device) -> Tensor | Tensors:
+    return tensors.to(device) if isinstance(tensors, Tensor) else tuple(tensor.to(device) for tensor in tensors)
 
 
-def _document_starts(batch: WholeBatch) -> Tensor | None:
-    """Returns where the document of each token starts, (B, L); None where every sequence is one document."""
-    (inputs,), position_ids, document_ids = batch.inputs, batch.position_ids, batch.document_ids
-    begins = torch.zeros_like(inputs, dtype=torch.bool)
-    if document_ids is None and position_ids is not None:
-        document_ids = document_numbers(position_ids)
-    if document_ids is not None:
-        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    if not begins.any():
-        return None
-    index = torch.arange(inputs.shape[1], device=inputs.device)
-    return (index * begins).cummax(dim=1).values
+def _check(name: str, row: int, tensor: Tensor | Tensors, own: Tensor | Tensors) -> None:
+    """Raises SlipstreamError where this isn't token ids, as many as the inputs of the sequence."""
+    if not isinstance(tensor, Tensor) or not isinstance(own, Tensor):
+        raise SlipstreamError(f"inputs[{row}] is a tuple; a causal LM takes token ids, (tokens,) int64.")
+    if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.shape != own.shape:
+        raise SlipstreamError(
+            f"{name}[{row}] is {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}; expected int64 of "
+            f"the sequence's {own.shape[0] if own.dim() else 1} tokens, such as inputs[{row}]."
+        )
+    if len(tensor) == 0:
+        raise SlipstreamError(f"inputs[{row}] is an empty sequence. Leave it out.")
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
@@ -270,13 +183,204 @@ def document_numbers(position_ids: Tensor) -> Tensor:
     return numbers
 
 
-def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
-    """Returns each token's label (B, L): that of the next token, unless another document begins there."""
-    shifted = torch.full_like(targets, IGNORED)
-    shifted[:, :-1] = targets[:, 1:]
-    if starts is not None:
-        shifted[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
-    return shifted
+def given_batch(
+    ranks: Ranks,
+    device: torch.device,
+    inputs: Inputs,
+    targets: Rows | None,
+    position_ids: Tensor | None = None,
+    document_ids: Rows | None = None,
+    lengths: Lengths = None,
+    sequence_values: Tensor | None = None,
+    is_planned: bool = False,
+    needs_labels: bool = True,
+) -> WholeBatch | Sequences:
+    """Returns the batch: rows of one length, or, of lists and with `lengths`, of different ones. Of a mapping it is
+    rows of one length where no rank's has padding; with an attention_mask that is found out by one small message.
+
+    Collective. Raises SlipstreamError where the tensors don't say which batch is meant.
+    """
+    if isinstance(inputs, Mapping):
+        _refuse_twice(targets=targets, position_ids=position_ids)
+        inputs, targets, position_ids, found = _agreed(ranks, inputs, lengths, needs_labels)
+        if found is not None:
+            without_padding = Sequences.of(device, inputs, targets, document_ids, found.tolist(), sequence_values)
+            return without_padding.as_rows(inputs.shape[1], found.tolist(), position_ids)
+    elif targets is None:
+        if needs_labels:
+            raise SlipstreamError("targets are missing: give step(inputs, targets), or a mapping that has 'labels'.")
+        targets = inputs[0] if isinstance(inputs, tuple) else inputs  # type: ignore[assignment]
+    assert targets is not None
+    is_list = isinstance(inputs, list) or isinstance(targets, list) or isinstance(document_ids, list)
+    if not is_list and lengths is None:
+        if is_planned:
+            raise SlipstreamError(
+                "plan=... is for sequences of different lengths: give lists, or padded with lengths=..."
+            )
+        of_rows = position_ids, document_ids, sequence_values
+        return WholeBatch.of(device, inputs, targets, *of_rows)  # type: ignore[arg-type]
+    if position_ids is not None or isinstance(inputs, tuple):
+        name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"
+        raise SlipstreamError(
+            f"{name} with sequences of different lengths: each is token ids, whose positions begin at 0. Leave it out."
+        )
+    return Sequences.of(device, inputs, targets, document_ids, lengths, sequence_values)
 
 
-Stage = CausalLMStage | SequentialStage
+def padded_as(outputs: Tensor | list[Tensor], inputs: Inputs) -> Tensor | list[Tensor]:
+    """Returns what was found of tokens in the form of the inputs: of padded ones (batch, sequence, ...), zeros at
+    padding."""
+    given = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
+    if isinstance(outputs, Tensor) or not isinstance(given, Tensor):
+        return outputs
+    rows = outputs[0].new_zeros(*given.shape, *outputs[0].shape[1:])
+    for row, found in zip(rows, outputs, strict=True):
+        row[: len(found)] = found
+    return rows
+
+
+def _refuse_twice(**others: object) -> None:
+    for name, given in others.items():
+        if given is not None:
+            raise SlipstreamError(f"{name}=... beside a mapping, which has its own. Give one of the two.")
+
+
+def _agreed(ranks: Ranks, batch: Mapping[str, Any], lengths: Lengths, needs_labels: bool) -> CollatedBatch:
+    """Returns the batch, with lengths where some rank's has padding: all ranks then plan a step of sequences.
+
+    Raises SlipstreamError on every rank where one can't take its batch.
+    """
+    found = problem = None
+    try:
+        found = CollatedBatch.of(batch, needs_labels)
+        if lengths is not None and found.lengths is not None:
+            raise SlipstreamError("lengths=... beside an attention_mask, which says them. Give one of the two.")
+    except SlipstreamError as error:
+        problem = error
+    state = torch.tensor([found is not None and found.has_padding, problem is not None], device=ranks.device)
+    pads, is_refused = ranks.world.max(state.int()).tolist()
+    if problem is not None:
+        raise problem
+    assert found is not None
+    if is_refused:
+        raise SlipstreamError("the step can't run on this rank, as another rank refused its batch: see its message.")
+    if not pads:
+        return found._replace(lengths=None)
+    rows, longest = found.input_ids.shape
+    return found._replace(lengths=torch.full((rows,), longest) if found.lengths is None else found.lengths)
+
+
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+_LABELS = (
+    "For a causal LM give transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), or type "
+    "batch['labels'] = batch['input_ids'].masked_fill(batch['attention_mask'] == 0, -100)."
+)
+
+
+class CollatedBatch(NamedTuple):
+    """The tensors of a mapping, (batch, sequence) each, and how many tokens of each row aren't padding."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor | None
+    lengths: Tensor | None  # (batch,); None without a mask
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], needs_labels: bool) -> Self:
+        """Reads a mapping; without labels, those that aren't needed are the tokens.
+
+        Raises SlipstreamError, naming the key, for what a Pipeline doesn't take, or takes otherwise than the unsplit
+        model would.
+        """
+        _check_keys(batch, needs_labels)
+        for key in KEYS:
+            _check_tensor(key, batch.get(key), batch["input_ids"])
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+        labels = batch["labels"] if needs_labels else ids
+        if mask is None:
+            return cls(ids, labels, positions, None)
+        lengths = _lengths(mask)
+        if positions is not None:
+            _check_positions(positions, mask)
+        if needs_labels:
+            _check_padding(labels, mask)
+        return cls(ids, labels, positions, lengths)
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some row is shorter than the tensors."""
+        return self.lengths is not None and bool((self.lengths < self.input_ids.shape[1]).any())
+
+
+def _check_keys(batch: Mapping[str, Any], needs_labels: bool) -> None:
+    unknown = [key for key in batch if key not in KEYS]
+    if unknown:
+        allowed = ", ".join(KEYS)
+        raise SlipstreamError(
+            f"the batch has {', '.join(map(repr, unknown))}; a Pipeline takes {allowed}. Leave "
+            f"{'it' if len(unknown) == 1 else 'them'} out: {{key: batch[key] for key in batch if key in {KEYS}}}."
+        )
+    if batch.get("input_ids") is None:
+        raise SlipstreamError("the batch has no 'input_ids': token ids, (batch, sequence) int64.")
+    if needs_labels and batch.get("labels") is None:
+        raise SlipstreamError(f"the batch has no 'labels': unshifted, -100 where none counts. {_LABELS}")
+
+
+def _check_tensor(key: str, given: object, ids: Any) -> None:
+    if given is None:
+        return
+    if not isinstance(given, Tensor):
+        raise SlipstreamError(
+            f"batch[{key!r}] is a {type(given).__name__}; expected a tensor (batch, sequence): give the tokenizer or "
+            "the collator return_tensors='pt', or step(...) lists of tensors instead of a mapping."
+        )
+    if given.dim() != 2 or given.shape != ids.shape:
+        raise SlipstreamError(
+            f"batch[{key!r}] is {tuple(given.shape)}, batch['input_ids'] {tuple(ids.shape)}; expected one shape, "
+            "(batch, sequence)."
+        )
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Returns the tokens of each row, (batch,). Raises SlipstreamError unless its padding is all at the right."""
+    lengths = (mask != 0).sum(1)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    wrong = ((places < lengths[:, None]) != (mask == 1)).any(1).nonzero()[:, 0].tolist()
+    if not wrong:
+        return lengths
+    row = wrong[0]
+    if mask[row, -1] == 1 and (mask[row, -int(lengths[row]) :] == 1).all():
+        raise SlipstreamError(
+            f"attention_mask pads row {row} at the left, where the unsplit model counts positions from the padding. "
+            "Give tokenizer.padding_side = 'right'."
+        )
+    raise SlipstreamError(
+        f"attention_mask of row {row} isn't ones followed by zeros: a Pipeline leaves out padding at the right, and "
+        "masks nothing else. Give documents by document_ids=..., and without attention_mask."
+    )
+
+
+def _check_positions(positions: Tensor, mask: Tensor) -> None:
+    """Raises SlipstreamError where positions aren't those that a step gives the rows."""
+    follows = (positions[:, 1:] == positions[:, :-1] + 1) | (mask[:, 1:] == 0)
+    rows = (~follows.all(1)).nonzero()[:, 0].tolist()
+    if rows:
+        raise SlipstreamError(
+            f"position_ids of row {rows[0]} don't count on, beside an attention_mask. For documents, at which "
+            "positions restart, leave attention_mask out: with it the unsplit model attends across them."
+        )
+    if (mask == 0).any() and (positions[:, 0] != 0).any():
+        raise SlipstreamError(
+            "position_ids that don't begin at 0 in a batch with padding: those of a shorter row do. Leave position_ids "
+            "out."
+        )
+
+
+def _check_padding(labels: Tensor, mask: Tensor) -> None:
+    """Raises SlipstreamError where padding has labels that count."""
+    rows = ((mask == 0) & (labels != IGNORED)).any(1).nonzero()[:, 0].tolist()
+    if rows:
+        raise SlipstreamError(
+            f"labels of row {rows[0]} count where attention_mask is 0, at its padding. Type batch['labels'] = "
+            "batch['labels'].masked_fill(batch['attention_mask'] == 0, -100)."
+        )

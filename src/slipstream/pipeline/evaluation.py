@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from torch.nn import functional
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, token_cross_entropy
 from slipstream.parallel import RankGroup
-from slipstream.parallel.tensor import TensorParallel, gather_vocabulary, vocabulary_token_losses
-from slipstream.pipeline.batch import SplitBatch, WholeBatch
-from slipstream.pipeline.engine import Engine
+from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losses
+from slipstream.pipeline.batch import Inputs, Lengths, Rows, Sequences, WholeBatch, padded_as
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
 from slipstream.pipeline.families.model_family import causal_lm
-from slipstream.pipeline.given_batch import Inputs, given_batch, padded_as
 from slipstream.pipeline.introspection import PipelineFacts
-from slipstream.pipeline.sequences import Lengths, Rows, Sequences
 from slipstream.planner.steps import StepPlan
 
 
@@ -42,8 +39,10 @@ class PipelineEvaluation(PipelineFacts):
         """Runs one batch forward only, in evaluation mode, and returns the global mean loss. Collective; arguments,
         result and errors are those of `step`, though nothing needs to be trained."""
         of_rows = None, document_ids, lengths, sequence_values
-        whole = self._batch(inputs, targets, *of_rows, plan is not None)
-        return mean_loss(self._engine, whole, plan, num_targets)
+        whole = self._runtime.read_batch(inputs, targets, *of_rows, plan is not None)
+        with self._evaluating("evaluate"):
+            batch, _ = self._runtime.cut_to_evaluate(whole, plan, num_targets is None)
+            return self._runtime.run_forward(batch, num_targets)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
@@ -51,7 +50,7 @@ class PipelineEvaluation(PipelineFacts):
 
         Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
         """
-        return self._engine.sequence_log_probabilities()
+        return self._runtime.sequence_log_probabilities()
 
     def logits(
         self,
@@ -75,9 +74,14 @@ class PipelineEvaluation(PipelineFacts):
         Raises:
             SlipstreamError: as `step`, and where no rank has all logits, with vocabulary="spread".
         """
-        whole = self._batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
-        outputs = token_logits(self._engine, whole)
-        return None if outputs is None else padded_as(outputs, inputs)
+        whole = self._runtime.read_batch(inputs, None, position_ids, document_ids, lengths, needs_labels=False)
+        tensor = self._runtime.tensor_parallel
+
+        def gathered(logits: Tensor, targets: Tensor) -> Tensor:
+            return logits if tensor is None else gather_vocabulary(logits, tensor.group, tensor.num_ids)
+
+        found = self._collected(whole, "logits", gathered)
+        return padded_as(found.joined(found.outputs), inputs) if found.outputs else None
 
     def log_probabilities(
         self,
@@ -104,102 +108,68 @@ class PipelineEvaluation(PipelineFacts):
         """
         if labels is None and not isinstance(inputs, Mapping):
             raise SlipstreamError("labels are missing: give log_probabilities(tokens, labels), or a mapping with both.")
-        whole = self._batch(inputs, labels, position_ids, document_ids, lengths)
-        return padded_as(label_log_probabilities(self._engine, whole), inputs)
+        whole = self._runtime.read_batch(inputs, labels, position_ids, document_ids, lengths)
+        tensor = self._runtime.tensor_parallel
+        losses: TokenOutputs = token_cross_entropy
+        if tensor is not None:
+            losses = vocabulary_token_losses(tensor.group, tensor.first_id, IGNORED)
+        found = self._collected(whole, "log_probabilities", lambda logits, targets: -losses(logits, targets).double())
+        rows = found.joined(found.on_every_rank(self._runtime.ranks.pipeline))
+        # what tokens say of the labels after them goes to these labels' places
+        if isinstance(rows, Tensor):
+            return padded_as(functional.pad(rows[..., :-1], (1, 0)), inputs)
+        return padded_as([functional.pad(row[:-1], (1, 0)) for row in rows], inputs)
 
-    def _batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
-        if isinstance(inputs, Mapping):
-            causal_lm(self._engine.family, "a mapping as a batch", "Give step(inputs, targets).")
-        return given_batch(self._engine.ranks, self.device, inputs, *others, **options)
+    def _collected(self, whole: WholeBatch | Sequences, call: str, function: TokenOutputs) -> _CollectedTokens:
+        """Returns what the function gives of each slice's logits and targets here. Collective."""
+        runtime = self._runtime
+        family = causal_lm(runtime.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
+        if runtime.layout.spreads_vocabulary:
+            raise SlipstreamError(
+                "no rank has all logits, as the rows of the head are spread over the ranks. Give "
+                "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
+            )
+        with self._evaluating(call):
+            batch, plan = runtime.cut_to_evaluate(whole, needs_targets=False)
+            outputs = runtime.collect_outputs(function, batch)
+        if plan is None:
+            return _CollectedTokens(outputs, batch)
+        lengths = [len(targets) for targets in whole.targets]
+        return _CollectedTokens(outputs, batch, family.sequences_of(plan.groups), lengths)
 
-
-def mean_loss(
-    engine: Engine, whole: WholeBatch | Sequences, plan: StepPlan | None = None, num_targets: float | None = None
-) -> Tensor:
-    """Returns the global mean loss of a batch, or the sum over `num_targets`. Collective. `plan` is for sequences
-    alone."""
-    with _evaluating(engine, "evaluate"):
-        batch, _ = engine.split_to_evaluate(whole, plan, num_targets is None)
-        return engine.run_forward(batch, num_targets)
-
-
-def token_logits(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows | None:
-    """Returns each token's logits on ranks that have the last stage, None on the others. Collective."""
-    outputs, batch, places = _kept(engine, whole, "logits", gathered_logits(engine.tensor_parallel))
-    return places.joined(outputs, batch) if outputs else None
-
-
-def label_log_probabilities(engine: Engine, whole: WholeBatch | Sequences) -> TokenRows:
-    """Returns each label's log-probability, on every rank. Collective."""
-    outputs, batch, places = _kept(engine, whole, "log_probabilities", log_probabilities(engine.tensor_parallel))
-    return aligned_with_labels(places.joined(sum_over_stages(outputs, batch, engine.ranks.pipeline), batch))
-
-
-def _kept(
-    engine: Engine, whole: WholeBatch | Sequences, call: str, function: TokenOutputs
-) -> tuple[Mapping[tuple[int, int], Tensor], SplitBatch, RowPlaces]:
-    """Returns what the function gives of each slice here, how the batch was split, and where its tokens are."""
-    family = causal_lm(engine.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
-    if engine.layout.spreads_vocabulary:
-        raise SlipstreamError(
-            "no rank has all logits, as the rows of the head are spread over the ranks. Give "
-            "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
-        )
-    with _evaluating(engine, call):
-        batch, plan = engine.split_to_evaluate(whole, needs_targets=False)
-        outputs = engine.keep_outputs(function, batch)
-    if plan is None:
-        return outputs, batch, RowPlaces()
-    lengths = [len(targets) for targets in whole.targets]
-    return outputs, batch, RowPlaces(family.sequences_of(plan.groups), lengths)
+    @contextmanager
+    def _evaluating(self, call: str) -> Iterator[None]:
+        """Sets evaluation mode, without gradients, for the method `call`; each stage's own mode is as before in the
+        end."""
+        runtime = self._runtime
+        runtime.calls.name = call
+        modes = {stage: stage.model.training for stage in runtime.stages.values()}
+        runtime.train(False)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for stage, training in modes.items():
+                stage.model.train(training)
+        runtime.parameters.release()
 
 
-@contextmanager
-def _evaluating(engine: Engine, call: str) -> Iterator[None]:
-    """Sets evaluation mode, without gradients, for the method `call`; each stage's own mode is as before in the end."""
-    engine.calls.name = call
-    modes = {stage: stage.model.training for stage in engine.stages.values()}
-    engine.train(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for stage, training in modes.items():
-            stage.model.train(training)
-    engine.parameters.release()
-
-
-def gathered_logits(tensor: TensorParallel | None) -> TokenOutputs:
-    """Returns the function that keeps logits, (b, T, vocabulary). Calling it is collective over the tensor ranks."""
-
-    def gather(logits: Tensor, targets: Tensor) -> Tensor:
-        return logits if tensor is None else gather_vocabulary(logits, tensor.group, tensor.num_ids)
-
-    return gather
-
-
-def log_probabilities(tensor: TensorParallel | None) -> TokenOutputs:
-    """Returns the function that keeps each target's log-probability, (b, T) float64, zero where none counts. Calling it
-    is collective over the tensor ranks."""
-    losses: TokenOutputs = token_cross_entropy
-    if tensor is not None:
-        losses = vocabulary_token_losses(tensor.group, tensor.first_id, IGNORED)
-    return lambda logits, targets: -losses(logits, targets).double()
-
-
-TokenRows = Tensor | list[Tensor]  # (batch, sequence, ...), or of every sequence (T, ...)
+SliceOutputs = Mapping[tuple[int, int], Tensor]  # by microbatch and slice, (b, T, ...)
 
 
 @dataclass(frozen=True)
-class RowPlaces:
-    """Where a batch's tokens are: in microbatches of rows next to each other, or each a row of sequences."""
+class _CollectedTokens:
+    """What was collected of a batch's slices, and where its tokens are: in microbatches of rows next to each other, or
+    each a row of sequences."""
 
+    outputs: SliceOutputs  # none on ranks without the last stage
+    batch: SplitBatch
     groups: Sequence[Sequence[int]] = ()  # the sequences in each microbatch's row
     lengths: Sequence[int] = ()  # of each sequence, by its number
 
-    def joined(self, outputs: Mapping[tuple[int, int], Tensor], batch: SplitBatch) -> TokenRows:
-        """Returns the outputs by row or by sequence, of those of each (microbatch, slice), (b, T, ...)."""
-        counts = map(len, batch.slices)
+    def joined(self, outputs: SliceOutputs) -> Tensor | list[Tensor]:
+        """Returns outputs by row, (batch, sequence, ...), or by sequence, (T, ...) each."""
+        counts = map(len, self.batch.slices)
         rows = [torch.cat([outputs[m, i] for i in range(count)], dim=1) for m, count in enumerate(counts)]
         if not self.groups:
             return torch.cat(rows)
@@ -208,20 +178,10 @@ class RowPlaces:
             cut.update(zip(group, torch.split(row, [self.lengths[number] for number in group]), strict=True))
         return [cut[number] for number in range(len(cut))]
 
-
-def sum_over_stages(
-    outputs: Mapping[tuple[int, int], Tensor], batch: SplitBatch, pipeline: RankGroup
-) -> dict[tuple[int, int], Tensor]:
-    """Returns on every rank what the last stage's kept of each slice, (b, T) float64. Collective over the pipeline."""
-    targets = {(m, i): each for m, row in enumerate(batch.targets) for i, each in enumerate(row)}
-    mine = [outputs.get(key, each.new_zeros(each.shape, dtype=torch.float64)) for key, each in targets.items()]
-    whole = pipeline.sum(torch.cat([each.flatten() for each in mine]))
-    parts = torch.split(whole, [each.numel() for each in mine])
-    return {key: part.view_as(each) for (key, each), part in zip(targets.items(), parts, strict=True)}
-
-
-def aligned_with_labels(rows: TokenRows) -> TokenRows:
-    """Returns what tokens say of the labels after them at these labels' places; zero at the first."""
-    if isinstance(rows, Tensor):
-        return functional.pad(rows[..., :-1], (1, 0))
-    return [functional.pad(row[:-1], (1, 0)) for row in rows]
+    def on_every_rank(self, pipeline: RankGroup) -> SliceOutputs:
+        """Returns what the last stage's rank has, (b, T) float64 of each slice. Collective over the pipeline."""
+        targets = {(m, i): each for m, row in enumerate(self.batch.targets) for i, each in enumerate(row)}
+        mine = [self.outputs.get(key, each.new_zeros(each.shape, dtype=torch.float64)) for key, each in targets.items()]
+        whole = pipeline.sum(torch.cat([each.flatten() for each in mine]))
+        parts = torch.split(whole, [each.numel() for each in mine])
+        return {key: part.view_as(each) for (key, each), part in zip(targets.items(), parts, strict=True)}

@@ -11,10 +11,10 @@ from transformers import PretrainedConfig
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
-from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.families import Balance, CausalLMFamily, ExecutedStep, StageLayout
 from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
 from slipstream.pipeline.memory import rehearse
+from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Schedule
@@ -25,22 +25,22 @@ from slipstream.timeline import Timeline
 class PipelineFacts:
     """The part of a Pipeline that describes it."""
 
-    _engine: Engine
+    _runtime: PipelineRuntime
 
     @property
     def config(self) -> PretrainedConfig:
         """The model's configuration. Raises SlipstreamError for an nn.Sequential, which has none."""
-        return causal_lm(self._engine.family, "config").config
+        return causal_lm(self._runtime.family, "config").config
 
     @property
     def device(self) -> torch.device:
         """The device on which this rank computes."""
-        return self._engine.device
+        return self._runtime.device
 
     @property
     def rank(self) -> int:
         """This process's place on the pipeline."""
-        return self._engine.ranks.pipeline.rank
+        return self._runtime.ranks.pipeline.rank
 
     @property
     def num_ranks(self) -> int:
@@ -50,43 +50,43 @@ class PipelineFacts:
     @property
     def replica(self) -> int:
         """This pipeline's place among those that share a batch (dp)."""
-        return self._engine.ranks.data.rank
+        return self._runtime.ranks.data.rank
 
     @property
     def num_replicas(self) -> int:
         """The number of pipelines that share a batch (dp)."""
-        return self._engine.ranks.data.size
+        return self._runtime.ranks.data.size
 
     @property
     def leads(self) -> bool:
         """Whether this is the one rank of all that writes and speaks for them."""
-        return self._engine.ranks.leads
+        return self._runtime.ranks.leads
 
     @property
     def has_own_loss(self) -> bool:
         """Whether a `loss_fn` was given, so that a step's loss isn't cross-entropy."""
-        return self._engine.has_own_loss
+        return self._runtime.has_own_loss
 
     @property
     def plan(self) -> JointPlan | None:
         """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
-        return self._engine.plan
+        return self._runtime.plan
 
     @property
     def rates(self) -> StageRates | None:
         """What the stages cost, by which steps on sequences of different lengths are planned: in seconds where it was
         measured, else in multiplications. None for an nn.Sequential."""
-        return self._engine.rates
+        return self._runtime.rates
 
     @property
     def is_tuning(self) -> bool:
         """Whether "auto" is still to be planned: the next step may run in another order or in other slices."""
-        return self._engine.settings.is_tuning
+        return self._runtime.settings.is_tuning
 
     @property
     def layout(self) -> StageLayout:
         """The layers of every stage, and the lowered schedules of the next step and of an evaluation."""
-        return self._engine.layout
+        return self._runtime.layout
 
     @property
     def order(self) -> Schedule:
@@ -96,26 +96,26 @@ class PipelineFacts:
     @property
     def last_step(self) -> ExecutedStep:
         """The layout and the slices of the last step; "auto" may have other plans for the next."""
-        return self._engine.last_step
+        return self._runtime.last_step
 
     @property
     def axes(self) -> dict[str, RankGroup]:
         """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp."""
-        return {axis.name: group for axis, group in self._engine.ranks.groups.items()}
+        return {axis.name: group for axis, group in self._runtime.ranks.groups.items()}
 
     @property
     def bytes_sent(self) -> int:
         """The bytes that this rank sent to other stages in the last step or evaluation, without headers."""
-        return self._engine.runner.transport.bytes_sent
+        return self._runtime.transport.bytes_sent
 
     @property
     def random_state(self) -> tuple[int, int]:
         """The seed, and the number of steps so far, on which dropout depends. May be set."""
-        return self._engine.random_state
+        return self._runtime.random_state
 
     @random_state.setter
     def random_state(self, state: tuple[int, int]) -> None:
-        self._engine.random_state = state
+        self._runtime.random_state = state
 
     @property
     def balance(self) -> Balance:
@@ -123,22 +123,21 @@ class PipelineFacts:
 
         Raises SlipstreamError for a causal LM, and where costs aren't known: give `layers` an example or costs.
         """
-        return layer_sequence(self._engine.family, "balance").balance(self.layout)
+        return layer_sequence(self._runtime.family, "balance").balance(self.layout)
 
     def slices(self, length: int) -> list[int]:
         """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
         `microbatches`, in the one with the most slices."""
-        return self._engine.settings.lengths(length)
+        return self._runtime.settings.lengths(length)
 
     def timeline(self) -> Timeline:
         """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
-        self._engine.calls.begin("timeline")
-        return self._engine.runner.timeline()
+        return self._runtime.timeline()
 
     def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
         """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
         `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one."""
-        return rehearse(self._engine.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
+        return rehearse(self._runtime.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
 
     @property
     def adapter(self) -> Adapter | None:
@@ -148,26 +147,26 @@ class PipelineFacts:
     @property
     def trained_weights(self) -> TrainedWeights:
         """What was trained of a causal LM when the pipeline was made: all weights, all but some, or an adapter."""
-        return getattr(self._engine.family, "trained", ALL_WEIGHTS)
+        return getattr(self._runtime.family, "trained", ALL_WEIGHTS)
 
 
-def summarise(engine: Engine) -> str:
+def summarise(runtime: PipelineRuntime) -> str:
     """Returns the lines, of what this rank knows: it never communicates."""
     lines = {
-        "layers": _layers(engine),
-        "schedule": _schedule(engine),
-        "mesh": _mesh(engine),
-        "parameters": _parameters(engine),
+        "layers": _layers(runtime),
+        "schedule": _schedule(runtime),
+        "mesh": _mesh(runtime),
+        "parameters": _parameters(runtime),
     }
-    if engine.runner.graphs is not None:
-        lines["CUDA graphs"] = str(engine.runner.graphs)
-    family = engine.family
+    if runtime.graphs is not None:
+        lines["CUDA graphs"] = str(runtime.graphs)
+    family = runtime.family
     name = family.config.model_type if isinstance(family, CausalLMFamily) else "an nn.Sequential"
     return "\n".join([f"Pipeline of {name}", *(f"  {key}: {line}" for key, line in lines.items())])
 
 
-def _layers(engine: Engine) -> str:
-    layout = engine.layout
+def _layers(runtime: PipelineRuntime) -> str:
+    layout = runtime.layout
     counts = " + ".join(f"{each.stop - each.start:g}" for each in layout.layers)
     num_stages = len(layout.layers)
     stages = "1 stage" if num_stages == 1 else f"{num_stages} stages"
@@ -177,8 +176,8 @@ def _layers(engine: Engine) -> str:
     return f"{counts} in {stages}, on {ranks}{head}"
 
 
-def _schedule(engine: Engine) -> str:
-    layout, settings = engine.layout, engine.settings
+def _schedule(runtime: PipelineRuntime) -> str:
+    layout, settings = runtime.layout, runtime.settings
     number = layout.order.num_microbatches
     microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
     slices = settings.slices if isinstance(settings.slices, int) else ", ".join(map(str, settings.slices))
@@ -187,20 +186,20 @@ def _schedule(engine: Engine) -> str:
     return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
 
 
-def _mesh(engine: Engine) -> str:
-    ranks = engine.ranks
+def _mesh(runtime: PipelineRuntime) -> str:
+    ranks = runtime.ranks
     if ranks.world.size == 1:
-        return f"one process, on {engine.device}"
+        return f"one process, on {runtime.device}"
     sizes = ", ".join(f"{axis.name}={group.size}" for axis, group in ranks.groups.items())
     mine = ", ".join(f"{group.rank} of {axis.name}" for axis, group in ranks.groups.items())
-    return f"{sizes}; this is rank {mine}, on {engine.device}"
+    return f"{sizes}; this is rank {mine}, on {runtime.device}"
 
 
-def _parameters(engine: Engine) -> str:
-    parameters = [parameter for _, parameter in engine.parameters.named()]
+def _parameters(runtime: PipelineRuntime) -> str:
+    parameters = [parameter for _, parameter in runtime.parameters.named()]
     here = sum(each.numel() for each in parameters)
     trained = sum(each.numel() for each in parameters if each.requires_grad)
-    computes = _dtypes([each for stage in engine.stages.values() for each in stage.model.parameters()])
+    computes = _dtypes([each for stage in runtime.stages.values() for each in stage.model.parameters()])
     updates = _dtypes(parameters)
     dtypes = computes if computes == updates else f"{computes}, updated in {updates}"
     which = "" if trained == here else f", of which {trained:,} are trained"

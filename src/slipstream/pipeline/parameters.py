@@ -15,7 +15,7 @@ from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.zero import ShardedParameters
 from slipstream.pipeline.agreement import CallAgreement
-from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.execution.action_graphs import FixedGradients
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 

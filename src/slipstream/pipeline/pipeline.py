@@ -16,13 +16,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import random_model
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
-from slipstream.pipeline.engine import Engine
+from slipstream.pipeline.batch import Inputs, Lengths, Rows
 from slipstream.pipeline.evaluation import PipelineEvaluation
-from slipstream.pipeline.given_batch import Inputs
 from slipstream.pipeline.introspection import ANSWERS, summarise
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
+from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
-from slipstream.pipeline.sequences import Lengths, Rows
 from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
 from slipstream.planner.slicing import BatchSlicing
 from slipstream.planner.steps import StageRates, StepPlan
@@ -119,7 +118,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         records = memory, parallel, precision, runtime, layers
         place = mesh, num_ranks, device
         options = PipelineOptions(*order, loss_fn, *records, *place, microbatches, vocabulary, router_loss, rates)
-        self._engine = Engine(model, options)
+        self._runtime = PipelineRuntime(model, options)
         self.train()
 
     @classmethod
@@ -195,19 +194,19 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
                 run, and then all gradients are dropped.
         """
         of_rows = position_ids, document_ids, lengths, sequence_values
-        whole = self._batch(inputs, targets, *of_rows, plan is not None)
-        return self._engine.step(whole, loss_scale, plan, num_targets)
+        whole = self._runtime.read_batch(inputs, targets, *of_rows, plan is not None)
+        return self._runtime.step(whole, loss_scale, plan, num_targets)
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step on sequences of these lengths, in tokens, and returns at once; `step` on such sequences
         then finds its plan. Call it before the step before, on every rank; where it isn't called, and with a memory
         limit before the first step, `step` plans."""
-        self._engine.prepare([int(length) for length in lengths])
+        self._runtime.prepare([int(length) for length in lengths])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
         weight, with shard_optimizer its rows of that, and with master_dtype copies."""
-        return self._engine.parameters.named()
+        return self._runtime.parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields this rank's parameters, for an optimizer."""
@@ -215,31 +214,31 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
         """Yields what `named_parameters` does, each with its place in the unsplit parameter: for checkpoints."""
-        return self._engine.parameters.shards()
+        return self._runtime.parameters.shards()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, a
         float64 scalar. A weight counts once, however many ranks have copies of it. Collective."""
-        return self._engine.parameters.clip_(max_norm, self._engine.calls)
+        return self._runtime.parameters.clip_(max_norm, self._runtime.calls)
 
     def refresh(self) -> None:
         """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""
-        self._engine.parameters.refresh()
+        self._runtime.parameters.refresh()
 
     def train(self) -> Self:
         """Sets training mode: dropout is on."""
-        self._engine.train(True)
+        self._runtime.train(True)
         return self
 
     def eval(self) -> Self:
         """Sets evaluation mode: dropout is off."""
-        self._engine.train(False)
+        self._runtime.train(False)
         return self
 
     def __repr__(self) -> str:
         """Returns a few lines: the layers of every stage, the schedule, the slices, the mesh and the parameters here,
         those that `named_parameters` yields."""
-        return summarise(self._engine)
+        return summarise(self._runtime)
 
     if not TYPE_CHECKING:
 

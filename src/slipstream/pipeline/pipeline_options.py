@@ -187,12 +187,6 @@ def torch_dtype(name: str | None) -> torch.dtype | None:
 _EXAMPLE = "[[2, [704, 688, 656]], [1, [2048]]] for 3 rows of 2048 tokens"
 
 
-def even_microbatches(num_rows: int, num_microbatches: int, slices: Sequence[int]) -> list[SlicedMicrobatch]:
-    """Returns microbatches of nearly equal numbers of rows, the larger ones first, all in the same slices."""
-    rows, more = divmod(num_rows, num_microbatches)
-    return [SlicedMicrobatch(rows + (number < more), tuple(slices)) for number in range(num_microbatches)]
-
-
 def given_microbatches(given: Any) -> tuple[SlicedMicrobatch, ...]:
     """Returns the microbatches of a setting: what `slice_batch` returns, or pairs of rows and slice lengths.
 

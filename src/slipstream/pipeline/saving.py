@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Never, Protocol
@@ -26,11 +27,11 @@ from slipstream.checkpoint import (
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks
-from slipstream.pipeline.engine import Engine
 from slipstream.pipeline.families import CausalLMFamily
 from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.introspection import PipelineFacts
-from slipstream.pipeline.weights import save_on_leader, write_adapter, write_merged, write_model
+from slipstream.pipeline.runtime import PipelineRuntime
+from slipstream.pipeline.weights import merged_state, save_on_leader, write_adapter, write_model
 from slipstream.profile import without_origin
 from slipstream.watchdog import counted_off
 
@@ -65,7 +66,28 @@ class PipelineSaving(PipelineFacts):
             SlipstreamError: on every rank, where it wasn't saved; earlier checkpoints stay as they are.
             NonFiniteError: on every rank, where something that is to be saved isn't finite.
         """
-        save_loop(self._engine, (folder, step), optimizer, scheduler, facts, keep, replace)
+        folder, runtime = Path(folder), self._runtime
+        ranks = runtime.ranks
+        runtime.calls.begin("save")
+
+        def prepared() -> tuple[list[TensorShard], dict[str, Any], Any]:
+            if type(step) is not int or step < 0:
+                raise SlipstreamError(f"{step=}: give the number of steps so far, 0 or more")
+            if optimizer is not None:
+                check_parameters(optimizer, (parameter for _, parameter in runtime.parameters.named()))
+            rule = describe_rule(optimizer, scheduler)
+            return list(training_shards(_kept(runtime), optimizer)), rule, encode(dict(facts), "facts")
+
+        shards, rule, kept = ranks.world.done_by_all(prepared)
+        _check_alike(ranks, {"step": step, **rule})
+        shards += _buffers(runtime, writes=True)
+        with counted_off("saving", uses_disk=True):
+            checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
+            checkpoints.prepare()
+            ranks.decided(lambda: _check_step(folder, step, replace))
+            described = {"loop": {**rule, "facts": kept, "random_state": list(runtime.random_state)}}
+            checkpoints.save(step, shards, described | {"model": _described(runtime)})
+            checkpoints.close()
 
     def load(
         self,
@@ -88,7 +110,37 @@ class PipelineSaving(PipelineFacts):
             SlipstreamError: on every rank and before anything changes, where there is no checkpoint, it is damaged, or
                 it is of another model.
         """
-        return load_loop(self._engine, (folder, step), optimizer, scheduler)
+        folder, runtime = Path(folder), self._runtime
+        ranks = runtime.ranks
+        runtime.calls.begin("load")
+        with counted_off("loading a checkpoint", uses_disk=True):
+            checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
+            saved = checkpoints.find(step)
+            if saved is None:
+                raise SlipstreamError(
+                    f"there is no checkpoint in {folder}; pipe.save(folder, step, optimizer=optimizer) makes one. To "
+                    "load only where there is one, ask slipstream.checkpoint.CheckpointFolder(folder).steps()."
+                )
+            parts, buffers = list(_kept(runtime)), _buffers(runtime)
+            mine = {f"model.{part.name}" for part in parts} | {shard.key for shard in buffers}
+            everywhere = {name for names in ranks.world.gather(mine) for name in names}
+
+            def checked() -> None:
+                if optimizer is not None:
+                    check_parameters(optimizer, (parameter for _, parameter in runtime.parameters.named()))
+                if problem := _problem(saved, runtime, everywhere) or check_rule(
+                    saved.facts["loop"], optimizer, scheduler
+                ):
+                    raise SlipstreamError(f"{saved.folder} {problem}.")
+
+            ranks.world.done_by_all(checked)
+            load_training(checkpoints, saved, parts, optimizer, buffers)
+        loop = saved.facts["loop"]
+        restore_rule(loop, optimizer, scheduler)
+        seed, num_steps = loop["random_state"]
+        runtime.random_state = seed, num_steps
+        runtime.parameters.refresh()
+        return saved.step, decode(loop["facts"])
 
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
         """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
@@ -97,102 +149,33 @@ class PipelineSaving(PipelineFacts):
         Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
         `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
         """
-        family = causal_lm(self._engine.family, "save_pretrained")
-        state, config, adapter = self._engine.state_dict("save_pretrained"), family.config, family.adapter
-        stage = next(iter(self._engine.stages.values()))
+        family = causal_lm(self._runtime.family, "save_pretrained")
+        state, config, adapter = self._runtime.state_dict("save_pretrained"), family.config, family.adapter
+        stage = next(iter(self._runtime.stages.values()))
         generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
-        beside, ranks = family.beside, self._engine.ranks
+        beside, ranks = family.beside, self._runtime.ranks
         if adapter is None:
             save_on_leader(lambda: write_model(folder, config, state, generation, beside), ranks)
         elif merged:
-            save_on_leader(lambda: write_merged(folder, config, adapter, state, generation, beside), ranks)
+            whole = partial(merged_state, config, adapter, state)
+            save_on_leader(lambda: write_model(folder, config, whole(), generation, beside), ranks)
         else:
             save_on_leader(lambda: write_adapter(folder, config, adapter, state), ranks)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the
         others. Collective."""
-        return self._engine.state_dict()
+        return self._runtime.state_dict()
 
 
-def save_loop(
-    engine: Engine,
-    place: tuple[str | Path, int],
-    optimizer: Optimizer | None,
-    scheduler: Scheduler | None,
-    facts: Mapping[str, Any],
-    keep: int,
-    replace: bool,
-) -> None:
-    """Saves a checkpoint of a folder and a step, and returns when it is complete. Collective; see `Pipeline.save`."""
-    folder, step, ranks = Path(place[0]), place[1], engine.ranks
-    engine.calls.begin("save")
-
-    def prepared() -> tuple[list[TensorShard], dict[str, Any], Any]:
-        if type(step) is not int or step < 0:
-            raise SlipstreamError(f"{step=}: give the number of steps so far, 0 or more")
-        if optimizer is not None:
-            check_parameters(optimizer, (parameter for _, parameter in engine.parameters.named()))
-        rule = describe_rule(optimizer, scheduler)
-        return list(training_shards(_kept(engine), optimizer)), rule, encode(dict(facts), "facts")
-
-    shards, rule, kept = ranks.world.done_by_all(prepared)
-    _check_alike(ranks, {"step": step, **rule})
-    shards += _buffers(engine, writes=True)
-    with counted_off("saving", uses_disk=True):
-        checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
-        checkpoints.prepare()
-        ranks.decided(lambda: _check_step(folder, step, replace))
-        described = {"loop": {**rule, "facts": kept, "random_state": list(engine.random_state)}}
-        checkpoints.save(step, shards, described | {"model": _described(engine)})
-        checkpoints.close()
-
-
-def load_loop(
-    engine: Engine,
-    place: tuple[str | Path, int | Literal["latest", "last-good"]],
-    optimizer: Optimizer | None,
-    scheduler: Scheduler | None,
-) -> tuple[int, dict[str, Any]]:
-    """Loads a checkpoint of a folder; returns its step and facts. Collective; see `Pipeline.load`."""
-    folder, ranks = Path(place[0]), engine.ranks
-    engine.calls.begin("load")
-    with counted_off("loading a checkpoint", uses_disk=True):
-        checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
-        saved = checkpoints.find(place[1])
-        if saved is None:
-            raise SlipstreamError(
-                f"there is no checkpoint in {folder}; pipe.save(folder, step, optimizer=optimizer) makes one. To load "
-                "only where there is one, ask slipstream.checkpoint.CheckpointFolder(folder).steps()."
-            )
-        parts, buffers = list(_kept(engine)), _buffers(engine)
-        mine = {f"model.{part.name}" for part in parts} | {shard.key for shard in buffers}
-        everywhere = {name for names in ranks.world.gather(mine) for name in names}
-
-        def checked() -> None:
-            if optimizer is not None:
-                check_parameters(optimizer, (parameter for _, parameter in engine.parameters.named()))
-            if problem := _problem(saved, engine, everywhere) or check_rule(saved.facts["loop"], optimizer, scheduler):
-                raise SlipstreamError(f"{saved.folder} {problem}.")
-
-        ranks.world.done_by_all(checked)
-        load_training(checkpoints, saved, parts, optimizer, buffers)
-    loop = saved.facts["loop"]
-    restore_rule(loop, optimizer, scheduler)
-    seed, num_steps = loop["random_state"]
-    engine.random_state = seed, num_steps
-    engine.parameters.refresh()
-    return saved.step, decode(loop["facts"])
-
-
-def _problem(saved: SavedCheckpoint, engine: Engine, everywhere: set[str]) -> str:
+def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[str]) -> str:
     """Returns why the checkpoint isn't of this model, or not of a loop; "" where it is.
 
     `everywhere` are the keys of the tensors that any rank can load.
     """
     if "loop" not in saved.facts:
         return "was saved by `slipstream train`, which goes on from it with --checkpoint.resume=latest"
-    if differences := saved.describe_other_model(_described(engine)):
+    if differences := saved.describe_other_model(_described(runtime)):
         return f"is a checkpoint of another model: {differences}"
     names = (name for name in saved.manifest.tensors if name.startswith("model."))
     lost = [name.removeprefix("model.") for name in names if name not in everywhere]
@@ -202,26 +185,26 @@ def _problem(saved: SavedCheckpoint, engine: Engine, everywhere: set[str]) -> st
     return ""
 
 
-def _kept(engine: Engine) -> Iterator[ParameterShard]:
-    return kept_parts(engine.parameters.shards(), _adapter(engine) is not None)
+def _kept(runtime: PipelineRuntime) -> Iterator[ParameterShard]:
+    return kept_parts(runtime.parameters.shards(), _adapter(runtime) is not None)
 
 
-def _buffers(engine: Engine, writes: bool = False) -> list[TensorShard]:
+def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard]:
     """Returns the model's state that isn't parameters, such as the statistics of batch norms. Collective if it is to be
     written: each by the first rank of those that have it."""
-    if _adapter(engine) is not None:
+    if _adapter(runtime) is not None:
         return []
-    stages = engine.stages.values()
+    stages = runtime.stages.values()
     weights = {storage_id(each) for stage in stages for _, each in stage.named_parameters()}
     own = {
         name: tensor
         for stage in stages
         for name, tensor in stage.state().items()
-        if name not in engine.parameters.shares
+        if name not in runtime.parameters.shares
         and not isinstance(tensor, DTensor)
         and storage_id(tensor) not in weights  # a tied weight has a second name
     }
-    world = engine.ranks.world
+    world = runtime.ranks.world
     holders = world.gather(list(own)) if writes else []
     first = {name: rank for rank, names in reversed([*enumerate(holders)]) for name in names}
     return [
@@ -232,12 +215,12 @@ def _buffers(engine: Engine, writes: bool = False) -> list[TensorShard]:
     ]
 
 
-def _adapter(engine: Engine) -> object:
-    return engine.family.adapter if isinstance(engine.family, CausalLMFamily) else None
+def _adapter(runtime: PipelineRuntime) -> object:
+    return runtime.family.adapter if isinstance(runtime.family, CausalLMFamily) else None
 
 
-def _described(engine: Engine) -> dict[str, Any]:
-    return describe_model(engine.family.config) if isinstance(engine.family, CausalLMFamily) else {}
+def _described(runtime: PipelineRuntime) -> dict[str, Any]:
+    return describe_model(runtime.family.config) if isinstance(runtime.family, CausalLMFamily) else {}
 
 
 def _check_step(folder: Path, step: int, replace: bool) -> None:

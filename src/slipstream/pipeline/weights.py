@@ -38,7 +38,7 @@ from slipstream.model.given_model import GivenModel, compare_with_config
 from slipstream.model.toy import quiet_transformers
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
-from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.parameters import Parameters
 
 
@@ -361,18 +361,6 @@ def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[
         raise SlipstreamError(f"the checkpoint's weights aren't those of its adapter: {other[0]} is in one of the two.")
     adapted.get_base_model().load_state_dict(dict(trained), strict=False)
     return {name: tensor.detach() for name, tensor in adapted.merge_and_unload().state_dict().items()}
-
-
-def write_merged(
-    folder: str | Path,
-    config: PretrainedConfig,
-    adapter: Adapter,
-    state: Mapping[str, Tensor],
-    generation: GenerationConfig | None,
-    beside: Path | None,
-) -> None:
-    """Writes the merged model as `write_model` does."""
-    write_model(folder, config, merged_state(config, adapter, state), generation, beside)
 
 
 def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tensor]) -> Any:

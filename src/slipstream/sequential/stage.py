@@ -78,6 +78,7 @@ class SequentialStage:
         ends = [(route.name, place[route.stash], place[route.pop]) for route in routes]
         self._arrivals = self._in_order((name, begin) for name, begin, end in ends if begin < end == number)
         self._departures = self._in_order((name, end) for name, begin, end in ends if number == begin < end)
+        self.has_skips = any(abs(end - number) > 1 for _, end in (*self._arrivals, *self._departures))
         cut = find_cut(tracer.layers)
         self._cut = len(tracer.layers) if cut is None else cut
         add_weight_gradients_in_place(self.model)

@@ -17,7 +17,7 @@ from slipstream.launch import Progress
 from slipstream.model import IGNORED, MANY_TOKENS, check_length, load_config, longest_sequence
 from slipstream.options import Runtime
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.batch import slice_lengths
+from slipstream.pipeline.cut_batch import slice_lengths
 from slipstream.planner.steps import StepPlan
 from slipstream.schedule import gpipe
 from slipstream.train.config import Config, PreferenceSection, SourceSection, precision_named

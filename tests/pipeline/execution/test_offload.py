@@ -16,7 +16,7 @@ from slipstream import Action, Op, Pipeline, Schedule, SlipstreamError, gpipe
 from slipstream.model import storage_id
 from slipstream.model.autograd_memory import RecomputationError, SavedTensors
 from slipstream.pipeline.execution import StepState
-from slipstream.pipeline.execution.step_state import BlocksInFile, host_memory_of
+from slipstream.pipeline.execution.saved_activations import BlocksInFile, host_memory_of
 from slipstream.schedule import add_communication
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, llama, tokens
 from support.live_memory import LiveMemory, held_after_three_slices
@@ -96,7 +96,7 @@ def test_a_stage_lets_go_of_its_input_too() -> None:
         row = order.format(offload=moves[0], reload=moves[1])
         schedule = Schedule.parse(f"schedule: s\nplacement: 0 0\nmicrobatches: 1\nslices: 2\nrank 0: {row}")
         pipe = make_pipe(build(llama()), schedule, slices=[60, 4], recompute="full")
-        (executor,) = pipe._engine.runner.executors
+        (executor,) = pipe._runtime.executors
         memory = LiveMemory(besides=pipe.parameters())
 
         def note(action: Action, state: StepState, memory: LiveMemory = memory) -> None:
@@ -129,7 +129,7 @@ def test_no_file_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             most = num_open_files()
             raise OSError("disk failed")
 
-    pipe._engine.runner.executors[0].observe(BeforeEach(fail))
+    pipe._runtime.executors[0].observe(BeforeEach(fail))
     with pytest.raises(OSError, match="disk failed"):
         pipe.step(inputs, inputs)
     assert most >= before + 3  # one a slice that is away

@@ -120,7 +120,7 @@ def test_frozen_parameters() -> None:
 def test_a_number_of_layers_runs_no_other_again() -> None:
     pipe = make_pipe(build(llama()), "gpipe", slices=3, recompute=2)
     runs = [0] * 4
-    for index, layer in enumerate(pipe._engine.stages[0].model.model.layers):
+    for index, layer in enumerate(pipe._runtime.stages[0].model.model.layers):
 
         def count(*_: object, index: int = index) -> None:
             runs[index] += 1

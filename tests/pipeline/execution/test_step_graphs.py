@@ -81,14 +81,14 @@ def batch(number: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def num_recorded(pipe: Pipeline) -> int:
-    graphs = pipe._engine.runner.graphs
+    graphs = pipe._runtime.graphs
     assert graphs is not None
     return graphs.num_recorded
 
 
 def refusal(pipe: Pipeline) -> str | None:
-    assert pipe._engine.runner.graphs is not None
-    return pipe._engine.runner.graphs.refusal
+    assert pipe._runtime.graphs is not None
+    return pipe._runtime.graphs.refusal
 
 
 def zero_gradients(pipe: Pipeline) -> None:

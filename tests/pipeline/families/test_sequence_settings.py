@@ -76,10 +76,10 @@ def test_what_runs_again(recompute: str, times: int) -> None:
 def test_the_number_of_segments() -> None:
     """c = sqrt(l A_intermediate / A_input)."""
     pipe = Pipeline(deep(16), num_microbatches=1)
-    (stage,) = pipe._engine.stages.values()
+    (stage,) = pipe._runtime.stages.values()
     inputs, targets = torch.randn(64, 32), torch.randint(0, 32, (64,))
     whole = WholeBatch.of(pipe.device, inputs, targets)
-    piece = pipe._engine.rehearsed_step(whole).batch.slices[0][0]
+    piece = pipe._runtime.rehearsed_step(whole).batch.slices[0][0]
     trace = stage._tracer.trace(piece, True)  # type: ignore[attr-defined]
     segments = choose_segments(range(48), trace)
     size = 64 * 32 * 4

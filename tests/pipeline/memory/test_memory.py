@@ -192,7 +192,7 @@ def test_the_gradient_that_ew_and_w_share_is_counted_once(schedule: str, stages_
     assert {order.positions[rows] < order.positions[weights] for rows, weights in pairs} == {True, False}
     with memory_meter(pipe.device, tensors_alive()) as memory:
         held = HeldAfterActions(memory)
-        pipe._engine.runner.executors[0].observe(held)
+        pipe._runtime.executors[0].observe(held)
         pipe.step(inputs, inputs)
     (_, first), *_ = held.sizes
     assert [(action, size - first) for action, size in held.sizes] == counted

@@ -31,8 +31,8 @@ def pipeline(**settings: Any) -> Pipeline:
 
 
 def predicted(pipe: Pipeline, inputs: Tensor) -> float:
-    engine, batch = pipe._engine, WholeBatch.of(pipe.device, inputs, inputs)
-    return max(engine.limited_steps.limit.held_by(engine.rehearsed_step(batch)).peaks)
+    runtime, batch = pipe._runtime, WholeBatch.of(pipe.device, inputs, inputs)
+    return max(runtime.memory_limit.held_by(runtime.rehearsed_step(batch)).peaks)
 
 
 def settle(pipe: Pipeline, inputs: Tensor) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.pipeline.batch import WholeBatch, token_bytes
+from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.memory import rehearse
 from slipstream.simulator import memory_of
 from support.architectures import ARCHITECTURES, tokens
@@ -27,11 +28,11 @@ def pipeline(name: str = "llama", **settings: Any) -> Pipeline:
 
 def rehearsed(pipe: Pipeline) -> float:
     """What the fullest rank would hold in the last step, every row rehearsed by itself."""
-    engine, tables = pipe._engine, []
+    runtime, tables = pipe._runtime, []
     for each in pipe.last_step.microbatches:
         ids = tokens(batch=1, length=sum(each.slices))
-        batch = engine.family.split(WholeBatch.of(engine.device, ids, ids), [each], 0)
-        tables.append(rehearse(engine.limited_steps.rehearsed(engine.layout, batch, [each], ids)))
+        batch = runtime.family.split(WholeBatch.of(runtime.device, ids, ids), [each], 0)
+        tables.append(rehearse(runtime.memory_limit.rehearsed(runtime.layout, batch, [each], ids)))
     num_tokens = sum(sum(each.slices) for each in pipe.last_step.microbatches)
     return max(rank.peak for rank in memory_of(pipe.layout.training, tables)) + token_bytes(num_tokens)
 
@@ -55,7 +56,7 @@ def test_a_few_rows_tell_what_all_hold(name: str, settings: dict[str, Any]) -> N
     for batch in (sequences(64, 20, 33, 5, 45, 63), sequences(64), sequences(7, 1)):
         pipe.step(batch, batch)
         slices = [each.slices for each in pipe.last_step.microbatches]
-        known = max(pipe._engine.limited_steps.limit.held_in(pipe.layout.training, slices))
+        known = max(pipe._runtime.memory_limit.held_in(pipe.layout.training, slices))
         real = rehearsed(pipe)
         assert 0.999 * real <= known <= 1.15 * real
 

@@ -13,7 +13,7 @@ import torch
 
 from slipstream import Memory, Op, Schedule, SlipstreamError
 from slipstream.parallel import Ranks
-from slipstream.pipeline import engine
+from slipstream.pipeline import runtime
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows
 from slipstream.pipeline.tuning.row_plan import ObservedSteps, RowPlan, cost_of, find_row_plan
@@ -124,7 +124,6 @@ def test_a_schedule_brings_its_own_number_of_slices() -> None:
 def test_without_auto_there_is_nothing_to_plan() -> None:
     settings = settings_of("1f1b", 2, slices=[3, 5])
     assert not settings.is_tuning
-    assert not FirstSteps(settings, Ranks.of(), lambda length, num_rows: None, None).are_due
     assert settings.lengths(8) == [3, 5]
 
 
@@ -139,7 +138,7 @@ def test_slices_for_one_length_are_a_number_for_another() -> None:
 def observe(first: FirstSteps, settings: StepSettings, length: int) -> list[tuple[str, int]]:
     """Runs steps until they are planned; the name and the number of slices of each."""
     ran = []
-    while first.are_due:
+    while settings.is_tuning:
         first.begin(length, 1, no_memory)
         slices = tuple(settings.lengths(length))
         ran.append((settings.schedule.name, len(slices)))
@@ -200,7 +199,7 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
     schedule: str, ranks: int, stages_per_rank: int, is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_measured:
-        monkeypatch.setattr(engine, "measure_rates", lambda *arguments: None)
+        monkeypatch.setattr(runtime, "measure_rates", lambda *arguments: None)
     model = build(ARCHITECTURES["llama, tied"])
     pipe = make_pipe(
         copy.deepcopy(model),
@@ -254,7 +253,7 @@ def test_a_plan_is_repeated_in_every_flush(slices: int | str) -> None:
 def test_no_backward_of_a_compiled_module_is_split(slices: int | str) -> None:
     settings = settings_of("auto", 2, 2, 1, slices, compiled=["layers.0.mlp"])
     first = FirstSteps(settings, Ranks.of(), lambda length, num_rows: None, None)
-    while first.are_due:
+    while settings.is_tuning:
         first.begin(2048, 1, no_memory)
         assert all(action.op in (Op.F, Op.B) for action in settings.schedule.positions)
         if first.listens:

@@ -146,10 +146,8 @@ def test_a_model_that_cannot_be_measured_is_planned_once_steps_ran() -> None:
 
 def held(pipe: Pipeline, inputs: Tensor) -> float:
     """The most bytes that a rank holds, as they are rehearsed before a step runs."""
-    engine = pipe._engine
-    return max(
-        engine.limited_steps.limit.held_by(engine.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks
-    )
+    runtime = pipe._runtime
+    return max(runtime.memory_limit.held_by(runtime.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks)
 
 
 @pytest.mark.more

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.model.weight_gradients import add_weight_gradients_in_place
-from slipstream.parallel import MeshAxes, RankGroup, make_mesh
+from slipstream.parallel import RankGroup, Ranks, make_mesh
 from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from support.architectures import (
     ARCHITECTURES,
@@ -146,7 +146,7 @@ def partial_gradients_are_summed_over_tensor_ranks() -> None:
     """Norms over all of them, keys' and values' weights over those that share them, the rest not at all."""
     size = dist.get_world_size()
     for dp, tp in [(1, 2)] if size == 2 else [(1, size), (2, size // 2)]:
-        axes = MeshAxes.of(make_mesh(dp=dp, tp=tp))
+        axes = Ranks.of(make_mesh(dp=dp, tp=tp))
         pairs = [(first, first + 1) for first in range(0, tp, 2)]
         mine = pairs[axes.tensor.rank // 2]
 

@@ -126,8 +126,8 @@ def pieces(pipe: Pipeline, whole: dict[str, Tensor], what: str = "grad") -> list
 
 def sharded(pipe: Pipeline) -> ShardedParameters:
     """What its parameters are."""
-    assert isinstance(pipe._engine.parameters._masters, ShardedParameters)
-    return pipe._engine.parameters._masters
+    assert isinstance(pipe._runtime.parameters._masters, ShardedParameters)
+    return pipe._runtime.parameters._masters
 
 
 @no_rounding_inside()
@@ -176,7 +176,7 @@ def compare(
     pipe: Pipeline, rows: ShardedParameters, whole: dict[str, Tensor], what: str, case: object, bound: float = BOUND
 ) -> None:
     """This replica's rows against the whole model's; all of them together are all."""
-    own = {name: p for stage in pipe._engine.stages.values() for name, p in stage.named_parameters()}
+    own = {name: p for stage in pipe._runtime.stages.values() for name, p in stage.named_parameters()}
     held = dict(rows.named_parameters())
     floor = max(tensor.abs().max() for tensor in whole.values()).detach().reshape(1)
     count = torch.zeros((), dtype=torch.int64)
@@ -224,9 +224,9 @@ def memory_is_that_of_the_rows_between_steps() -> None:
     assert sum(parameter.nbytes for _, parameter in rows.named_parameters()) == num_bytes / size
     assert sum(parameter.grad.nbytes for _, parameter in rows.named_parameters()) == num_bytes / size
     rows.begin()
-    whole = [parameter for stage in pipe._engine.stages.values() for parameter in stage.model.parameters()]
+    whole = [parameter for stage in pipe._runtime.stages.values() for parameter in stage.model.parameters()]
     assert sum(parameter.untyped_storage().nbytes() for parameter in whole) == num_bytes
-    for number in pipe._engine.stages:
+    for number in pipe._runtime.stages:
         rows.reduce(number)
     assert sum(parameter.untyped_storage().nbytes() for parameter in whole) == 0
     rows.finish()

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from slipstream import Pipeline, Precision, Runtime, make_mesh
-from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, no_rounding_inside
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, gradients, no_rounding_inside
 from support.parallel.group_cases import run_cases
 from support.ragged_batches import batch_of
 
@@ -75,7 +75,7 @@ def compare_documents(name: str, case: str) -> None:
             loss = whole(**batch, use_cache=False).loss * (counted[rows][:, 1:] != -100).sum() / count
             loss.backward()
             total += float(loss.detach())
-            for key, each in gradients(whole.named_parameters()).items():
+            for key, each in gradients(whole).items():
                 expected[key] = expected.get(key, 0) + each
         if case == "document lists":
             found = pipe.step([*ids[mine]], [*targets[mine]], document_ids=[*numbers[mine]])
@@ -84,7 +84,7 @@ def compare_documents(name: str, case: str) -> None:
         else:
             found = pipe.step(ids[mine], counted[mine], position_ids=positions[mine], document_ids=numbers[mine])
     assert abs(float(found) - total) < BOUND * total
-    assert gradient_error(expected, gradients(pipe.named_parameters())) < BOUND
+    assert gradient_error(expected, pipe) < BOUND
 
 
 if __name__ == "__main__":

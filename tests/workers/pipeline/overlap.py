@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from slipstream import Pipeline, Precision, Runtime
 from slipstream.comm import StagedTransport
 from slipstream.parallel import rank_group
-from slipstream.pipeline import step_runner
+from slipstream.pipeline import runtime as pipeline_runtime
 
 DEVICE, TRANSPORT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 ON_GPU = DEVICE == "cuda"
@@ -50,7 +50,7 @@ def guarded(run: Run) -> Run:
 def main() -> None:
     torch.set_num_threads(1)
     if not ON_GPU:
-        step_runner.connect_transport = StagedTransport
+        pipeline_runtime.connect_transport = StagedTransport
         rank_group._is_staged = lambda *_: True
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -64,7 +64,7 @@ def main() -> None:
     precision = Precision(dtype=torch.bfloat16 if ON_GPU else torch.float32)
     runtime = Runtime(self_check=False, transport=TRANSPORT)  # type: ignore[arg-type]
     pipe = Pipeline.from_config(config, schedule="1f1b", slices=8, precision=precision, runtime=runtime, device=DEVICE)
-    assert isinstance(pipe._engine.runner.transport, StagedTransport) == (TRANSPORT == "gloo")
+    assert isinstance(pipe._runtime.transport, StagedTransport) == (TRANSPORT == "gloo")
     inputs = torch.randint(0, 512, (1, LENGTH), generator=torch.Generator().manual_seed(0))
 
     def step() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
 
     for _ in range(WARM_UP):
         step()
-    step_runner.run_together = guarded(step_runner.run_together)
+    pipeline_runtime.run_together = guarded(pipeline_runtime.run_together)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
     with profile(activities=activities) as recorded:
         step()

@@ -298,7 +298,7 @@ def buffers() -> None:
     pipe = make_pipe(ARCHITECTURES["llama"], slices=16, num_microbatches=4)
     for _ in range(2):
         pipe.step(inputs, inputs)
-    (executor,) = pipe._engine.runner.executors
+    (executor,) = pipe._runtime.executors
     transport: Any = executor._transport
     is_staged = isinstance(transport, StagedTransport)
     pools = [transport._hosts._free, transport._here._free] if is_staged else [transport._pool]
@@ -310,7 +310,7 @@ def channels() -> None:
     """What opens NCCL's channels passes through all of them, in both directions, and leaves nothing behind."""
     options = {"slices": 4, "num_ranks": 2, "partition": [1] * 4, "runtime": Runtime(self_check=False)}
     pipe = Pipeline.from_config(ARCHITECTURES["llama"], schedule="zb-v", stages_per_rank=2, **options)
-    (executor,) = pipe._engine.runner.executors
+    (executor,) = pipe._runtime.executors
     transport: Any = executor._transport
     before = pipe.step(tokens(), tokens())
     transport._open([*transport._groups])

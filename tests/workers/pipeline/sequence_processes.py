@@ -51,7 +51,7 @@ def split(schedule: str, recompute: str, stages_per_rank: str) -> None:
     assert torch.equal(states[0][2], states[1][2])
     assert pipe.rank > 0 or states[0][1].keys() == states[1][1].keys()
     assert [name for name, tensor in states[1][1].items() if not torch.equal(tensor, states[0][1][name])] == []
-    meta = [layer.name for layer in pipe._engine.family._layers if any(p.is_meta for p in layer.module.parameters())]  # type: ignore[attr-defined]
+    meta = [layer.name for layer in pipe._runtime.family._layers if any(p.is_meta for p in layer.module.parameters())]  # type: ignore[attr-defined]
     assert meta, "layers of other ranks are still in memory"
 
 
@@ -79,7 +79,7 @@ def buffers() -> None:
     layers = [nn.Linear(4, 64), skip.stash(), nn.Linear(64, 8), nn.Linear(8, 64), skip.pop(), Mix(), nn.Linear(64, 5)]
     pipe = Pipeline(nn.Sequential(*layers), "1f1b", num_microbatches=16, partition=[3, 1, 3])
     pipe.step(torch.randn(16, 4), torch.randint(0, 5, (16,)))
-    pool = pipe._engine.runner.transport._pool  # type: ignore[attr-defined]
+    pool = pipe._runtime.transport._pool  # type: ignore[attr-defined]
     wide = len(pool[HEADER_BYTES + 64 * 4])  # rank 0 sends skips and receives their gradients
     assert pipe.rank > 0 or 2 <= wide <= 8, wide
 
@@ -104,7 +104,7 @@ def replicas(over_replicas: str) -> None:
     loss = pipe.step(*shares[pipe.replica])
     assert abs(loss - expected.loss) < BOUND
     own = expected if over_replicas == "all" else Unsplit(whole, *shares[pipe.replica], 2)
-    for stage in pipe._engine.stages.values():
+    for stage in pipe._runtime.stages.values():
         for name, tensor in stage.state().items():
             if "running" in name:
                 assert torch.allclose(tensor, own.model.state_dict()[name], rtol=1e-12, atol=1e-14), name

@@ -53,7 +53,7 @@ def auto() -> None:
     runtime, automatic = Runtime(self_check=False), {"schedule": "auto", "slices": "auto", "partition": "auto"}
     options = {"precision": Precision(dtype=torch.float64), "runtime": runtime, "device": DEVICE, **automatic}
     pipe = Pipeline.from_config(ARCHITECTURES["llama"], seed=3, **options)
-    assert isinstance(pipe._engine.runner.transport, StagedTransport)
+    assert isinstance(pipe._runtime.transport, StagedTransport)
     inputs = tokens().to(DEVICE)
     with torch.no_grad():
         total, count = causal_cross_entropy(whole(input_ids=inputs, use_cache=False).logits[:, :-1], inputs[:, 1:])

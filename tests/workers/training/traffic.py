@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from slipstream.parallel import MeshAxes, make_mesh
+from slipstream.parallel import Ranks, make_mesh
 from slipstream.train.metrics.reporter import Traffic
 
 HIDDEN = (2, 24, 8)  # b, T, h
@@ -16,7 +16,7 @@ HIDDEN = (2, 24, 8)  # b, T, h
 
 def main() -> None:
     dist.init_process_group("gloo")
-    axes = MeshAxes.of(make_mesh(tp=2))
+    axes = Ranks.of(make_mesh(tp=2))
     axes.tensor.sum(torch.zeros(100))  # before the first step
     traffic = Traffic({"dp": axes.world, "tp": axes.tensor})
     steps = []

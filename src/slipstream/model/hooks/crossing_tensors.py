@@ -274,6 +274,8 @@ class CrossingTensors:
 
     def leaving(self, context: SliceContext, dtype: torch.dtype) -> list[Tensor]:
         """Returns what the stage sends, in `sent`'s order."""
+        if not self.sent:
+            return []
         came = dict(zip(self.received, context.received, strict=True))
         found = (came.get(tensor, context.taken[number]) for number, tensor in enumerate(self.sent))
         return [value.to(tensor.dtype or dtype) for value, tensor in zip(found, self.sent, strict=True)]

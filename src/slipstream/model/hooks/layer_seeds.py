@@ -55,7 +55,8 @@ class LayerSeeds:
     def enter(self, layer: int, *_: Any) -> None:
         """Keys the random state by layer, -1 before the first, the number of layers after the last."""
         current_slice().enter_layer(layer)
-        self._seed(layer, *self._tokens_here(layer))
+        if self.are_used:
+            self._seed(layer, *self._tokens_here(layer))
 
     def _enter_second_half(self, layer: int, *_: Any) -> None:
         """Makes dropout the same whether the first half ran here or on another stage."""

@@ -2,13 +2,17 @@
 
 from slipstream.pipeline.execution.executor import Executor, RankStep, run_together
 from slipstream.pipeline.execution.losses import (
+    CollectedOutputs,
     GivenLosses,
-    KeptOutputs,
+    LossDivisor,
     Losses,
     SequenceLosses,
     SliceLosses,
+    StepLoss,
     TokenOutputs,
+    checked_num_targets,
 )
+from slipstream.pipeline.execution.rank_program import key_of
 from slipstream.pipeline.execution.spread_head import vocabulary_specs
-from slipstream.pipeline.execution.step_graphs import StepGraphs
-from slipstream.pipeline.execution.step_state import Observer, StepState, key_of
+from slipstream.pipeline.execution.step_graphs import StepGraphs, graph_refusal
+from slipstream.pipeline.execution.step_state import Observer, StepState

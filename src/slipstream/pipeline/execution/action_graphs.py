@@ -42,18 +42,14 @@ from torch import Tensor, nn
 
 from slipstream.keyed_draws import EagerDraws, PlaceSeed, drawing
 from slipstream.model import Tensors
-from slipstream.pipeline.batch import SplitBatch
-from slipstream.pipeline.execution.step_state import SliceKey, StepState
+from slipstream.pipeline.cut_batch import SplitBatch
+from slipstream.pipeline.execution.rank_program import SliceKey
+from slipstream.pipeline.execution.step_state import StepState
 from slipstream.schedule import Action
 
 Computation = Callable[[Tensors], Tensors]
 ActionRunner = Callable[[Action, Tensors, Computation], Tensors]
 Replay = Callable[[int], None]  # takes the step's seed
-
-
-def run_eagerly(_: Action, inputs: Tensors, compute: Computation) -> Tensors:
-    """Returns what `compute` returns."""
-    return compute(inputs)
 
 
 class Recorder(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,23 +16,24 @@ from slipstream.model import Tensors, copied_from_messages
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import note_output
 from slipstream.model.weight_gradients import defer_weight_gradients
-from slipstream.pipeline.batch import SplitBatch, Stage
-from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation, run_eagerly
+from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation
 from slipstream.pipeline.execution.losses import Losses
+from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey, program_of
 from slipstream.pipeline.execution.saved_activations import BlockMoves, SavedActivations
 from slipstream.pipeline.execution.spread_head import SpreadHeadActions
-from slipstream.pipeline.execution.stage_messages import StageMessages, Stopwatch
 from slipstream.pipeline.execution.step_state import (
     Observer,
+    StageMessages,
     StepState,
+    Stopwatch,
     backward,
-    entrances,
     keep_apart,
-    key_of,
     roots_of,
+    stage_inputs,
     with_zeros,
 )
-from slipstream.schedule import Action, Op, Schedule, awaited_send, report_wait
+from slipstream.schedule import Action, Op, Schedule, report_wait
 from slipstream.timeline import Span
 from slipstream.watchdog import board, note_order
 
@@ -55,8 +56,10 @@ class Executor:
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
         self._losses, self._reduce_gradients = losses, reduce_gradients
         self._saved = SavedActivations(stages, recompute, device)
+        self._schedule: Schedule | None = None
+        self._head: SpreadHeadActions | None = None  # where the vocabulary is spread
         self.log_probabilities: dict[int, Tensor] = {}  # of the last step's whole sequences, by microbatch
-        self._handlers: dict[Op, Callable[[Action], None]] = {
+        self._handlers: dict[Op, Callable[[ProgramStep], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
@@ -64,16 +67,12 @@ class Executor:
             Op.R: self._replay,
             Op.OFFLOAD: partial(self._timed, self._saved.offload),
             Op.RELOAD: partial(self._timed, self._saved.reload),
-            Op.SEND_F: partial(self._timed, lambda action: self._messages.send(action)),
-            Op.SEND_B: partial(self._timed, lambda action: self._messages.send(action)),
-            Op.RECV_F: lambda action: self._messages.post_receive(action),
-            Op.RECV_B: lambda action: self._messages.post_receive(action),
-            Op.REDUCE_GRAD: partial(self._timed, self._reduce),
-            Op.V: lambda action: self._head.logits(action, self._stopwatch),
-            Op.L: lambda action: self._head.loss(action, self._stopwatch),
-            Op.VW: lambda action: self._head.weights(action, self._stopwatch),
-            Op.E: lambda action: self._head.look_up(action, self._stopwatch),
-            Op.EW: lambda action: self._head.add_lookups(action, self._stopwatch),
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._post_receive,
+            Op.RECV_B: self._post_receive,
+            Op.REDUCE_GRAD: partial(self._timed, lambda step: reduce_gradients(step.action.stage)),
+            **dict.fromkeys((Op.V, Op.L, Op.VW, Op.E, Op.EW), self._run_rows),
         }
 
     def observe(self, observer: Observer) -> None:
@@ -84,30 +83,37 @@ class Executor:
         self,
         schedule: Schedule,
         batch: SplitBatch,
-        run: ActionRunner = run_eagerly,
+        run: ActionRunner | None = None,
         state: StepState | None = None,
         moves: BlockMoves | None = None,
     ) -> Generator[Action]:
         """Runs this rank's actions of a lowered schedule, and yields before each that must wait for a message.
 
         Only where ranks share a process does what is yielded matter: then the next rank runs. `run` computes what an
-        action computes; `state` is empty, of this batch; `moves` offloads, by default eagerly.
+        action computes, by default eagerly; `state` is empty, of this batch; `moves` offloads, by default eagerly.
         """
-        self._schedule, self._run = schedule, run
-        self._state = state or StepState.of(batch, self._device)
+        if schedule is not self._schedule:
+            self._schedule, self._program = schedule, program_of(schedule, self._rank)
+            self._has_backward = schedule.has_backward
+            self._saves = any(step.is_recomputed or step.is_offloaded for step in self._program)
+            self._parameters = {g: [*stage.model.parameters()] for g, stage in self._stages.items()}
+        self._run, self._state = run, state or StepState.of(batch, self._device)
         self._stopwatch = Stopwatch(self._rank, self._device)
-        self._parameters = {g: [*stage.model.parameters()] for g, stage in self._stages.items()}
         place = self._rank, schedule, self._stages
         self._messages = StageMessages(*place, self._transport, self._state, self._stopwatch)
-        self._head = SpreadHeadActions(self._rank, schedule, self._stages, self._transport, self._state)
-        self._saved.begin(schedule, self._rank, self._state, moves)
-        return self._actions(schedule.actions[self._rank])
+        spreads = schedule.spreads_vocabulary
+        self._head = SpreadHeadActions(*place, self._transport, self._state, self._stopwatch) if spreads else None
+        if self._saves:
+            self._saved.begin(self._state, moves)
+        return self._actions(schedule)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Returns (sum, count) of the losses of this rank's slices. Raises RuntimeError if anything is left over."""
         self._transport.finish()
         self.log_probabilities, self._state.log_probabilities = self._state.log_probabilities, {}
-        leftovers = self._state.leftovers() + self._messages.leftovers() + self._head.leftovers()
+        leftovers = self._state.leftovers() + self._messages.leftovers()
+        if self._head is not None:
+            leftovers += self._head.leftovers()
         if leftovers:
             raise RuntimeError(f"rank {self._rank} still holds {'; '.join(leftovers)} at the end of a step")
         return self._state.loss, self._state.count
@@ -117,72 +123,106 @@ class Executor:
         """The spans of the last step's actions."""
         return self._stopwatch.spans()
 
-    def _actions(self, actions: tuple[Action, ...]) -> Generator[Action]:
-        state, mine = self._state, board()
-        note_order(self._rank, self._schedule)
+    def _actions(self, schedule: Schedule) -> Generator[Action]:
+        mine, head = board(), self._head
+        note_order(self._rank, schedule)
         try:
-            for index, action in enumerate(actions):
+            for index, step in enumerate(self._program):
+                action, awaited = step.action, step.awaited
                 if mine is not None:
                     mine.set_action(index)
-                awaited = awaited_send(action, self._schedule)
                 while awaited is not None and not self._transport.may_receive(awaited):
                     yield action
-                while not self._head.messages.may_run(action):
+                while head is not None and not head.messages.may_run(action):
                     yield action
-                self._handlers[action.op](action)
+                self._handlers[action.op](step)
             if mine is not None:
                 mine.set_action(-1)
         except TransportError as error:
-            raise TransportError(f"{error}\n{report_wait(self._schedule, self._rank, action)}") from error
+            raise TransportError(f"{error}\n{report_wait(schedule, self._rank, action)}") from error
         finally:
-            for offloaded in state.offloaded.values():  # of a step that failed
+            for offloaded in self._state.offloaded.values():  # of a step that failed
                 offloaded.close()
 
-    def _timed(self, handler: Callable[[Action], None], action: Action) -> None:
+    def _observed(self, observer: Observer, handler: Callable[[ProgramStep], None], step: ProgramStep) -> None:
+        observer.before(step.action, self._state)
+        handler(step)
+        observer.after(step.action, self._state)
+
+    def _timed(self, handler: Callable[[ProgramStep], None], step: ProgramStep) -> None:
         began = self._stopwatch.mark()
-        handler(action)
-        self._stopwatch.record(action, began)
+        handler(step)
+        self._stopwatch.record(step.action, began)
 
-    def _observed(self, observer: Observer, handler: Callable[[Action], None], action: Action) -> None:
-        observer.before(action, self._state)
-        handler(action)
-        observer.after(action, self._state)
+    def _send(self, step: ProgramStep) -> None:
+        began = self._stopwatch.mark()
+        self._messages.send(step)
+        self._stopwatch.record(step.action, began)
 
-    def _forward(self, action: Action) -> None:
-        g, m, i = key_of(action)
-        inputs, stage = self._inputs(action), self._stages[g]
-        outputs = self._timed_run(action, inputs, partial(self._compute_forward, action))
-        if not self._schedule.trains(g):
+    def _post_receive(self, step: ProgramStep) -> None:
+        self._messages.post_receive(step)
+
+    def _run_rows(self, step: ProgramStep) -> None:
+        assert self._head is not None
+        self._head.run(step.action)
+
+    def _timed_run(self, step: ProgramStep, inputs: Tensors, compute: Computation) -> Tensors:
+        began = self._stopwatch.mark()
+        outputs = compute(inputs) if self._run is None else self._run(step.action, inputs, compute)
+        self._stopwatch.record(step.action, began)
+        return outputs
+
+    def _forward(self, step: ProgramStep) -> None:
+        """Runs F: takes the inputs, computes, and hands on the outputs, or spreads the input of the head."""
+        stage, inputs = self._stages[step.action.stage], self._inputs(step)
+        compute = partial(self._compute_forward, step)
+        began = self._stopwatch.mark()
+        outputs = compute(inputs) if self._run is None else self._run(step.action, inputs, compute)
+        self._stopwatch.record(step.action, began)
+        if not step.trains:
             outputs = copied_from_messages(outputs, inputs)
-            self._messages.release(self._messages.received(action))
-        if stage.is_last and not stage.has_loss:
-            self._head.spread(action, *outputs)
-        elif not stage.is_last:
-            self._messages.hand_on(Action(Op.SEND_F, g, m, i), outputs, self._state.handed, (g + 1, m, i))
+            self._messages.release(step)
+        if not stage.is_last:
+            self._messages.hand_on(step, outputs, self._state.handed)
+        elif self._head is not None:
+            self._head.spread(step.action, *outputs)
 
-    def _compute_forward(self, action: Action, inputs: Tensors) -> Tensors:
+    def _inputs(self, step: ProgramStep) -> Tensors:
+        """Returns the inputs of F; the first stage has none, or what the rows of a spread embedding give."""
+        if step.action.stage == 0:
+            return () if self._head is None or not self._head.embeds else (self._head.embedded(step.action),)
+        inputs = self._messages.take(step, self._state.handed)
+        if not step.is_offloaded:
+            return inputs
+        inputs = tuple(tensor.clone() for tensor in inputs)  # to be moved to the host, which no buffer can be
+        self._messages.release(step)
+        return inputs
+
+    def _compute_forward(self, step: ProgramStep, inputs: Tensors) -> Tensors:
         """Returns what F hands on, nothing where it ends in the loss, and keeps the beginning of its backward."""
-        g, m, i = key = key_of(action)
+        g, m, i = key = step.key
         stage, state = self._stages[g], self._state
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
-        if trains := self._schedule.trains(g):
+        if step.trains:
             specs = self._messages.specs(Op.RECV_F, key)
-            with self._saved.around_forward(action, inputs, [spec.needs_gradient for spec in specs], store):
-                leave = state.input_gradients.setdefault(key, {}).__setitem__
-                outputs = self._compute(action, entrances(inputs, specs, leave), store)
+            on_gradient = state.input_gradients.setdefault(key, {}).__setitem__
+            is_saved = step.is_recomputed or step.is_offloaded
+            with self._saved.around_forward(step, inputs, specs, store) if is_saved else nullcontext():
+                outputs = self._compute(key, stage_inputs(inputs, specs, on_gradient), store)
         else:
             with torch.no_grad():
-                outputs = self._compute(action, inputs, store)
-            self._end_forward_only(action)
+                outputs = self._compute(key, inputs, store)
+            if step.is_last_slice:
+                state.stores.pop((g, m)).free()
         if stage.has_loss:
-            outputs = (self._losses.add(outputs, state, key, self._schedule.has_backward),)
-        if trains:
+            outputs = (self._losses.add(outputs, state, key, self._has_backward),)
+        if step.trains:
             state.roots[key] = roots_of(outputs)
-        return () if stage.has_loss else tuple(output.detach() for output in outputs)
+        return () if stage.has_loss else tuple(map(Tensor.detach, outputs))
 
-    def _compute(self, action: Action, inputs: Tensors, store: ContextStore) -> Tensors:
+    def _compute(self, key: SliceKey, inputs: Tensors, store: ContextStore) -> Tensors:
         """Runs what F runs and R repeats: returns the stage's outputs, or what the last one's loss needs of them."""
-        g, m, i = key = key_of(action)
+        g, m, i = key
         outputs: Any = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
         if not self._stages[g].has_loss:
             return outputs  # type: ignore[no-any-return]
@@ -190,105 +230,83 @@ class Executor:
         note_output("loss_fn", computed)
         return computed
 
-    def _inputs(self, action: Action) -> Tensors:
-        """Returns the inputs of F; the first stage has none, or what the rows of a spread embedding give."""
-        if action.stage == 0:
-            return (self._head.embedded(action),) if self._schedule.spreads_embedding else ()
-        inputs = self._messages.take_inputs(action)
-        if not self._saved.is_offloaded(action):
-            return inputs
-        inputs = tuple(tensor.clone() for tensor in inputs)  # to be moved to the host, which no buffer can be
-        self._messages.release(self._messages.received(action))
-        return inputs
-
-    def _replay(self, action: Action) -> None:
+    def _replay(self, step: ProgramStep) -> None:
         """Runs R, under the autocast of F, since both belong to one step."""
-        self._saved.await_reload(key_of(action))
-        self._timed_run(action, (), partial(self._recompute, action))
+        if step.is_offloaded:
+            self._saved.await_reload(step)
+        self._timed_run(step, (), partial(self._recompute, step.key))
 
-    def _recompute(self, action: Action, _inputs: Tensors) -> Tensors:
-        g, m, _ = key = key_of(action)
-        store = self._state.stores[g, m]
-        self._state.replays[key].replay(lambda inputs: self._compute(action, inputs, store), store)
+    def _recompute(self, key: SliceKey, _inputs: Tensors) -> Tensors:
+        store = self._state.stores[key[:2]]
+        self._state.replays[key].replay(lambda inputs: self._compute(key, inputs, store), store)
         return ()
 
-    def _end_forward_only(self, action: Action) -> None:
-        if action.slice == self._schedule.slice_counts[action.microbatch] - 1:
-            self._state.stores.pop((action.stage, action.microbatch)).free()
+    def _backward(self, step: ProgramStep) -> None:
+        for message in self._differentiate(step, self._compute_backward):
+            self._transport.release(message)
 
-    def _backward(self, action: Action) -> None:
-        self._messages.release(self._differentiate(action, self._compute_backward))
-
-    def _backward_input(self, action: Action) -> None:
+    def _backward_input(self, step: ProgramStep) -> None:
         """Runs I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
-        self._state.for_weights[key_of(action)] = self._differentiate(action, self._compute_input_gradients)
+        self._state.for_weights[step.key] = self._differentiate(step, self._compute_input_gradients)
 
-    def _differentiate(self, action: Action, compute: Callable[[Action, Tensors], Tensors]) -> list[Message]:
+    def _differentiate(self, step: ProgramStep, compute: Callable[[SliceKey, Tensors], Tensors]) -> list[Message]:
         """Runs the backward of one slice, and returns the messages whose buffers it worked on."""
-        g, m, i = key = key_of(action)
-        gradients = () if self._stages[g].has_loss else self._messages.take_gradients(action)
-        self._saved.await_reload(key)
-        full = self._timed_run(action, gradients, partial(compute, action))
+        has_loss = self._stages[step.action.stage].has_loss
+        gradients = () if has_loss else self._messages.take(step, self._state.gradients)
+        if step.is_offloaded:
+            self._saved.await_reload(step)
+        full = self._timed_run(step, gradients, partial(compute, step.key))
         # a stage that changed nothing: a received buffer goes back to the pool before it is sent on
         full = copied_from_messages(full, gradients)
-        if g > self._schedule.num_frozen_stages:
-            self._messages.hand_on(Action(Op.SEND_B, g, m, i), full, self._state.gradients, (g - 1, m, i))
-        elif full:
-            self._head.spread(action, *full)
-        received = self._messages.received(action)
-        if not self._saved.is_offloaded(action):
-            received += self._messages.received(Action(Op.F, g, m, i))
-        return received
+        if step.neighbour is not None:
+            self._messages.hand_on(step, full, self._state.gradients)
+        elif full and self._head is not None:
+            self._head.spread(step.action, *full)
+        received = self._messages.received(step)
+        return received if step.is_offloaded else received + self._messages.received(step, of_forward=True)
 
-    def _compute_backward(self, action: Action, gradients: Tensors) -> Tensors:
+    def _compute_backward(self, key: SliceKey, gradients: Tensors) -> Tensors:
         """Returns the gradients of a slice's inputs on its stage, given those of its outputs."""
-        g, m, i = key = key_of(action)
+        g, m, i = key
         stage, state = self._stages[g], self._state
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
-        of_outputs = zip(self._messages.needing(Op.SEND_F, key), gradients, strict=True)
+        needing = [index for index, spec in enumerate(self._messages.specs(Op.SEND_F, key)) if spec.needs_gradient]
         begun = [each for each in self._parameters[g] if each.grad is None] if gradients else []
-        backward(roots, {0: state.loss_gradient(m)} if stage.has_loss else dict(of_outputs))
+        # with what the backward of a slice's sum of losses begins, (), or that of whole sequences' sums, (n,)
+        of_loss = {0: state.loss_gradients.get(m, state.loss_weight)}
+        backward(roots, of_loss if stage.has_loss else dict(zip(needing, gradients, strict=True)))
         keep_apart(begun, gradients)
         del roots  # their graph
         if i == 0:
             state.stores.pop((g, m)).free()
             if stage.has_loss:
                 state.loss_gradients.pop(m, None)
-        found = state.input_gradients.pop(key, {})
         # taken out, as W may hold the graph that left them
-        sent = [found.pop(index, None) for index in self._messages.needing(Op.RECV_F, key)]
-        return with_zeros(sent, self._messages.specs(Op.RECV_F, key), self._device)
+        return with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
 
-    def _compute_input_gradients(self, action: Action, gradients: Tensors) -> Tensors:
+    def _compute_input_gradients(self, key: SliceKey, gradients: Tensors) -> Tensors:
         with defer_weight_gradients() as work:
-            found = self._compute_backward(action, gradients)
-        self._state.weights[key_of(action)] = work
+            found = self._compute_backward(key, gradients)
+        self._state.weights[key] = work
         return found
 
-    def _backward_weights(self, action: Action) -> None:
-        self._timed_run(action, (), partial(self._add_weight_gradients, action))
-        self._messages.release(self._state.for_weights.pop(key_of(action)))
+    def _backward_weights(self, step: ProgramStep) -> None:
+        """Runs W: adds the weight gradients that I has left."""
+        self._timed_run(step, (), partial(self._add_weight_gradients, step.key))
+        for message in self._state.for_weights.pop(step.key):
+            self._transport.release(message)
 
-    def _add_weight_gradients(self, action: Action, _inputs: Tensors) -> Tensors:
-        for add_gradient in self._state.weights.pop(key_of(action)):
+    def _add_weight_gradients(self, key: SliceKey, _inputs: Tensors) -> Tensors:
+        for add_gradient in self._state.weights.pop(key):
             add_gradient()
         return ()
-
-    def _timed_run(self, action: Action, inputs: Tensors, compute: Computation) -> Tensors:
-        began = self._stopwatch.mark()
-        outputs = self._run(action, inputs, compute)
-        self._stopwatch.record(action, began)
-        return outputs
-
-    def _reduce(self, action: Action) -> None:
-        self._reduce_gradients(action.stage)
 
 
 class RankStep(NamedTuple):
     """How a rank runs a step: by default eagerly, from an empty state."""
 
-    run: ActionRunner = run_eagerly
+    run: ActionRunner | None = None
     state: StepState | None = None
     moves: BlockMoves | None = None
 
@@ -299,11 +317,17 @@ def run_together(
     """Runs the ranks of this process alternately, each as far as it gets: one, or all of a pipeline."""
     pairs = zip(executors, steps or [RankStep()] * len(executors), strict=True)
     with ExitStack() as stack:
-        rows = [stack.enter_context(closing(executor.start(schedule, batch, *step))) for executor, step in pairs]
-        awaiting: dict[Generator[Action], Action | None] = dict.fromkeys(rows)
+        awaiting: dict[Generator[Action], Action | None] = {}
+        for executor, step in pairs:
+            awaiting[stack.enter_context(closing(executor.start(schedule, batch, *step)))] = None
         while awaiting:
             before = dict(awaiting)
-            awaiting = {actions: action for actions in awaiting if (action := next(actions, None)) is not None}
+            for actions in before:
+                action = next(actions, None)
+                if action is None:
+                    del awaiting[actions]
+                else:
+                    awaiting[actions] = action
             if awaiting == before:
                 waiting = [action for action in awaiting.values() if action is not None]
                 reports = [report_wait(schedule, schedule.placement[action.stage], action) for action in waiting]

@@ -1,14 +1,16 @@
 """The losses of the last stage: of every slice by itself, or of whole sequences once their last slice is there.
 
-Or, in an evaluation, what is kept of every slice instead.
+Or, in an evaluation, what is collected of every slice instead. And the loss that a step returns.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model import IGNORED, Tensors
-from slipstream.pipeline.batch import SplitBatch, counted
-from slipstream.pipeline.execution.step_state import SliceKey, StepState
+from slipstream.pipeline.cut_batch import SplitBatch, counted
+from slipstream.pipeline.execution.rank_program import SliceKey
+from slipstream.pipeline.execution.step_state import StepState
 from slipstream.pipeline.pipeline_options import PAIR, LossFunction, SequenceLoss
 
 TokenOutputs = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T, ...)
@@ -107,25 +110,25 @@ class SequenceLosses:
 
 
 @dataclass(frozen=True)
-class KeptOutputs:
-    """What an evaluation keeps of every slice in place of a loss."""
+class CollectedOutputs:
+    """What an evaluation collects of every slice in place of a loss."""
 
     function: TokenOutputs
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by microbatch and slice
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
-        """Returns what is kept of a slice."""
+        """Returns what is collected of a slice."""
         _, m, i = key
         return (self.function(outputs, state.batch.targets[m][i]),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
-        """Keeps it."""
+        """Collects it."""
         _, m, i = key
         (self.outputs[m, i],) = computed
         return self.outputs[m, i]
 
 
-Losses = SliceLosses | SequenceLosses | KeptOutputs
+Losses = SliceLosses | SequenceLosses | CollectedOutputs
 
 
 _MOST_NUMBERS = 2**20  # in the outputs that a loss function is tried on; of larger ones it is tried on these:
@@ -363,3 +366,125 @@ def _pair_of(returned: Any) -> tuple[Tensor, Tensor]:
 
 def _described(value: object) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+class LossDivisor:
+    """Finds what the sum of a step's losses is divided by: the targets that count, or what a given function says."""
+
+    def __init__(self, losses: Losses) -> None:
+        self.may_be_own = isinstance(losses, GivenLosses)
+        """Whether a step may find what its gradients are to be divided by, on all ranks alike."""
+        self.of_gradients = 1.0
+        """What gradients of the last step are still to be divided by."""
+
+    def find(self, count: float, is_own: bool, batch: SplitBatch) -> float:
+        """Returns it, of the counts of all ranks. Raises SlipstreamError where these can't be it."""
+        if not is_own and int(count) != batch.num_valid:
+            raise SlipstreamError(miscounted(int(count), batch.num_valid))
+        if is_own:
+            self._check_own(count, batch)
+        self.may_be_own = is_own
+        if batch.num_targets is not None or not is_own:
+            self.of_gradients = 1.0
+            return batch.divisor
+        self.of_gradients = count / batch.divisor
+        return count
+
+    def _check_own(self, count: float, batch: SplitBatch) -> None:
+        """Raises SlipstreamError for a divisor of the loss function's own that none can be."""
+        if not self.may_be_own:
+            raise SlipstreamError(
+                "the second value of loss_fn was an integer in earlier steps, and is a floating-point number now: a "
+                "divisor of the function's own must be one from the first step on."
+            )
+        given = batch.num_targets
+        if given is None:
+            if not 0 < count < math.inf:
+                raise SlipstreamError(no_divisor(count))
+        elif isinstance(given, int) and count != batch.num_valid:
+            raise SlipstreamError(
+                f"num_targets={given} with a loss_fn that says its own divisor, {count:.6g} for the "
+                f"{batch.num_valid} targets of this batch: give the sum of its second values over all batches, as a "
+                "float. A SlipstreamTrainer can't: give gradient_accumulation_steps=1."
+            )
+        elif not -math.inf < count <= given * (1 + 1e-5):
+            raise SlipstreamError(
+                f"num_targets={given}, but loss_fn's second values add up to {count:.6g} in this batch alone: give "
+                "their sum over all batches whose gradients add up."
+            )
+
+
+_SCALERS = "torch.amp.grad_scaler"
+
+
+class StepLoss(Tensor):
+    """A scalar without a graph, that answers what would be done to a loss whose backward is still to come.
+
+    What is computed from it is a StepLoss too, as scaled or averaged losses must be refused likewise; whatever needs a
+    gradient of its own may have its backward.
+    """
+
+    @classmethod
+    def of(cls, loss: Tensor) -> StepLoss:
+        """Returns the loss, on the same memory."""
+        return loss.detach().as_subclass(cls)
+
+    def backward(self, *args: Any, **options: Any) -> None:
+        """Raises SlipstreamError, unless something was added to the loss that needs a gradient."""
+        if self.requires_grad:
+            super().backward(*args, **options)  # type: ignore[no-untyped-call]
+            return
+        raise SlipstreamError(
+            "pipe.step has already run the backward, and its gradients are in .grad: leave out loss.backward(), also "
+            "accelerator.backward(loss)."
+        )
+
+    def __mul__(self, other: Any) -> Tensor:
+        """Multiplies. Raises SlipstreamError where a GradScaler does it: it would only divide the gradients."""
+        if sys._getframe(1).f_globals.get("__name__") == _SCALERS:
+            _refuse_scaler()
+        return super().__mul__(other)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles a plain tensor, so that what is saved needs no Slipstream."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+
+def checked_num_targets(batch: SplitBatch, num_targets: Any) -> float | None:
+    """Returns the number of targets in all batches whose gradients add up, where it is given. A float is the sum of
+    divisors of a loss function's own, which a step knows only in the end.
+
+    Raises SlipstreamError where it can't be that number, and for a loss of whole sequences.
+    """
+    if num_targets is None:
+        return None
+    if batch.sequences:
+        raise SlipstreamError("num_targets with a SequenceLoss, which is a mean over sequences: leave it out.")
+    found: float = num_targets.item() if hasattr(num_targets, "item") else num_targets  # of a tensor
+    if not 0 < found < math.inf:
+        raise SlipstreamError(
+            f"num_targets={found}: give the number of all batches' labels that count. Where none does in any, leave "
+            "these batches out."
+        )
+    if isinstance(found, int) and found < batch.num_valid:
+        raise SlipstreamError(
+            f"num_targets={found}, but {batch.num_valid} targets of this batch alone count: give the number of "
+            "all batches' labels that aren't -100, of a causal LM without each row's first, on all replicas."
+        )
+    return found
+
+
+def _refuse_scaler() -> Never:
+    raise SlipstreamError(
+        "a GradScaler around pipe.step would divide the gradients by a scale that they never had: leave it out. For "
+        "float16 give step(..., loss_scale=2.0**16), which scales the loss and its gradients back; bfloat16 needs none."
+    )

@@ -2,19 +2,83 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model import Tensors, model_storages, storage_ids
+from slipstream.model import Tensors, TensorSpec, model_storages, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy, SavedTensors, SliceReplay
-from slipstream.pipeline.batch import Stage
-from slipstream.pipeline.execution.step_state import OffloadedBlocks, SliceKey, StepState, host_memory_of, key_of
-from slipstream.schedule import Action, Op, Schedule
+from slipstream.pipeline.cut_batch import Stage
+from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
+from slipstream.pipeline.execution.step_state import OffloadedBlocks, StepState
+
+
+def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBlocks]:
+    """Returns a function that begins to move blocks of a device's memory to the host."""
+    if device.type != "cuda":
+        return BlocksInFile
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return partial(PinnedBlocks, stream=stream)
+
+
+class BlocksInFile:
+    """Blocks of the CPU's memory in a temporary file without a name, in TMPDIR.
+
+    The operating system deletes it when it is closed, however the process ends.
+    """
+
+    def __init__(self, blocks: list[Tensor]) -> None:
+        self._sizes = [block.numel() for block in blocks]
+        self._file = tempfile.TemporaryFile(prefix="slipstream-")  # noqa: SIM115
+        for block in blocks:
+            self._file.write(block.numpy().data)
+
+    def load(self) -> list[Tensor]:
+        blocks = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
+        self._file.seek(0)
+        for block in blocks:
+            self._file.readinto(block.numpy().data)
+        return blocks
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class PinnedBlocks:
+    """Blocks in pinned memory, copied alongside the computing on one stream, in the order of the schedule."""
+
+    def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._device = stream.device
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # what is copied must have been computed
+        with torch.cuda.stream(stream):
+            self._pinned = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in blocks]
+            for block, pinned in zip(blocks, self._pinned, strict=True):
+                pinned.copy_(block, non_blocking=True)
+                block.record_stream(stream)  # not given to others before the copy is done
+
+    def load(self) -> list[Tensor]:
+        with torch.cuda.stream(self._stream):
+            blocks = [pinned.to(self._device, non_blocking=True) for pinned in self._pinned]
+        for block in blocks:
+            block.record_stream(torch.cuda.current_stream(self._device))
+        self._loaded = self._stream.record_event()
+        return blocks
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._loaded)
+
+    def close(self) -> None:
+        self._pinned.clear()
 
 
 class BlockMoves(Protocol):
@@ -66,45 +130,32 @@ class SavedActivations:
         self._stages, self._recompute = stages, recompute or RecomputePolicy()
         self._to_host = host_memory_of(device)
 
-    def begin(self, schedule: Schedule, rank: int, state: StepState, moves: BlockMoves | None) -> None:
+    def begin(self, state: StepState, moves: BlockMoves | None) -> None:
         """Begins a step; without `moves` they are eager."""
-        self._moves = moves or EagerMoves(self._to_host, state.offloaded)
-        self._schedule, self._state = schedule, state
-        saves = any(action.op in (Op.R, Op.OFFLOAD) for action in schedule.actions[rank])
-        self._storages = {number: model_storages(stage.model) for number, stage in self._stages.items() if saves}
+        self._moves, self._state = moves or EagerMoves(self._to_host, state.offloaded), state
+        self._storages = {number: model_storages(stage.model) for number, stage in self._stages.items()}
 
     def around_forward(
-        self, action: Action, inputs: Tensors, needs_gradient: Sequence[bool], store: ContextStore
+        self, step: ProgramStep, inputs: Tensors, specs: Sequence[TensorSpec], store: ContextStore
     ) -> AbstractContextManager[None]:
-        """Prepares for the forward's R and OFFLOAD, if it has them."""
-        recomputed = self._is_scheduled(Op.R, action)
-        if not recomputed and not self.is_offloaded(action):
-            return nullcontext()
-        g, m, i = key = key_of(action)
+        """Prepares for the R and OFFLOAD of a forward."""
+        g, m, i = step.key
         stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
         shared = self._storages[g] | storage_ids((*piece.tensors, targets, *store.carried.values))
-        what = self._recompute if recomputed else None
+        what = self._recompute if step.is_recomputed else None
+        needs_gradient = [spec.needs_gradient for spec in specs]
         replay = SliceReplay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
-        self._state.replays[key] = replay
+        self._state.replays[step.key] = replay
         return replay.forward(store)
 
-    def is_offloaded(self, action: Action) -> bool:
-        """Returns whether the slice of an action on its stage goes to the host."""
-        return self._is_scheduled(Op.OFFLOAD, action)
-
-    def offload(self, action: Action) -> None:
+    def offload(self, step: ProgramStep) -> None:
         """Begins to move a slice to the host."""
-        key = key_of(action)
-        self._moves.offload(key, lambda: self._state.replays[key].saved.take_out())
+        self._moves.offload(step.key, lambda: self._state.replays[step.key].saved.take_out())
 
-    def reload(self, action: Action) -> None:
+    def reload(self, step: ProgramStep) -> None:
         """Begins to bring a slice back; `await_reload` ends it."""
-        key = key_of(action)
-        self._moves.reload(key, lambda blocks: self._state.replays[key].saved.put_back(blocks))
+        self._moves.reload(step.key, lambda blocks: self._state.replays[step.key].saved.put_back(blocks))
 
-    def await_reload(self, key: SliceKey) -> None:
-        """Waits for a slice that comes back, if it was offloaded."""
-        self._moves.await_reload(key)
-
-    def _is_scheduled(self, op: Op, action: Action) -> bool:
-        return action.with_op(op) in self._schedule.positions
+    def await_reload(self, step: ProgramStep) -> None:
+        """Waits for a slice that comes back."""
+        self._moves.await_reload(step.key)

@@ -15,9 +15,9 @@ from torch import Tensor
 from slipstream.comm import SkipSend, Transport, VocabularyMessages
 from slipstream.model import CausalLMStage, TensorSpec
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, TiedRows, combine
-from slipstream.pipeline.batch import Stage
-from slipstream.pipeline.execution.stage_messages import Stopwatch
-from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
+from slipstream.pipeline.cut_batch import Stage
+from slipstream.pipeline.execution.rank_program import SliceKey, key_of
+from slipstream.pipeline.execution.step_state import StepState, Stopwatch
 from slipstream.schedule import BACKWARDS, Action, Op, Schedule
 
 
@@ -33,14 +33,26 @@ class SpreadHeadActions:
     """What one rank's rows do in a step, and what the two ends of the model exchange with all ranks' rows."""
 
     def __init__(
-        self, rank: int, schedule: Schedule, stages: Mapping[int, Stage], transport: Transport, state: StepState
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        state: StepState,
+        stopwatch: Stopwatch,
     ) -> None:
-        self._schedule, self._stages, self._state = schedule, stages, state
+        self._schedule, self._stages, self._state, self._stopwatch = schedule, stages, state, stopwatch
+        self.embeds = schedule.spreads_embedding
         # not a bound method: the cycle of references would keep the step's tensors until garbage is collected
         self.messages = VocabularyMessages(
             rank, schedule, transport, partial(vocabulary_specs, stages, state, schedule.has_backward)
         )
         self._parts: dict[SliceKey, PartOfSlice] = {}
+
+    def run(self, action: Action) -> None:
+        """Runs a V, L, VW, E or EW."""
+        rules = {Op.V: self._logits, Op.L: self._loss, Op.VW: self._weights, Op.E: self._look_up}
+        rules.get(action.op, self._add_lookups)(action)
 
     def leftovers(self) -> list[str]:
         kept = [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
@@ -50,11 +62,11 @@ class SpreadHeadActions:
         """Sends to every rank the output of the last stage's F, or the gradient of the first stage's input."""
         self.messages.hand_on(action, (hidden,))
 
-    def look_up(self, action: Action, stopwatch: Stopwatch) -> None:
+    def _look_up(self, action: Action) -> None:
         """Runs E."""
-        began = stopwatch.mark()
+        began = self._stopwatch.mark()
         found = self._tied_rows(action.stage).look_up(self._ids(action))
-        stopwatch.record(action, began)
+        self._stopwatch.record(action, began)
         self.messages.hand_on(action, (found,))
 
     def embedded(self, forward: Action) -> Tensor:
@@ -67,23 +79,23 @@ class SpreadHeadActions:
         assert total is not None
         return total
 
-    def add_lookups(self, action: Action, stopwatch: Stopwatch) -> None:
+    def _add_lookups(self, action: Action) -> None:
         """Runs EW."""
         (message,) = self.messages.incoming(action)
         (gradient,) = self.messages.take(message)
-        began = stopwatch.mark()
+        began = self._stopwatch.mark()
         self._tied_rows(action.stage).add_lookups(self._ids(action), gradient)
-        stopwatch.record(action, began)
+        self._stopwatch.record(action, began)
         self.messages.release(message)
 
-    def logits(self, action: Action, stopwatch: Stopwatch) -> None:
+    def _logits(self, action: Action) -> None:
         """Runs V."""
         (message,) = self.messages.incoming(action)
         (hidden,) = self.messages.take(message)
-        began = stopwatch.mark()
+        began = self._stopwatch.mark()
         targets = self._targets(action)
         part = self._rows(action.stage).softmax(hidden, targets, self._schedule.has_backward)
-        stopwatch.record(action, began)
+        self._stopwatch.record(action, began)
         if self._schedule.has_backward:
             kept = part._replace(mean=None, target=None)  # which go to the last stage
             self._parts[key_of(action)] = PartOfSlice(hidden, kept, message)
@@ -91,29 +103,29 @@ class SpreadHeadActions:
             self.messages.release(message)
         self.messages.hand_on(action, tuple(each for each in part[:3] if each is not None))
 
-    def loss(self, action: Action, stopwatch: Stopwatch) -> None:
+    def _loss(self, action: Action) -> None:
         """Runs L: adds the slice's loss to the step's, and leaves the gradient for the last stage's backward."""
         incoming = self.messages.incoming(action)
         parts = [RowSoftmax(*self.messages.take(message)) for message in incoming]
-        began = stopwatch.mark()
+        began = self._stopwatch.mark()
         found = combine(parts, self._targets(action), self._scale)
         self._state.loss += found.total
         self._state.count += found.num_valid
-        stopwatch.record(action, began)
+        self._stopwatch.record(action, began)
         for message in incoming:
             self.messages.release(message)
         if found.gradient is not None:
             self._state.gradients[key_of(action)] = (found.gradient,)
             self.messages.hand_on(action, (found.logsumexp,))
 
-    def weights(self, action: Action, stopwatch: Stopwatch) -> None:
+    def _weights(self, action: Action) -> None:
         """Runs VW."""
         (message,) = self.messages.incoming(action)
         (logsumexp,) = self.messages.take(message)
         hidden, part, came = self._parts.pop(key_of(action))
-        began = stopwatch.mark()
+        began = self._stopwatch.mark()
         self._rows(action.stage).add_gradients(hidden, self._targets(action), part, logsumexp, self._scale)
-        stopwatch.record(action, began)
+        self._stopwatch.record(action, began)
         self.messages.release(came)
         self.messages.release(message)
 

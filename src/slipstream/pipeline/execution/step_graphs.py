@@ -12,7 +12,8 @@ import torch
 from slipstream.comm import MadeUpTransport, Transport
 from slipstream.keyed_draws import drawing
 from slipstream.model import CausalLMStage, Tensors
-from slipstream.pipeline.batch import SplitBatch, Stage
+from slipstream.parallel import Ranks
+from slipstream.pipeline.cut_batch import SplitBatch, Stage
 from slipstream.pipeline.execution.action_graphs import (
     ActionRunner,
     Computation,
@@ -21,10 +22,10 @@ from slipstream.pipeline.execution.action_graphs import (
     FixedGradients,
     RecordedStep,
     Recorder,
-    run_eagerly,
     signature,
 )
 from slipstream.pipeline.execution.executor import Executor, RankStep
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.schedule import Action, Schedule
 from slipstream.watchdog import counted_off
 
@@ -100,7 +101,7 @@ class StepGraphs:
         if self._recorded:
             self.gradients.begin()
             return [RankStep(step.replay, step.begin(batch), step.moves) for step in self._recorded]
-        run: ActionRunner = self._watched if self._num_alike == _EAGER_STEPS else run_eagerly
+        run: ActionRunner | None = self._watched if self._num_alike == _EAGER_STEPS else None
         return [RankStep(run) for _ in ranks]
 
     def _count(self, schedule: Schedule, batch: SplitBatch) -> None:
@@ -169,6 +170,17 @@ class StepGraphs:
         if reason not in self._said:
             self._said.add(reason)
             _log.warning("runs without CUDA graphs: %s", reason)
+
+
+def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
+    """Returns why the steps of a pipeline can't be recorded as CUDA graphs; None where they may."""
+    if ranks.tensor.size > 1:
+        return "ranks of the tensor axis exchange tensors inside of layers"
+    if options.parallel.shard_parameters:
+        return "sharded parameters lie elsewhere in every step"
+    if options.loss_fn is not None:
+        return "loss_fn may be any code"
+    return "routers add to the loss" if options.router_loss != "none" else None
 
 
 def _nothing(_: int) -> None:

@@ -1,8 +1,8 @@
-"""What a rank holds between the actions of a step, and the two ends of a slice's autograd graph on a stage."""
+"""What a rank holds between the actions of a step, such as autograd graphs, and what its stages get from others."""
 
 from __future__ import annotations
 
-import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +14,14 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
-from slipstream.comm import Message
-from slipstream.model import Tensors, TensorSpec, storage_id
+from slipstream.comm import Message, SkipMessages, Transport
+from slipstream.model import Tensors, TensorSpec, storage_id, storage_ids
 from slipstream.model.autograd_memory import SliceReplay
 from slipstream.model.weight_gradients import WeightGradient
-from slipstream.pipeline.batch import SplitBatch
-from slipstream.schedule import Action
+from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
+from slipstream.schedule import Action, Op, Schedule
+from slipstream.timeline import Span
 
 
 class OffloadedBlocks(Protocol):
@@ -35,74 +37,7 @@ class OffloadedBlocks(Protocol):
         """Frees the host's memory, whether the blocks were loaded or not."""
 
 
-def host_memory_of(device: torch.device) -> Callable[[list[Tensor]], OffloadedBlocks]:
-    """Returns a function that begins to move blocks of a device's memory to the host."""
-    if device.type != "cuda":
-        return BlocksInFile
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return partial(PinnedBlocks, stream=stream)
-
-
-class BlocksInFile:
-    """Blocks of the CPU's memory in a temporary file without a name, in TMPDIR.
-
-    The operating system deletes it when it is closed, however the process ends.
-    """
-
-    def __init__(self, blocks: list[Tensor]) -> None:
-        self._sizes = [block.numel() for block in blocks]
-        self._file = tempfile.TemporaryFile(prefix="slipstream-")  # noqa: SIM115
-        for block in blocks:
-            self._file.write(block.numpy().data)
-
-    def load(self) -> list[Tensor]:
-        blocks = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
-        self._file.seek(0)
-        for block in blocks:
-            self._file.readinto(block.numpy().data)
-        return blocks
-
-    def wait(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class PinnedBlocks:
-    """Blocks in pinned memory, copied alongside the computing on one stream, in the order of the schedule."""
-
-    def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._device = stream.device
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # what is copied must have been computed
-        with torch.cuda.stream(stream):
-            self._pinned = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in blocks]
-            for block, pinned in zip(blocks, self._pinned, strict=True):
-                pinned.copy_(block, non_blocking=True)
-                block.record_stream(stream)  # not given to others before the copy is done
-
-    def load(self) -> list[Tensor]:
-        with torch.cuda.stream(self._stream):
-            blocks = [pinned.to(self._device, non_blocking=True) for pinned in self._pinned]
-        for block in blocks:
-            block.record_stream(torch.cuda.current_stream(self._device))
-        self._loaded = self._stream.record_event()
-        return blocks
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._loaded)
-
-    def close(self) -> None:
-        self._pinned.clear()
-
-
-SliceKey = tuple[int, int, int]  # stage, microbatch, slice
 Roots = dict[int, Tensor | GradientEdge]  # by the output
-
-
-def key_of(action: Action) -> SliceKey:
-    return action.stage, action.microbatch, action.slice
 
 
 @dataclass
@@ -134,14 +69,12 @@ class StepState:
         weight = torch.full((), batch.loss_weight, dtype=torch.float64, device=device)
         return cls(batch, torch.zeros_like(weight), torch.zeros_like(weight), weight)
 
-    def loss_gradient(self, microbatch: int) -> Tensor:
-        """Returns the gradient with which the backward of each slice's sum of losses begins, (), or that of the sums of
-        whole sequences, (n,)."""
-        return self.loss_gradients.get(microbatch, self.loss_weight)
-
     def leftovers(self) -> list[str]:
-        held = {name: value for name, value in vars(self).items() if isinstance(value, dict) and value}
-        return [f"{name}: {list(value)}" for name, value in held.items()]
+        left = []
+        for name, held in vars(self).items():
+            if isinstance(held, dict) and held:
+                left.append(f"{name}: {list(held)}")
+        return left
 
 
 class Observer(Protocol):
@@ -152,45 +85,47 @@ class Observer(Protocol):
     def after(self, action: Action, state: StepState) -> None: ...
 
 
-def entrances(inputs: Tensors, specs: Sequence[TensorSpec], leave: Callable[[int, Tensor], None]) -> Tensors:
+def stage_inputs(inputs: Tensors, specs: Sequence[TensorSpec], on_gradient: Callable[[int, Tensor], None]) -> Tensors:
     """Returns a stage's inputs as the beginnings of its graph, which keeps none of their memory.
 
-    `leave` gets each gradient with the number of its input.
+    `on_gradient` gets each gradient with the number of its input.
     """
-    enter: Any = _Entrance.apply
-    numbered = enumerate(zip(inputs, specs, strict=True))
-    token = torch.empty(0, requires_grad=True)
-    return tuple(enter(token, t, partial(leave, n)) if spec.needs_gradient else t for n, (t, spec) in numbered)
+    begin: Any = _StageInput.apply
+    begun, token = [*inputs], torch.empty(0, requires_grad=True)
+    for number, (tensor, spec) in enumerate(zip(inputs, specs, strict=True)):
+        if spec.needs_gradient:
+            begun[number] = begin(token, tensor, partial(on_gradient, number))
+    return tuple(begun)
 
 
-class _Entrance(torch.autograd.Function):
+class _StageInput(torch.autograd.Function):
     """The identity; a leaf would hold its data as long as the graph lives."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, hidden: Tensor, leave: Callable[[Tensor], None]) -> Tensor:
-        ctx.leave = leave
+    def forward(ctx: Any, token: Tensor, hidden: Tensor, on_gradient: Callable[[Tensor], None]) -> Tensor:
+        ctx.on_gradient = on_gradient
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.leave(gradient)
+        ctx.on_gradient(gradient)
         return None, None, None
 
 
 def roots_of(outputs: Tensors) -> Roots:
     """Returns where the backward of a forward's outputs begins: not the tensors, whose memory the next stage needs."""
-    return {
-        number: output if output.dim() == 0 else get_gradient_edge(output)
-        for number, output in enumerate(outputs)
-        if output.requires_grad
-    }
+    roots: Roots = {}
+    for number, output in enumerate(outputs):
+        if output.requires_grad:
+            roots[number] = output if output.dim() == 0 else get_gradient_edge(output)
+    return roots
 
 
 def keep_apart(parameters: Iterable[Tensor], messages: Tensors) -> None:
     """Copies gradients that autograd has left in the memory of messages, which goes back to the pool: the first of a
     sparse embedding, or of a parameter that was viewed, may be what came in."""
-    received = {storage_id(message) for message in messages}
+    received = storage_ids(messages)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
@@ -205,16 +140,155 @@ def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
     The last output comes first: where several are one tensor, their gradients are added up in the order in which
     autograd adds those of its users, the last first.
     """
-    numbers = [number for number in sorted(roots, reverse=True) if number in gradients]
-    if numbers:
-        chosen: Any = [roots[number] for number in numbers]
-        torch.autograd.backward(chosen, [gradients[number] for number in numbers])
+    chosen: list[Any] = []
+    begun: list[Tensor | None] = []
+    for number in sorted(roots, reverse=True):
+        if number in gradients:
+            chosen.append(roots[number])
+            begun.append(gradients[number])
+    if chosen:
+        torch.autograd.backward(chosen, begun)
 
 
-def with_zeros(gradients: Sequence[Tensor | None], specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
-    """Returns the gradients of the tensors that need one, zeros for those on which nothing depends."""
-    needing = [spec for spec in specs if spec.needs_gradient]
-    return tuple(
-        torch.zeros(spec.shape, dtype=spec.dtype, device=device) if gradient is None else gradient
-        for gradient, spec in zip(gradients, needing, strict=True)
-    )
+def with_zeros(gradients: dict[int, Tensor], specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
+    """Takes out and returns the gradients of the inputs that need one, zeros for those on which nothing depends."""
+    complete = []
+    for number, spec in enumerate(specs):
+        if spec.needs_gradient:
+            gradient = gradients.pop(number, None)
+            if gradient is None:
+                gradient = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+            complete.append(gradient)
+    return tuple(complete)
+
+
+class StageMessages:
+    """The inputs, outputs and gradients of one rank's stages in one step, with the skips past others.
+
+    Args:
+        rank: whose they are.
+        schedule: lowered.
+        stages: of the rank.
+        transport: sends and receives.
+        state: holds what waits to be sent, and what stages of this rank left for each other.
+        stopwatch: records how long messages were under way.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        state: StepState,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._transport, self._state, self._stopwatch = transport, state, stopwatch
+        self._posted: dict[Action, Any] = {}  # when the message's receive was posted
+        # nothing here knows itself: such a circle would hold the step's tensors until it is collected
+        self.specs = partial(_specs, schedule, stages, state)
+        """Returns the specs of what a stage receives or sends in messages of an op, given that and the slice's key."""
+        self._skips: SkipMessages | None = None
+        for stage in stages.values():
+            if stage.has_skips:
+                self._skips = SkipMessages(rank, schedule, transport, self.specs)
+
+    def take(self, step: ProgramStep, local: dict[SliceKey, Tensors]) -> Tensors:
+        """Returns what F or a backward works on: received, or left in `local` by stages of this rank."""
+        if step.awaited is None:
+            regular = local.pop(step.key)
+        else:
+            regular = self._transport.receive(step.awaited)
+            self._stopwatch.record(*self._posted.pop(step.awaited))
+        return regular if self._skips is None else (*regular, *self._skips.take_all(step.action))
+
+    def hand_on(self, step: ProgramStep, tensors: Tensors, local: dict[SliceKey, Tensors]) -> None:
+        """Passes the result of F or a backward to the neighbouring stage: as a message, or in `local` where that stage
+        is here too. Skips are sent to their stages immediately."""
+        assert step.neighbour is not None
+        if self._skips is not None:
+            tensors = self._skips.hand_on(step.result, tensors)
+        if step.is_local:
+            local[step.neighbour] = tuple(map(Tensor.detach, tensors))
+        else:
+            self._state.outgoing[step.result] = tensors
+
+    def send(self, step: ProgramStep) -> None:
+        """Runs a SEND."""
+        assert step.channel is not None
+        self._transport.send(step.channel, step.action, self._state.outgoing.pop(step.action))
+
+    def post_receive(self, step: ProgramStep) -> None:
+        """Runs a RECV: from now on the message may arrive."""
+        assert step.channel is not None
+        self._posted[step.message] = step.action, self._stopwatch.mark()
+        specs = self.specs(step.action.op, step.key)
+        if self._skips is not None:
+            specs = [spec for spec in specs if spec.peer is None]
+        self._transport.post_receive(step.channel, step.message, specs)
+
+    def release(self, step: ProgramStep) -> None:
+        """Gives back the buffers of the messages that an action worked on."""
+        for message in self.received(step):
+            self._transport.release(message)
+
+    def received(self, step: ProgramStep, of_forward: bool = False) -> list[Message]:
+        """Returns the messages that an action works on, or with `of_forward` its slice's F."""
+        awaited = step.forward_awaited if of_forward else step.awaited
+        regular: list[Message] = [] if awaited is None else [awaited]
+        if self._skips is None:
+            return regular
+        return [*regular, *self._skips.received(step.action.with_op(Op.F) if of_forward else step.action)]
+
+    def leftovers(self) -> list[str]:
+        """Returns a description of each skip that nobody took."""
+        return [] if self._skips is None else self._skips.leftovers()
+
+
+def _specs(
+    schedule: Schedule, stages: Mapping[int, Stage], state: StepState, op: Op, key: SliceKey
+) -> Sequence[TensorSpec]:
+    """Returns the specs of what a stage receives or sends in such a message, with skips for SEND_F and SEND_B."""
+    g, m, i = key
+    stage, piece = stages[g], state.batch.slices[m][i]
+    inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward
+    specs = stage.receives(piece) if inwards else stage.sends(piece)
+    if inwards and 0 < g == schedule.num_frozen_stages:  # nobody below needs their gradients
+        specs = tuple(spec._replace(needs_gradient=False) for spec in specs)
+    return specs if op in (Op.RECV_F, Op.SEND_F) else [spec for spec in specs if spec.needs_gradient]
+
+
+_Mark = float | torch.cuda.Event
+
+
+class Stopwatch:
+    """Collects marks in order; CUDA events are read only when the step is over."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[Action, _Mark, _Mark]] = []
+        self._origin: tuple[float, _Mark] = time.perf_counter(), self.mark()
+
+    def mark(self) -> _Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def record(self, action: Action, began: _Mark) -> None:
+        """Records that the action which began at a mark ends now."""
+        self._marks.append((action, began, self.mark()))
+
+    def spans(self) -> list[Span]:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return [Span(self._rank, action, self._seconds(a), self._seconds(b)) for action, a, b in self._marks]
+
+    def _seconds(self, mark: _Mark) -> float:
+        began, origin = self._origin
+        if isinstance(mark, float):
+            return mark
+        assert not isinstance(origin, float)
+        return began + float(origin.elapsed_time(mark)) / 1e3

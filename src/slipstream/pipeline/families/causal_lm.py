@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ from slipstream.model import (
     check_counted_positions,
     check_length,
     check_sliceable,
-    check_token_ids,
     copy_with_shared_weights,
     find_anatomy,
+    longest_sequence,
     meta_model,
     token_cross_entropy,
 )
@@ -34,7 +36,20 @@ from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, cut_batch, cut_rows, rows_of
+from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.cut_batch import (
+    SplitBatch,
+    check_groups,
+    check_sequences,
+    consecutive_groups,
+    cut_batch,
+    cut_rows,
+    grouped_lengths,
+    refuse_values,
+    rows_of,
+    ungrouped,
+    with_sequences,
+)
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_checks import ChangedModel, check_tensor_parallel
 from slipstream.pipeline.families.causal_lm_layout import (
@@ -48,26 +63,21 @@ from slipstream.pipeline.families.causal_lm_layout import (
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.weighed_model import WeighedModel, weighed_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
-from slipstream.pipeline.sequences import (
-    Sequences,
-    check_groups,
-    check_sequences,
-    consecutive_groups,
-    grouped_lengths,
-    ungrouped,
-    with_sequences,
-)
 from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
+
 
 class CausalLMFamily:
     """Makes a rank's part of a causal LM: its stages, cut over the ranks that share them, and their loss."""
 
     default_slices = 8
+    on_begin: Callable[[], None] | None = None  # called before the forwards of a step
+    on_end: Callable[[], None] | None = None  # called after its last action
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         """Collective: a toy of the architecture is compared sliced and whole, and cut over the ranks that share layers
@@ -108,8 +118,10 @@ class CausalLMFamily:
         if source.given is not None:
             self._changed = self._tried(source, source.given)
             self._anatomy = self._changed.outlined(self._anatomy)
+        self._restricts_pieces = self._changed is not None and self._changed.restricts_pieces
         self._head_names: HeadNames | None = None  # of a head that is spread
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
+        self._longest = longest_sequence(self.config) or inf
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns what the changes of a model in memory keep from being computed apart. Collective."""
@@ -185,7 +197,7 @@ class CausalLMFamily:
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
-        if slices != 1:
+        if slices != 1 and not self._may_cut:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         draws = self.adapter is not None and self.adapter.draws
@@ -260,12 +272,16 @@ class CausalLMFamily:
     def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
         """Returns the microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
         (inputs,) = batch.inputs
-        check_length(self.config, inputs.shape[-1])
+        if inputs.shape[-1] > self._longest:
+            check_length(self.config, inputs.shape[-1])
         check_token_ids(self.config, inputs, batch.targets)
-        self._check_positions(inputs)
+        if self._anatomy.skips_padding:
+            self._check_positions(inputs)
+        if self._sequence_loss is None:
+            refuse_values(batch)
+            return self._checked(cut_batch(batch, microbatches, seed))
         check_sequences(self._sequence_loss, batch)
-        if self._sequence_loss is not None:
-            check_groups(self._sequence_loss, microbatches)
+        check_groups(self._sequence_loss, microbatches)
         found = self._checked(cut_batch(batch, microbatches, seed))
         return with_sequences(found, self._sequence_loss, batch, rows_of(microbatches))
 
@@ -275,8 +291,12 @@ class CausalLMFamily:
         for row, (inputs, targets) in enumerate(zip(sequences.token_ids, sequences.targets, strict=True)):
             check_length(self.config, len(inputs), f"the length of inputs[{row}]")
             check_token_ids(self.config, inputs, targets)
-            self._check_positions(inputs[None])
-        check_sequences(self._sequence_loss, sequences)
+            if self._anatomy.skips_padding:
+                self._check_positions(inputs[None])
+        if self._sequence_loss is None:
+            refuse_values(sequences)
+        else:
+            check_sequences(self._sequence_loss, sequences)
         return self.planned_lengths([len(inputs) for inputs in sequences.inputs])
 
     def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
@@ -297,7 +317,7 @@ class CausalLMFamily:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
         groups = self.sequences_of(plan.groups)
         found = self._checked(cut_rows(sequences.packed(groups), plan.microbatches, seed), is_ragged=True)
-        return with_sequences(found, self._sequence_loss, sequences, groups)
+        return found if self._sequence_loss is None else with_sequences(found, self._sequence_loss, sequences, groups)
 
     def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns the sequences of each microbatch, of those that a step plans as one."""
@@ -305,28 +325,44 @@ class CausalLMFamily:
 
     def _checked(self, batch: SplitBatch, is_ragged: bool = False) -> SplitBatch:
         """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""
-        if any(len(slices) > 1 or slices[0].document_start is not None for slices in batch.slices):
-            self._check_cut()
-        if self._changed is not None:
+        if self._changed is not None and self._restricts_pieces:
             self._changed.check_batch(batch, is_ragged)
-        for first, *_ in batch.slices:
-            if self._self_check is not None and first.document_start is not None:
+        for first, *others in batch.slices:
+            has_documents = first.document_start is not None
+            if not self._may_cut and (others or has_documents):
+                self._check_cut()
+            if self._self_check is not None and has_documents:
                 self._self_check.check_packed(first.length)
         return batch
 
     def _check_positions(self, inputs: Tensor) -> None:
         """Raises SlipstreamError for tokens (b, T) whose positions a slice can't know."""
-        if self._anatomy.skips_padding:
-            check_counted_positions(self.config, inputs, self._anatomy.first_position(self.config))
+        check_counted_positions(self.config, inputs, self._anatomy.first_position(self.config))
 
     def _check_cut(self) -> None:
         """Raises SlipstreamError where a layer carries state that slices and documents don't, self-check or not."""
-        if not self._may_cut:
-            check_carried_state(self.config, self._anatomy)
-            self._may_cut = True
+        check_carried_state(self.config, self._anatomy)
+        self._may_cut = True
 
-    def begin(self) -> None:
-        """Begins a step: called before its forwards."""
 
-    def end(self) -> None:
-        """Ends a step: called after its last action."""
+def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -> None:
+    """Raises SlipstreamError for a token id outside the model's vocabulary, and for one that stands for an image, a
+    sound or a video: the pipeline runs a model on text alone."""
+    size = config.get_text_config().vocab_size
+    if not inputs.numel() or not targets.numel():
+        raise SlipstreamError(
+            f"the batch has no tokens: inputs are {tuple(inputs.shape)}, targets {tuple(targets.shape)}. Give at least "
+            "one sequence."
+        )
+    smallest, largest = int(inputs.min()), int(max(inputs.max(), targets.max()))
+    if smallest < 0 or largest >= size:
+        raise SlipstreamError(
+            f"there is a token id {smallest if smallest < 0 else largest}, but the model has a vocabulary of {size} "
+            f"(ids 0 to {size - 1}). Use the tokenizer the model was made for, or a config with a larger vocab_size."
+        )
+    for name, token in vars(config).items():
+        if _PLACEHOLDER.fullmatch(name) and isinstance(token, int) and bool((inputs == token).any()):
+            raise SlipstreamError(
+                f"the inputs have token {token}, {name} of {config.model_type!r}, in whose place the model puts what "
+                "isn't text. Only text is trained here: leave such samples out."
+            )

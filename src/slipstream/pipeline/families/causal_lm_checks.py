@@ -24,7 +24,7 @@ from slipstream.model.self_check.instance_trial import TrialResult, try_changes
 from slipstream.model.toy import full_precision, perturb_parameters, reference_model, toy_config, toy_tokens
 from slipstream.parallel import RankGroup, Ranks
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
-from slipstream.pipeline.batch import SplitBatch
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
 
@@ -112,6 +112,11 @@ class ChangedModel:
             )
         schedule = layout.training
         self._check_pieces(schedule.num_slices, schedule.num_microbatches)
+
+    @property
+    def restricts_pieces(self) -> bool:
+        """Whether some slices or microbatches can't be exact."""
+        return bool(self.result.tokens or self.result.rows or self.given.gradient_hooks)
 
     def check_batch(self, batch: SplitBatch, is_ragged: bool = False) -> None:
         """Raises SlipstreamError where slices, documents or microbatches of this batch can't be exact."""

@@ -15,7 +15,8 @@ from slipstream.model import LayerRange, Tensors, cross_entropy
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import SplitBatch, WholeBatch, check_rows, counted, rows_of
+from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, refuse_values, rows_of
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
@@ -26,7 +27,6 @@ from slipstream.pipeline.families.sequence_costs import (
 )
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
-from slipstream.pipeline.sequences import Sequences, refuse_values
 from slipstream.pipeline.tuning import is_free
 from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
@@ -281,16 +281,16 @@ class SequenceFamily:
             return [None]
         return [range(a, b) for a, b in pairwise(accumulate(microbatch.slices, initial=0))]
 
-    def begin(self) -> None:
-        """Begins a step: called before its forwards. Raises SlipstreamError where a sequence has got hooks since the
+    def on_begin(self) -> None:
+        """Begins a step, before its forwards. Raises SlipstreamError where a sequence has got hooks since the
         pipeline was made."""
         for sequence in self._sequences:
             check_runs_its_children(sequence)
         for stage in self._stages.values():
             stage.statistics.begin()
 
-    def end(self) -> None:
-        """Updates every batch norm's moving averages with the whole mini-batch. Collective."""
+    def on_end(self) -> None:
+        """Ends a step: updates every batch norm's moving averages with the whole mini-batch. Collective."""
         over = self._ranks.copies
         for stage in self._stages.values():
             stage.statistics.update(

@@ -11,7 +11,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import Stage
+from slipstream.pipeline.cut_batch import Stage
 from slipstream.schedule import (
     AUTOMATIC,
     Op,
@@ -165,11 +165,6 @@ class FrozenStages:
         """
         is_searched = isinstance(schedule, str) and schedule in AUTOMATIC
         return not (is_searched or layout.order.is_lowered or layout.spreads_embedding)
-
-    @property
-    def trains_here(self) -> bool:
-        """Whether a parameter of this process's stages is trained now."""
-        return any(map(_is_trained, self._stages.values()))
 
     def check(self, layout: StageLayout) -> None:
         """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""

@@ -17,7 +17,7 @@ from slipstream.model import CausalLMStage, Tensors, storage_bytes, storage_id, 
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies
 from slipstream.model.weight_gradients import factors_of
-from slipstream.pipeline.batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch, Stage
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together, vocabulary_specs
 from slipstream.pipeline.parameters import Parameters
 from slipstream.profile import MemoryMeter, memory_meter

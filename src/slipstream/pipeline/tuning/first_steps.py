@@ -60,11 +60,6 @@ class FirstSteps:
         self.listens = False  # whether the timeline of the step that runs is wanted
         self._length = 0  # of the rows that are planned for
 
-    @property
-    def are_due(self) -> bool:
-        """Whether the next step on rows is planned, or observed."""
-        return self._settings.is_open and not self._settings.is_planned
-
     def begin(self, length: int, num_rows: int, holds: Holds) -> None:
         """Plans the next step, on rows of `length` tokens, `num_rows` in a microbatch, or says what it runs to be
         observed. Collective; all replicas follow the leader's numbers.

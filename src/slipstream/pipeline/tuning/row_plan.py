@@ -18,7 +18,7 @@ from slipstream.array_types import Floats
 from slipstream.cost import OPS
 from slipstream.cost.fit import fit_nonnegative
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.batch import slice_lengths
+from slipstream.pipeline.cut_batch import slice_lengths
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule, SliceCounts, in_flushes, join_backwards, split_backwards
 from slipstream.simulator import TableCost, simulate

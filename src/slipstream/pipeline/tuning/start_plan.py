@@ -36,7 +36,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import token_bytes
+from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.batch import slice_lengths
-from slipstream.pipeline.pipeline_options import PipelineOptions, check_microbatches, even_microbatches
+from slipstream.pipeline.cut_batch import even_microbatches, slice_lengths
+from slipstream.pipeline.pipeline_options import PipelineOptions, check_microbatches
 from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
@@ -44,6 +44,8 @@ class StepSettings:
         if self._given:
             slices = max((each.slices for each in self._given), key=len)
         self._reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
+        self.is_open = self._reorders or self._reslices
+        """Whether the order or the slices are to be found."""
         # Whether backwards may be split: W would hold what all segments recompute.
         self.splits = not compiled and options.memory.recompute != "segments"
         _check(schedule, slices, options.num_microbatches, num_flushes)
@@ -71,19 +73,17 @@ class StepSettings:
                 "of one with the same stages, or leave them out."
             )
         self._compiled = tuple(compiled)
+        self._asked: tuple[object, ...] = ()  # of what the microbatches were formed last
+        self._even: list[SlicedMicrobatch] = []
         self._unplanned = self.schedule, self.slices
-        self._is_resting = False
+        self.is_resting = False
+        """Whether nothing is found until rows of one length come: steps on others are planned one by one."""
         self.is_planned = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the order or the slices are to be found."""
-        return self._reorders or self._reslices
 
     @property
     def is_tuning(self) -> bool:
         """Whether something is to be found, from the first step on."""
-        return self.is_open and not self.is_planned and not self._is_resting
+        return self.is_open and not self.is_planned and not self.is_resting
 
     def row_problem(self, length: int) -> RowProblem:
         """Returns what is to be found for rows of `length` tokens."""
@@ -96,11 +96,6 @@ class StepSettings:
             reorders=self._reorders,
             splits=self.splits,
         )
-
-    def fit(self, length: int) -> None:
-        """Lets rows that are shorter than there are slices run, before any slices are planned."""
-        if self._reslices and not self.is_planned and length < self._count:
-            self.run(self._named(self._num_in_flush, length), (1,) * length)
 
     def run(self, schedule: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> None:
         """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether these are what was
@@ -115,28 +110,27 @@ class StepSettings:
         self.schedule, self.slices = self._unplanned
         self.is_planned = False
 
-    def rest(self) -> None:
-        """Finds nothing until rows of one length come: steps on others are planned one by one."""
-        self._is_resting = True
-
-    def wake(self) -> None:
-        """Ends `rest`: rows of one length have come."""
-        self._is_resting = False
-
     def lengths(self, length: int) -> list[int]:
         """Returns the slices of such a sequence; slices found for another length are taken as their number."""
         found_for_another = self._reslices and not isinstance(self.slices, int) and length != sum(self.slices)
         return slice_lengths(self._count if found_for_another else self.slices, length)
 
     def microbatches(self, num_rows: int, length: int) -> list[SlicedMicrobatch]:
-        """Returns the rows and slices of each microbatch of such a batch.
+        """Returns the rows and slices of each microbatch of such a batch. Before any slices are planned, rows that are
+        shorter than there are slices run in slices of one token.
 
         Raises SlipstreamError where the microbatches that were given don't add up to it.
         """
         if self._given:
             check_microbatches(self._given, num_rows, length)
             return [*self._given]
-        return even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
+        if self._reslices and not self.is_planned and length < self._count:
+            self.run(self._named(self._num_in_flush, length), (1,) * length)
+        asked = num_rows, length, self.schedule.num_microbatches, self.slices
+        if asked != self._asked:
+            self._asked = asked
+            self._even = even_microbatches(num_rows, self.schedule.num_microbatches, self.lengths(length))
+        return self._even
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
         """Returns what is to be found for sequences of these lengths: what was given by a name or as a number is kept.

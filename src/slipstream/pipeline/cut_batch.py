@@ -1,0 +1,366 @@
+"""A batch cut into microbatches and token slices, its labels shifted and its documents located before the cuts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.model import IGNORED, CausalLMStage
+from slipstream.model.hooks import TokenSlice
+from slipstream.pipeline.batch import Sequences, WholeBatch, document_numbers
+from slipstream.pipeline.pipeline_options import SequenceLoss
+from slipstream.schedule import SlicedMicrobatch
+from slipstream.sequential import SequentialStage
+
+Stage = CausalLMStage | SequentialStage
+
+_BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
+
+
+def token_bytes(num_tokens: int) -> int:
+    """Returns an upper bound of the bytes of a batch of token ids, cut and uncut."""
+    return _BATCH_TENSORS * torch.int64.itemsize * num_tokens
+
+
+@dataclass(frozen=True)
+class MicrobatchSequences:
+    """The sequences of a microbatch, for a loss of whole ones."""
+
+    numbers: Sequence[Tensor]  # of each slice: which sequence a token is of, (b, T)
+    count: int
+    places: slice | list[int]  # in the whole batch
+    values: Tensor | None  # (count, ...), as a step was given them
+
+
+@dataclass(frozen=True)
+class SplitBatch:
+    """A batch as `slices[microbatch][slice]`, and the targets of each: for a causal LM (b, T), shifted.
+
+    `num_valid` targets count in the whole batch, other replicas' rows included. Gradients are those of `loss_scale`
+    times the loss, which is divided by `divisor`.
+    """
+
+    slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
+    targets: list[list[Tensor]]
+    num_valid: int
+    loss_scale: float = 1.0
+    num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
+    sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
+
+    @property
+    def seed(self) -> int:
+        """The step's seed."""
+        seed: int = self.slices[0][0].seed
+        return seed
+
+    @property
+    def max_position(self) -> int:
+        """The largest position in sequences that one device would run together, -1 where each is as if alone."""
+        largest = -1
+        for first, *_ in self.slices:
+            if isinstance(first, TokenSlice) and not first.lone_sequences:
+                largest = max(largest, first.max_position)
+        return largest
+
+    def with_max_position(self, largest: int) -> SplitBatch:
+        """Returns the batch with the largest position that is found in all of it, other replicas' rows included."""
+        if largest < 0:
+            return self
+        slices = [[replace(piece, max_position=largest) for piece in pieces] for pieces in self.slices]
+        return replace(self, slices=slices)
+
+    @property
+    def divisor(self) -> float:
+        """What the sum of losses is divided by (rule 9); 1 where nothing counts, so that the sum is zero."""
+        return self.num_targets or self.num_valid or 1
+
+    @property
+    def loss_weight(self) -> float:
+        """The weight of each valid target's loss in what gradients are of: its part of the global mean."""
+        return 1.0 / (self.divisor / self.loss_scale)
+
+    def twice(self, number: int) -> SplitBatch:
+        """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
+        slices, targets, sequences = self.slices[number], self.targets[number], self.sequences[number : number + 1]
+        return replace(self, slices=[slices] * 2, targets=[targets] * 2, sequences=[*sequences] * 2)
+
+    def with_loss_shares(self) -> SplitBatch:
+        """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""
+        slices = []
+        for pieces, targets in zip(self.slices, self.targets, strict=True):
+            num_valid = sum(int((each != IGNORED).sum()) for each in targets)
+            share = self.loss_scale * num_valid / self.divisor
+            slices.append([replace(piece, loss_share=share) for piece in pieces])
+        return replace(self, slices=slices)
+
+
+def counted(targets: Tensor) -> int:
+    """Returns how many targets count: of numbers, the rows."""
+    return targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
+
+
+def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
+    """Cuts (B, L) inputs and unshifted targets into microbatches, each of some rows, in slices of its own lengths.
+
+    Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
+    with each, and its last token predicts nothing (rule 12).
+    """
+    check_shapes(batch, microbatches)
+    (inputs,), position_ids = batch.inputs, batch.position_ids
+    starts = _document_starts(batch)  # (B, L) or None
+    targets = _shift(batch.targets, starts)
+    if position_ids is None:
+        position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        position_ids = position_ids if starts is None else position_ids - starts
+    largest, lone = _largest_positions(position_ids, batch.lone_lengths)
+    if batch.max_position is not None:
+        largest = batch.max_position
+    pieces: list[list[TokenSlice]] = []
+    labels: list[list[Tensor]] = []
+    for row, microbatch in zip(rows_of(microbatches), microbatches, strict=True):
+        pieces.append([])
+        labels.append([])
+        for a, b in pairwise(accumulate(microbatch.slices, initial=0)):
+            piece = TokenSlice(
+                inputs[row, a:b],
+                position_ids[row, a:b],
+                None if starts is None else starts[row, a:b],
+                start=a,
+                length=inputs.shape[1],
+                max_position=largest,
+                lone_sequences=_within(lone, a, b) if lone else (),
+                microbatch=len(pieces) - 1,
+                index=len(pieces[-1]),
+                seed=seed,
+            )
+            pieces[-1].append(piece)
+            labels[-1].append(targets[row, a:b])
+    return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
+
+
+def _largest_positions(position_ids: Tensor, lengths: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Returns the largest position, and the length and the largest position of each sequence of a row, in a few kernels
+    however many there are."""
+    largest = position_ids.max()
+    if not lengths:
+        return int(largest), []
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    zeros = position_ids.new_zeros(len(lengths))
+    of_each = zeros.scatter_reduce(0, numbers.to(zeros.device), position_ids[0, : len(numbers)], "amax")
+    largest_of_all, *ends = torch.cat([largest[None], of_each]).tolist()
+    return largest_of_all, list(zip(lengths, ends, strict=True))
+
+
+def _within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """Returns the tokens between two places of each sequence that has some there, and its largest position."""
+    bounds = pairwise(accumulate((length for length, _ in sequences), initial=0))
+    found = ((min(b, end) - max(a, begin), each[1]) for (a, b), each in zip(bounds, sequences, strict=True))
+    return tuple(each for each in found if each[0] > 0)
+
+
+def cut_rows(parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
+    """Cuts the batch of each microbatch, whose rows have a length of their own, into its slices."""
+    cut = [cut_batch(part, [each], seed) for part, each in zip(parts, microbatches, strict=True)]
+    slices = [[replace(piece, microbatch=number) for piece in batch.slices[0]] for number, batch in enumerate(cut)]
+    found = SplitBatch(slices, [batch.targets[0] for batch in cut], sum(batch.num_valid for batch in cut))
+    return found.with_max_position(found.max_position)
+
+
+def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:
+    """Returns the rows of the batch that each microbatch has."""
+    rows: list[slice] = []
+    for microbatch in microbatches:
+        first = rows[-1].stop if rows else 0
+        rows.append(slice(first, first + microbatch.num_sequences))
+    return rows
+
+
+def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
+    """Returns the tokens of every slice: a count cuts evenly, with the first slices one token longer if need be.
+
+    Raises SlipstreamError where they don't add up to the sequence length.
+    """
+    if isinstance(slices, int):
+        if not 1 <= slices <= length:
+            raise SlipstreamError(f"slices={slices}: a sequence of {length} tokens takes 1 to {length} slices.")
+        return [length // slices + (i < length % slices) for i in range(slices)]
+    if sum(slices) != length or min(slices) < 1:
+        difference = length - sum(slices)
+        raise SlipstreamError(
+            f"slices={list(slices)} add up to {sum(slices)} tokens, but the sequence has {length}: all must be "
+            f"positive and sum to it. {'Add' if difference > 0 else 'Take away'} {abs(difference)}, or give a count."
+        )
+    return list(slices)
+
+
+def check_shapes(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch]) -> None:
+    """Raises SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
+    inputs = batch.inputs[0]
+    if inputs.dim() != 2 or inputs.dtype != torch.int64:
+        raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
+    if batch.targets.dtype != torch.int64:
+        raise SlipstreamError(f"targets are {_describe(batch.targets)}; expected token ids or -100, int64.")
+    for name in ("targets", "position_ids", "document_ids"):
+        tensor = getattr(batch, name)
+        if tensor is not None and tensor.shape != inputs.shape:
+            raise SlipstreamError(
+                f"{name} are {_describe(tensor)}, inputs {_describe(inputs)}: they must have one shape."
+            )
+    check_rows(inputs.shape[0], len(microbatches), "sequences")
+
+
+def check_rows(num_rows: int, num_microbatches: int, name: str) -> None:
+    """Raises SlipstreamError where some microbatch would be empty."""
+    if num_rows < num_microbatches:
+        raise SlipstreamError(
+            f"a batch of {num_rows} {name} can't be cut into {num_microbatches} microbatches. Give at least "
+            f"{num_microbatches} {name} or set num_microbatches={num_rows}."
+        )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _document_starts(batch: WholeBatch) -> Tensor | None:
+    """Returns where the document of each token starts, (B, L); None where every sequence is one document."""
+    (inputs,), position_ids, document_ids = batch.inputs, batch.position_ids, batch.document_ids
+    begins = torch.zeros_like(inputs, dtype=torch.bool)
+    if document_ids is None and position_ids is not None:
+        document_ids = document_numbers(position_ids)
+    if document_ids is not None:
+        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    if not begins.any():
+        return None
+    index = torch.arange(inputs.shape[1], device=inputs.device)
+    return (index * begins).cummax(dim=1).values
+
+
+def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
+    """Returns each token's label (B, L): that of the next token, unless another document begins there."""
+    shifted = torch.full_like(targets, IGNORED)
+    shifted[:, :-1] = targets[:, 1:]
+    if starts is not None:
+        shifted[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
+    return shifted
+
+
+def even_microbatches(num_rows: int, num_microbatches: int, slices: Sequence[int]) -> list[SlicedMicrobatch]:
+    """Returns microbatches of nearly equal numbers of rows, the larger ones first, all in the same slices."""
+    rows, more = divmod(num_rows, num_microbatches)
+    return [SlicedMicrobatch(rows + (number < more), tuple(slices)) for number in range(num_microbatches)]
+
+
+def consecutive_groups(lengths: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of consecutive sequences in `number` groups, none empty, of which the longest has the fewest
+    tokens. Raises SlipstreamError where there are fewer sequences."""
+    check_rows(len(lengths), number, "sequences")
+    limits = range(max(lengths), sum(lengths) + 1)
+    least = bisect_left(limits, True, key=lambda limit: len(_filled(lengths, number, limit)) <= number)
+    ends = accumulate(map(len, _filled(lengths, number, limits[least])), initial=0)
+    return tuple(tuple(range(begin, end)) for begin, end in pairwise(ends))
+
+
+def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
+    """Returns groups of at most `limit` tokens, filled one after the other; later ones keep a sequence at least."""
+    groups: list[list[int]] = [[]]
+    for row, length in enumerate(lengths):
+        left = len(lengths) - row
+        if groups[-1] and (sum(groups[-1]) + length > limit or left <= number - len(groups)):
+            groups.append([])
+        groups[-1].append(length)
+    return groups
+
+
+def refuse_values(whole: WholeBatch | Sequences) -> None:
+    """Raises SlipstreamError where values were given of sequences, as no loss takes them."""
+    if whole.sequence_values is not None:
+        raise SlipstreamError(
+            "sequence_values without a SequenceLoss, whose function takes them. Leave them out, or give "
+            "loss_fn=slipstream.SequenceLoss(function)."
+        )
+
+
+def check_sequences(loss: SequenceLoss, whole: WholeBatch | Sequences) -> None:
+    """Raises SlipstreamError where a batch isn't of whole groups of sequences, each with a target that counts."""
+    if whole.document_ids is not None or getattr(whole, "position_ids", None) is not None:
+        raise SlipstreamError(
+            "document_ids or position_ids with a SequenceLoss, to which a row is a sequence. Leave them out, and give "
+            "sequences of different lengths as a list."
+        )
+    if len(whole.targets) % loss.group_size:
+        raise SlipstreamError(
+            f"a batch of {len(whole.targets)} sequences with SequenceLoss(group_size={loss.group_size}): give a "
+            "multiple of it, the sequences of a group next to each other."
+        )
+    values = whole.sequence_values
+    if values is not None and (values.dim() == 0 or len(values) != len(whole.targets)):
+        raise SlipstreamError(
+            f"sequence_values are {tuple(values.shape)} for {len(whole.targets)} sequences: give one, or one row, for "
+            "each."
+        )
+    have_any = torch.stack([(targets[1:] != IGNORED).any() for targets in whole.targets]).tolist()
+    if not all(have_any):
+        raise SlipstreamError(
+            f"targets[{have_any.index(False)}] has no label that counts: all are -100 after the first, which nothing "
+            "predicts. Leave such sequences out, with those of their group."
+        )
+
+
+def check_groups(loss: SequenceLoss, microbatches: Sequence[SlicedMicrobatch]) -> None:
+    """Raises SlipstreamError where a microbatch's rows aren't whole groups."""
+    rows = [each.num_sequences for each in microbatches]
+    if any(number % loss.group_size for number in rows):
+        raise SlipstreamError(
+            f"microbatches of {rows} rows with SequenceLoss(group_size={loss.group_size}), whose sequences share a "
+            f"microbatch: give batches of a multiple of {len(rows) * loss.group_size} rows, or fewer microbatches."
+        )
+
+
+def grouped_lengths(loss: SequenceLoss | None, lengths: Sequence[int]) -> list[int]:
+    """Returns the tokens of each group of sequences, which a step plans as one."""
+    size = 1 if loss is None else loss.group_size
+    return [sum(lengths[first : first + size]) for first in range(0, len(lengths), size)]
+
+
+def ungrouped(loss: SequenceLoss | None, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Returns the numbers of the sequences in each microbatch, of the numbers of its groups."""
+    size = 1 if loss is None else loss.group_size
+    return [[number * size + place for number in group for place in range(size)] for group in groups]
+
+
+def with_sequences(
+    batch: SplitBatch, loss: SequenceLoss, whole: WholeBatch | Sequences, places: Sequence[slice | list[int]]
+) -> SplitBatch:
+    """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; what
+    counts are its groups."""
+    values = whole.sequence_values
+    pairs = zip(batch.slices, places, strict=True)
+    sequences = [
+        MicrobatchSequences(*_numbered(slices), place, None if values is None else values[place])
+        for slices, place in pairs
+    ]
+    return replace(batch, sequences=sequences, num_valid=sum(each.count for each in sequences) // loss.group_size)
+
+
+def _numbered(slices: Sequence[TokenSlice]) -> tuple[list[Tensor], int]:
+    """Returns which sequence each token of a microbatch is of, (b, T) for each slice, and the number of sequences.
+
+    Sequences are its rows, or the documents of its one row.
+    """
+    first = slices[0]
+    if first.document_start is None:
+        rows = torch.arange(len(first.input_ids), device=first.input_ids.device)[:, None]
+        return [rows.expand_as(each.input_ids) for each in slices], len(rows)
+    starts = torch.cat([each.document_start for each in slices if each.document_start is not None], dim=1)
+    numbers = torch.zeros_like(starts)
+    numbers[:, 1:] = (starts[:, 1:] != starts[:, :-1]).cumsum(1)
+    bounds = [each.input_ids.shape[1] for each in slices]
+    return list(torch.split(numbers, bounds, dim=1)), int(numbers.max()) + 1

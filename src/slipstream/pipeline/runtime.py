@@ -1,0 +1,506 @@
+"""The parts of a Pipeline on this rank, and how they run a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.comm import (
+    LocalTransport,
+    ScatterGather,
+    Transport,
+    connect_transport,
+    skip_channels,
+    vocabulary_channels,
+)
+from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import keyed_seed
+from slipstream.model.autograd_memory import take_differing_layers
+from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
+from slipstream.parallel.tensor import TensorParallel
+from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
+from slipstream.pipeline.batch import Inputs, Sequences, WholeBatch, given_batch
+from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch, Stage
+from slipstream.pipeline.execution import (
+    CollectedOutputs,
+    Executor,
+    GivenLosses,
+    LossDivisor,
+    Losses,
+    StepGraphs,
+    StepLoss,
+    TokenOutputs,
+    checked_num_targets,
+    graph_refusal,
+    run_together,
+)
+from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
+from slipstream.pipeline.families.model_family import causal_lm
+from slipstream.pipeline.families.stage_layout import FrozenStages
+from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
+from slipstream.pipeline.parameters import Parameters
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
+from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, measure_rates, rates_of_rows, with_plan
+from slipstream.pipeline.weights import gather_state
+from slipstream.planner.joint import JointPlan, OutOfMemoryError
+from slipstream.planner.steps import StageRates, StepPlan
+from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
+from slipstream.timeline import Timeline
+from slipstream.watchdog import board, counted_off
+
+_log = logging.getLogger(__name__)
+_MOST_LAYOUTS = 32  # lowered schedules that are kept
+
+
+class PipelineRuntime:
+    """Ranks, stages, parameters, executors and messages of a pipeline.
+
+    Every rank makes it and calls its methods, which are collective, in the same order.
+    """
+
+    def __init__(self, model: object, options: PipelineOptions) -> None:
+        """Builds this rank's part of the pipeline. Collective."""
+        # 1. The ranks, and how they find out whether they are in one call.
+        join_launched_group(options.device, options.runtime.stall_limit, transport=options.runtime.transport)
+        self.ranks = Ranks.of(options.mesh)
+        # A mesh that is kept would keep its groups alive, with their threads, when the interpreter ends.
+        options = replace(options, mesh=None)
+        self.device = self.ranks.device if options.device is None else torch.device(options.device)
+        if self.ranks.world.size > 1:
+            check_transport(options.runtime.transport, self.device, self.ranks.world.gpu_backend)
+        self.calls = CallAgreement(self.ranks)
+        self._agreement = BatchAgreement(self.ranks, self.calls, options.memory.limit is not None)
+        watch_group(self.ranks.world, options.runtime.stall_limit)
+
+        # 2. The model's family, and the plan of what is open.
+        with counted_off("loading and checking the model"):
+            self.family = family_of(model, options, self.ranks, self.device)
+        num_ranks = self.ranks.count(options.num_ranks, options.schedule)
+        self.plan: JointPlan | None = None
+        self._given_rates: StageRates | None = options.rates
+        self.has_own_loss = options.loss_fn is not None
+        self._adds_router_loss = options.router_loss != "none"
+        if num_ranks > 1 and self.family.is_open(options):
+            options = self._plan_start(options, num_ranks)
+        self._has_limit = options.memory.limit is not None
+        self._recomputes = options.memory.recompute != "none"
+        self.settings = StepSettings(options, num_ranks, self.family.default_slices, self.family.compiled)
+
+        # 3. The stages of this process, and their parameters.
+        self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
+        self.stages: Mapping[int, Stage]
+        self.tensor_parallel: TensorParallel | None
+        with counted_off("loading the model", uses_disk=True):
+            self.stages, self.tensor_parallel = self.family.make_stages(self.layout)
+        self._frozen = FrozenStages(self.stages, self.ranks, self.layout.order)
+        if isinstance(self.family, CausalLMFamily) and self._frozen.may_be_left_out(self.layout, options.schedule):
+            self.layout = replace(self.layout, num_frozen_stages=self._frozen.number)
+        self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
+        holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
+        self.parameters = Parameters(self.stages, self.ranks, self.tensor_parallel, holders, options)
+
+        # 4. The executors of this process's ranks, connected with the others.
+        self._losses = self.family.losses(self.tensor_parallel)
+        self._divisor = LossDivisor(self._losses)
+        # The parts of a message, of which a rank sends one.
+        self._num_parts = 1 if options.parallel.sequence_parallel else self.ranks.tensor.size
+        self.transport = self._scattered(self._connected())
+        self._here = self.ranks.here(self.layout.num_ranks)
+        self.executors = self._made_executors(self._losses)
+        self.graphs: StepGraphs | None = None
+        if options.runtime.cuda_graphs:
+            refusal = graph_refusal(self.ranks, options)
+            self.graphs = StepGraphs(self.stages, self._made_executor, self.device, refusal)
+            self.parameters.keep_clear_of(self.graphs.gradients)
+        self._last_schedule = ""  # the name of that of the last step or evaluation
+        self._last_sequences: Sequence[MicrobatchSequences] = ()
+
+        # 5. What plans steps, and keeps them within the memory limit.
+        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks, self.calls)
+        self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
+        records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
+        parts = self.ranks, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
+        self.memory_limit = MemoryLimit(options.memory.limit, records, *parts)
+        self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
+        self.last_step = ExecutedStep(self.layout, [])
+
+    def _plan_start(self, options: PipelineOptions, num_ranks: int) -> PipelineOptions:
+        """Returns the options with what a plan from measured costs chooses; without one, where they can't be measured,
+        order and slices stay open until steps ran. Collective.
+
+        Raises OutOfMemoryError where nothing fits the memory limit.
+        """
+        expected = options.expected
+        say = _log.info if expected is None or expected.say is None else expected.say
+        try:
+            with counted_off("measuring what layers cost"):
+                self.plan, self._given_rates = self.family.plan(num_ranks, say)
+        except OutOfMemoryError:
+            raise
+        except SlipstreamError as error:
+            say(f"no plan can be made before the first step: {error}")
+            return options
+        options = with_plan(options, self.plan)
+        self.family.adopt(options)
+        return options
+
+    def _connected(self) -> Transport:
+        """Returns the transport between the ranks. Collective."""
+        if self.ranks.pipeline.size == 1:
+            return LocalTransport()
+        training = self.layout.training
+        skips = skip_channels(self.family.routes(self.layout), training) + vocabulary_channels(training)
+        return connect_transport(send_windows(training), self.device, self.ranks, skips)
+
+    def _scattered(self, transport: Transport) -> Transport:
+        """Returns the transport by which each of the tensor ranks sends its part of a message."""
+        return transport if self._num_parts == 1 else ScatterGather(transport, self.ranks.tensor)
+
+    def _made_executor(
+        self, rank: int, transport: Transport, reduce: Callable[[int], None], losses: Losses | None = None
+    ) -> Executor:
+        own = {stage: self.stages[stage] for stage in self.layout.stages_of([rank])}
+        return Executor(rank, own, transport, losses or self._losses, self.device, self.layout.recompute, reduce)
+
+    def _made_executors(self, losses: Losses) -> list[Executor]:
+        return [self._made_executor(rank, self.transport, self._reduce, losses) for rank in self._here]
+
+    def _rehearsal(self) -> partial[RehearsedStep]:
+        """Returns what makes the rehearsal of a step of this pipeline's parts."""
+        return partial(
+            RehearsedStep,
+            stages=self.stages,
+            parameters=self.parameters,
+            losses=self._losses,
+            device=self.device,
+            scatter=self._scattered,
+            num_parts=self._num_parts,
+        )
+
+    def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
+        """Returns the batch of what a method was given, as `given_batch` does. Collective."""
+        if isinstance(inputs, Mapping):
+            causal_lm(self.family, "a mapping as a batch", "Give step(inputs, targets).")
+        return given_batch(self.ranks, self.device, inputs, *others, **options)
+
+    def step(
+        self,
+        whole: WholeBatch | Sequences,
+        loss_scale: float,
+        plan: StepPlan | None = None,
+        num_targets: float | None = None,
+    ) -> Tensor:
+        """Adds the batch's gradients, and returns the global mean loss, or the sum over `num_targets`. Collective.
+        `plan` is for sequences alone."""
+        if (mine := board()) is not None:
+            mine.set_step(self.random_state[1] + 1)
+        self.calls.name = "step"
+
+        # 1. Plan the step, and cut the batch into what its actions run on.
+        if isinstance(whole, Sequences):
+            batch, microbatches = self._cut_sequences_to_train(whole, plan, num_targets is None)
+        else:
+            batch, microbatches = self._cut_rows_to_train(whole, num_targets is None)
+        batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
+        if self._adds_router_loss:
+            batch = batch.with_loss_shares()
+        self.last_step = ExecutedStep(self.layout, microbatches)
+
+        # 2. Bring the parameters up to date, and set gradients of earlier steps aside.
+        self.parameters.publish()
+        self.parameters.begin(loss_scale, self._divisor.may_be_own)
+        if self.family.on_begin is not None:
+            self.family.on_begin()
+
+        # 3. Run all actions of this process's ranks.
+        seed, num_steps = self.random_state
+        is_compiling = self.family.compiled and num_steps == 0
+        with counted_off("compiling") if is_compiling else nullcontext():
+            loss = self._run(self.layout.training, batch)
+
+        # 4. Complete the gradients.
+        self.parameters.end(self._divisor.of_gradients)
+        if self.family.on_end is not None:
+            self.family.on_end()
+        self.random_state = seed, num_steps + 1
+        if self._first_steps.listens and not isinstance(whole, Sequences):
+            self._first_steps.observe(self._timeline())
+        return StepLoss.of(loss)
+
+    def _cut_rows_to_train(
+        self, whole: WholeBatch, needs_targets: bool
+    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
+        """Returns the batch as the next step cuts it, once what is open is planned. Collective.
+
+        Raises SlipstreamError where the next step would hold more than the memory limit.
+        """
+        length = self.family.length(whole)
+        self.settings.is_resting = False
+        batch, microbatches = self._cut_rows(whole, length, needs_targets, has_backward=True)
+        if self.settings.is_tuning:
+
+            def holds() -> HeldBytes:
+                batch, microbatches = self._cut_rows(whole, length, needs_targets)
+                return self.memory_limit.held_by(self._to_rehearse(whole, microbatches, batch))
+
+            with counted_off("planning the first step"):
+                self._first_steps.begin(length, max(each.num_sequences for each in microbatches), holds)
+            batch, microbatches = self._cut_rows(whole, length, needs_targets)
+        if self._has_limit:
+            self.memory_limit.check(self._to_rehearse(whole, microbatches, batch))
+        return batch, microbatches
+
+    def _cut_sequences_to_train(
+        self, whole: Sequences, plan: StepPlan | None, needs_targets: bool
+    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
+        """Returns the batch as its plan packs and cuts it. Collective.
+
+        Raises SlipstreamError where the step would hold more than the memory limit.
+        """
+        if not self.memory_limit.knows_lengths:  # the ranks exchange what rows hold before they plan
+            self.calls.start((), of_list=True)
+            self.calls.finish()
+        self.memory_limit.prepare_rows(self.settings.splits)
+        batch, plan = self._cut_sequences(whole, plan, needs_targets, has_backward=True)
+        self.memory_limit.check_sequences(self.layout, batch, plan.microbatches, whole)
+        return batch, plan.microbatches
+
+    def _trains_here(self) -> bool:
+        """Returns whether a parameter of this process's stages is trained now."""
+        for stage in self.stages.values():
+            for _, parameter in stage.named_parameters():
+                if parameter.requires_grad:
+                    return True
+        return False
+
+    def _cut_rows(
+        self, whole: WholeBatch, length: int, needs_targets: bool = True, has_backward: bool = False
+    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
+        """Cuts the batch as the next step does, whose schedule it adopts, and counts the valid targets of all replicas.
+        Collective."""
+        rows = whole.inputs[0]
+        microbatches = self.settings.microbatches(rows.shape[0] if rows.dim() else 0, length)
+        self._adopt(self.settings.schedule)
+        cut = partial(self.family.split, whole, microbatches, self._seed())
+        return self._agreed(whole, cut, needs_targets, has_backward), microbatches
+
+    def _cut_sequences(
+        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, has_backward: bool = False
+    ) -> tuple[SplitBatch, StepPlan]:
+        """Packs and cuts the batch as it was planned, and adopts the plan's schedule. Collective."""
+        try:
+            plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
+        except DifferentLengthsError:
+            self._agreement.compare(whole)  # raises, and names the ranks
+            raise
+        self.settings.is_resting = True
+        cut = partial(self.family.split_sequences, whole, plan, self._seed())
+        batch = self._agreed(whole, cut, needs_targets, has_backward)
+        self._adopt(plan.schedule)
+        return batch, plan
+
+    def _agreed(
+        self, whole: WholeBatch | Sequences, cut: Callable[[], SplitBatch], needs_targets: bool, has_backward: bool
+    ) -> SplitBatch:
+        """Returns what `cut` makes of the batch, once all ranks know that each can run it. Collective. With
+        `has_backward` some rank must train something."""
+
+        def checked() -> SplitBatch:
+            if self.layout.num_frozen_stages:
+                self._frozen.check(self.layout)
+            batch = cut()
+            if isinstance(self._losses, GivenLosses) and len(self.layout.layers) - 1 in self.stages:
+                self._losses.try_on(batch, self.family.output_forms, has_backward)
+            return batch
+
+        batch: Any = self._agreement.check(whole, checked, needs_targets, not has_backward or self._trains_here())
+        for axis, group in self.ranks.token_axes:
+            assert axis.part_of is not None
+            batch = axis.part_of(batch, group.rank, group.size)
+        return batch  # type: ignore[no-any-return]
+
+    def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
+        """Returns the global mean loss of a step or an evaluation. The batch may be refused before anything is sent.
+
+        Raises SlipstreamError, and drops all gradients, for what is known only once all of it has run: where the loss
+        function counts other tokens than the batch does, or says a divisor that none can be, and where what was
+        computed again isn't what it was.
+        """
+        self._last_schedule, self._last_sequences = schedule.name, batch.sequences
+        graphs = self.graphs
+        self.transport.begin(self._agreement.finish)
+        if self._recomputes:
+            take_differing_layers()  # of a step that failed
+        if graphs is None or not schedule.has_backward:
+            run_together(self.executors, schedule, batch)
+        else:
+            with graphs.running():
+                run_together(self.executors, schedule, batch, graphs.of_step(self._here, schedule, batch))
+                graphs.note_gradients()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for executor in self.executors:
+            sums[:2] += torch.stack(executor.finish())
+        sums[2] = isinstance(self._losses, GivenLosses) and self._losses.says_divisor
+        differing = take_differing_layers() if self._recomputes else []
+        sums[3] = len(differing)
+        if self.ranks.world.size > 1:
+            sums = self.ranks.copies.sum(self.ranks.pipeline.sum(sums))  # tensor ranks have it all alike
+        _, count, says_divisor, num_differing = sums.tolist()
+        try:
+            if num_differing:
+                raise _differing_error(differing)
+            return sums[0] / self._divisor.find(count, bool(says_divisor), batch)
+        except SlipstreamError:
+            if schedule.has_backward:
+                self.parameters.drop()
+            raise
+
+    def _reduce(self, stage: int) -> None:
+        if self.graphs is not None:
+            self.graphs.note_gradients()
+        self.parameters.reduce(stage)
+
+    def cut_to_evaluate(
+        self, whole: WholeBatch | Sequences, plan: StepPlan | None = None, needs_targets: bool = True
+    ) -> tuple[SplitBatch, StepPlan | None]:
+        """Returns the batch as an evaluation cuts it, and the plan of sequences; where it needs no targets, also of a
+        batch in which none counts. Collective. `plan` is for sequences alone."""
+        if isinstance(whole, Sequences):
+            batch, plan = self._cut_sequences(whole, plan, needs_targets)
+        else:
+            batch, _ = self._cut_rows(whole, self.family.length(whole), needs_targets)
+        self.parameters.publish()
+        return batch, plan
+
+    def run_forward(self, batch: SplitBatch, num_targets: float | None = None) -> Tensor:
+        """Runs forwards alone, and returns the global mean loss, or the sum over `num_targets`. Collective."""
+        batch = replace(batch, num_targets=checked_num_targets(batch, num_targets))
+        return self._run(self.layout.evaluation, batch)
+
+    def collect_outputs(self, function: TokenOutputs, batch: SplitBatch) -> Mapping[tuple[int, int], Tensor]:
+        """Runs forwards alone; returns what `function` gives of each slice's logits and targets by (microbatch, slice),
+        nothing on ranks without the last stage. Collective."""
+        collected = CollectedOutputs(function)
+        executors = self._made_executors(collected)
+        self.transport.begin(self._agreement.finish)
+        run_together(executors, self.layout.evaluation, batch)
+        for executor in executors:
+            executor.finish()
+        return collected.outputs
+
+    def sequence_log_probabilities(self) -> Tensor:
+        """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch.
+        Collective."""
+        self.calls.begin("sequence_log_probabilities")
+        sequences = self._last_sequences
+        found = torch.zeros(sum(each.count for each in sequences), dtype=torch.float64, device=self.device)
+        for executor in self.executors:
+            for m, sums in executor.log_probabilities.items():
+                found[sequences[m].places] = sums
+        found = self.ranks.pipeline.sum(found)
+        if not len(found):
+            raise SlipstreamError(
+                "no log-probabilities of sequences are known: they are those of the last step or evaluation of a "
+                "Pipeline with loss_fn=slipstream.SequenceLoss(function)."
+            )
+        return found
+
+    def timeline(self) -> Timeline:
+        """Returns what ran when in the last step or evaluation, on all ranks. Collective."""
+        self.calls.begin("timeline")
+        return self._timeline()
+
+    def _timeline(self) -> Timeline:
+        mine = [span for executor in self.executors for span in executor.spans]
+        spans = [span for spans in self.ranks.pipeline.gather(mine) for span in spans]
+        return Timeline(tuple(spans), self.layout.num_ranks, name=self._last_schedule, measured=True)
+
+    def state_dict(self, call: str = "state_dict") -> dict[str, Tensor]:
+        """Returns the whole model's state on rank 0, an empty dict on the others; `call` is the method that asks.
+        Collective."""
+        self.calls.begin(call)
+        self.parameters.publish()
+        return gather_state(self.stages.values(), self.ranks, self.parameters)
+
+    def train(self, training: bool) -> None:
+        """Sets the mode of all stages of this process."""
+        for stage in self.stages.values():
+            stage.model.train(training)
+
+    def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
+        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
+        self.calls.name = "memory_table"
+        batch, microbatches = self._cut_rows(whole, self.family.length(whole))
+        self._agreement.finish()
+        return self._to_rehearse(whole, microbatches, batch)
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
+        if self.memory_limit.knows_lengths:
+            self.step_planning.prepare(self.family.planned_lengths(lengths))
+
+    @cached_property
+    def rates(self) -> StageRates | None:
+        """What the stages cost: as it was given or measured for the plan, else by their multiplications."""
+        return self.family.rates(self.layout) if self._given_rates is None else self._given_rates
+
+    def _measured_rates(self, length: int, num_rows: int) -> StageRates | None:
+        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
+        measured beside the model. Collective."""
+        if self._given_rates is not None:
+            return rates_of_rows(self._given_rates, num_rows)
+        if not isinstance(self.family, CausalLMFamily) or self.family.compiled:
+            return None
+        request = self.family.start_request(self.layout.num_ranks, length, num_rows)
+        partition = [stage.stop - stage.start for stage in self.layout.layers]
+        again = self.layout.recompute is not None and self.layout.recompute.setting == "full"
+        return measure_rates(self.family.config, request, partition, self.ranks, self.device, _log.info, again)
+
+    def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
+        is_by_cost = self._given_rates is not None or not self.settings.is_given
+        if is_by_cost and self.rates is not None:
+            return self.memory_limit.find_plan(self.settings.step_problem(tuple(lengths), self.rates))
+        groups = self.family.groups(lengths, self.settings.schedule.num_microbatches)
+        return self.settings.plan_step(lengths, groups)
+
+    def _check_and_lay_out(self, schedule: Schedule) -> None:
+        self.settings.check(schedule)
+        self._laid_out(schedule)
+
+    def _seed(self) -> int:
+        return keyed_seed(*self.random_state, self.ranks.copies.rank)
+
+    def _to_rehearse(
+        self, whole: WholeBatch, microbatches: Sequence[SlicedMicrobatch], batch: SplitBatch
+    ) -> RehearsedStep:
+        chosen = microbatches[:1] if self.settings.are_microbatches_alike else microbatches
+        return self.memory_limit.rehearsed(self.layout, batch, chosen, whole.inputs[0])
+
+    def _adopt(self, schedule: Schedule) -> None:
+        """Lets the next step run this schedule, whose placement is that of the one before."""
+        if schedule is not self.layout.order:
+            self.layout = self._laid_out(schedule)
+            self.transport.expect(self.layout.training)
+
+
+def _with_order(layout: StageLayout, schedule: Schedule) -> StageLayout:
+    """Returns the layout of the same stages for another schedule."""
+    return layout if schedule is layout.order else replace(layout, order=schedule)
+
+
+def _differing_error(differing: Sequence[str]) -> SlipstreamError:
+    """Returns the error for layers, those of this rank, that gave something else when they were computed again."""
+    return SlipstreamError(
+        f"{', '.join(differing) or 'a layer of another rank'}: the output differs when it is computed again for the "
+        "backward (memory.recompute), so gradients would be wrong: it draws random numbers that aren't PyTorch's own, "
+        "or reads what it has changed. Use recompute='none'; or memory.check_recompute=False where only the rounding "
+        "differs, as kernels of a GPU may add in any order."
+    )
