@@ -15,7 +15,6 @@ from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
 from slipstream.train.metrics.flops import StepFigures, TrainingTime
 from slipstream.train.metrics.records import (
-    DiskTrouble,
     MetricsFile,
     Phases,
     StepRecord,
@@ -23,6 +22,7 @@ from slipstream.train.metrics.records import (
     as_dictionary,
     peak_memory,
 )
+from slipstream.train.run_folder import TolerantWrites
 from support.architectures import ARCHITECTURES, tokens
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
@@ -68,9 +68,9 @@ def test_lines_for_which_the_disk_has_no_room_come_later(tmp_path: Path) -> None
 
 def test_trouble_with_the_disk_is_told_once_until_it_is_over() -> None:
     said = list[str]()
-    trouble = DiskTrouble(said.append)
+    writes = TolerantWrites(said.append)
     for error in (True, True, False, True):
-        with trouble.tolerated("metrics.jsonl"):
+        with writes.of("metrics.jsonl"):
             if error:
                 raise OSError(28, "No space left on device")
     assert said == ["metrics.jsonl can't be written: [Errno 28] No space left on device. Training goes on"] * 2
