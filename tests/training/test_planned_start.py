@@ -10,6 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,8 +23,8 @@ from slipstream.pipeline.tuning import StartRequest, is_free
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config.run_config import parse_config
-from slipstream.train.planned_start import _found_again, what_prevents_a_plan
-from slipstream.train.run_state import describe_cut
+from slipstream.train.data import PackedSequences, TokenisedText
+from slipstream.train.planned_start import chosen_facts, chosen_settings, plan_obstacle
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 from support.pipelines import make_pipe
@@ -119,7 +120,7 @@ def test_naming_one_of_them_leaves_the_others_at_their_defaults(sections: dict[s
     ids=str,
 )
 def test_what_falls_back_to_defaults_is_said(sections: dict[str, Any], said: str) -> None:
-    assert what_prevents_a_plan(parse_config(with_section(**sections))) == said
+    assert plan_obstacle(parse_config(with_section(**sections))) == said
 
 
 def test_a_dumped_configuration_is_left_open_again() -> None:
@@ -131,15 +132,18 @@ def test_a_dumped_configuration_is_left_open_again() -> None:
 def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any) -> None:
     memory = Memory(recompute=recompute)
     pipe = make_pipe(llama(), schedule="gpipe", slices=[5, 3], num_ranks=2, partition=[1, 3], memory=memory)
-    assert describe_cut(pipe) == {"partition": [1, 3], "recompute": recompute}
+    sequences = PackedSequences(TokenisedText.join([np.zeros(8, dtype=np.int32)]), 8, seed=None)
+    chosen = chosen_facts(pipe, sequences, None)
+    assert chosen is not None
+    assert (chosen["partition"], chosen["recompute"], chosen["slices"]) == ([1, 3], recompute, [5, 3])
 
 
-def test_an_older_checkpoint_has_balanced_layers() -> None:
+def test_what_was_chosen_is_for_sequences_of_its_length() -> None:
     config = parse_config(SETTINGS)
-    earlier = {"schedule": str(make_schedule("1f1b", 2, 1, 2)), "slices": [40, 24]}
-    found = _found_again(config, earlier)
-    assert (found["partition"], found["slices"], found["memory"].recompute) == ("auto", [40, 24], "none")
-    assert _found_again(config, earlier | {"slices": [40, 8]}) == {}
+    chosen = {"schedule": str(make_schedule("1f1b", 2, 1, 2)), "slices": [40, 24], "partition": [1, 3], "recompute": 1}
+    found = chosen_settings(config, chosen)
+    assert (found["partition"], found["slices"], found["memory"].recompute) == ([1, 3], [40, 24], 1)
+    assert chosen_settings(config, chosen | {"slices": [40, 8]}) == {}
 
 
 def train(

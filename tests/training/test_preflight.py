@@ -27,6 +27,7 @@ from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import describe_data
 from slipstream.train.start_training import start_training
 from slipstream.train.training_rank import check_world_size
+from slipstream.train.validation import LossHistory
 from support.parameters import first_of
 
 Refuse = Callable[[dict[str, Any]], str]
@@ -347,7 +348,12 @@ def earlier(values: dict[str, Any], tmp_path: Path) -> RunFolder:
     sequences = sequences_of(load_texts(output.inputs, "train"), "fixed", 32, 0)
     model = describe_model(AutoConfig.from_pretrained(output.inputs))
     settings = parse_config(values).model_dump(mode="json")
-    facts = {"data": describe_data(sequences), "model": model, "settings": settings}
+    facts = {
+        "data": describe_data(sequences),
+        "model": model,
+        "settings": settings,
+        "validation": LossHistory().facts(),
+    }
     Manifest(format=1, step=3, facts=facts, files={}, tensors={}).write(place)
     (output.path / "notes.txt").write_text("mine")
     return output

@@ -13,7 +13,7 @@ import yaml
 from slipstream.planner.joint import JointPlan
 from slipstream.schedule import make_schedule
 from slipstream.train.config.run_config import parse_config
-from slipstream.train.cut_advice import CutAdvice
+from slipstream.train.metrics.reporter import cut_advice
 from support.forked import COMMAND, launch
 from support.paths import WORKERS
 from support.plain_costs import PlainCosts
@@ -66,9 +66,9 @@ def test_a_rank_that_has_become_slow(tmp_path: Path) -> None:
 def test_a_cut_is_named_only_where_it_saves_time(tmp_path: Path, slowness: float, end: str) -> None:
     schedule, slices = make_schedule("1f1b", 2, 2, 3), (48, 32, 48)
     values: dict[str, Any] = {"model": {"config": MODEL}, "data": {"files": ["text.txt"]}}
-    advice = CutAdvice(parse_config(values | {"training": {"output": str(tmp_path), "steps": 1, "seq_len": 128}}))
-    assert advice.lines(1, 1, slowness) == []  # no plan, no costs
-    advice.note(JointPlan(schedule, (6, 6), slices, seconds=1.0, bound=1.0, ideal=1.0, costs=PlainCosts()))
-    (line,) = advice.lines(1, 1, slowness)
+    config = parse_config(values | {"training": {"output": str(tmp_path), "steps": 1, "seq_len": 128}})
+    assert cut_advice(config, None, 1, 1, slowness) == []  # no plan, no costs
+    plan = JointPlan(schedule, (6, 6), slices, seconds=1.0, bound=1.0, ideal=1.0, costs=PlainCosts())
+    (line,) = cut_advice(config, plan, 1, 1, slowness)
     assert line.startswith(f"rank 1 computes {slowness:.2g} times as slowly: ")
     assert line.endswith(end)

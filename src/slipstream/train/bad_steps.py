@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import NonFiniteError
-from slipstream.parallel import RankGroup
-from slipstream.train.config import Config
+from slipstream.train.run_context import RunContext
 
 _FINE, _SPIKE, _NON_FINITE = range(3)  # of several ranks the largest counts
 _REASONS = {_SPIKE: "spike", _NON_FINITE: "not finite"}
@@ -26,27 +25,17 @@ class BadSteps:
     on one as configured.
 
     Args:
-        config: has `training.bad_numbers` and `training.spike_factor`.
-        world: all ranks.
-        device: where their exchange takes place.
+        run: whose configuration has `training.bad_numbers` and `training.spike_factor`.
         has_copies: whether ranks of the same work exist, as replicas and tensor ranks are. Without any, loss and norm
             are sums over all ranks, on which these needn't agree.
-        roll_back: loads the last good checkpoint and returns its step; None where there is none. Collective.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: RankGroup,
-        device: torch.device,
-        has_copies: bool,
-        roll_back: Callable[[], int | None],
-    ) -> None:
-        training = config.training
+    def __init__(self, run: RunContext, has_copies: bool) -> None:
+        training = run.config.training
         # Where every rank would stop, one that does so alone ends the run for the others, too.
         may_go_on = training.bad_numbers != "stop" or training.precision == "fp16"
         self._agrees = has_copies and (may_go_on or training.spike_factor is not None)
-        self._config, self._world, self._device, self._roll_back = config, world, device, roll_back
+        self._run, self._config = run, run.config
         self._values: dict[str, deque[float]] = {
             name: deque(maxlen=_REMEMBERED) for name in ("loss", "norm of its gradient")
         }
@@ -59,19 +48,21 @@ class BadSteps:
         mine = _SPIKE if self._describe_spikes(values) else _FINE
         if not all(map(math.isfinite, values.values())):
             mine = _NON_FINITE
-        self._verdict = self._worst(mine) if self._agrees else mine
+        if self._agrees:
+            mine = int(self._run.world.max(torch.tensor([mine], dtype=torch.int32, device=self._run.device)))
+        self._verdict = mine
         if self._verdict == _FINE:
             for name, value in values.items():
                 self._values[name].append(value)
         return self._verdict == _FINE
 
-    def _worst(self, mine: int) -> int:
-        return int(self._world.max(torch.tensor([mine], dtype=torch.int32, device=self._device)))
-
-    def act(self, step: int, loss: float, norm: float, samples: tuple[int, int]) -> dict[str, Any] | None:
+    def act(
+        self, step: int, loss: float, norm: float, samples: tuple[int, int], roll_back: Callable[[], int | None]
+    ) -> dict[str, Any] | None:
         """Does what is configured after a step; returns what the metrics say of a bad one. Collective.
 
-        Raises NonFiniteError, on all ranks, where the run is to stop.
+        `roll_back` loads the last good checkpoint and returns its step; None where there is none. Raises
+        NonFiniteError, on all ranks, where the run is to stop.
         """
         if self._verdict == _FINE:
             self._num_in_a_row = 0
@@ -83,7 +74,7 @@ class BadSteps:
         self._num_in_a_row += 1
         if training.bad_numbers == "stop" or self._num_in_a_row == _MOST_IN_A_ROW:
             raise NonFiniteError(self._describe(step, loss, norm))
-        earlier = self._roll_back() if training.bad_numbers == "rollback" else None
+        earlier = roll_back() if training.bad_numbers == "rollback" else None
         return record | {"done": "skipped" if earlier is None else f"rolled back to step {earlier}"}
 
     def facts(self) -> dict[str, list[float]]:

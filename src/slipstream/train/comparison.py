@@ -44,7 +44,7 @@ class UnslicedModel(torch.nn.Module):
                 config.model.path, dtype=torch.float32, trust_remote_code=False
             )
         else:
-            model_config = AutoConfig.from_pretrained(RunFolder(config.training.output).inputs, trust_remote_code=False)
+            model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
             self.model = AutoModelForCausalLM.from_config(model_config)
         freeze(self.model, find_frozen(self.model, config.model.freeze, "model.freeze"))
         self.model.to(device).train()
@@ -85,7 +85,7 @@ def measure(config: Config) -> dict[str, float]:
 
 def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.device) -> list[float]:
     training = config.training
-    train = load_texts(RunFolder(training.output).inputs, "train")
+    train = load_texts(config.folder.inputs, "train")
     sequences = sequences_of(train, "fixed", training.seq_len, training.seed, config.data.weights)
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, training.single_process_steps)
@@ -134,7 +134,7 @@ def main() -> None:
         config = load_config(Path(sys.argv[1]))
         if config.model.trust_remote_code:
             trust_remote_code(str(config.model.path))
-        folder = RunFolder(config.training.output)
+        folder = config.folder
         FolderLock(folder.path, print).join(sys.argv[2], beats=False)
         folder.listed.add(folder.comparison)
         with folder.replaced(folder.comparison) as part:

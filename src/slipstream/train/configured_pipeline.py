@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from transformers import AutoConfig
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.weights import pretrained_source
-from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.train.config import Config
 from slipstream.train.preferences import preference_loss
-from slipstream.train.run_folder import RunFolder
 
 
 def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipeline:
@@ -33,13 +30,12 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.preference is not None:
         settings["loss_fn"] = preference_loss(config.preference)
-    run = RunFolder(config.training.output)
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
         adapter = None if lora is None else lora.source(path)
-        source = pretrained_source(path, config.model.freeze, adapter, config.training.seed, run.beside)
+        source = pretrained_source(path, config.model.freeze, adapter, config.training.seed, config.folder.beside)
         return Pipeline(source, **settings)
-    model_config = AutoConfig.from_pretrained(run.inputs, trust_remote_code=False)
+    model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
     return Pipeline.from_config(model_config, seed=config.training.seed, freeze=config.model.freeze, **settings)
 
 
@@ -48,20 +44,3 @@ def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:
     if not dist.is_initialized() or dist.get_world_size() == config.pipeline.num_ranks:
         return None
     return make_mesh(config.pipeline.num_ranks, config.parallel.data, config.parallel.tensor, device.type)
-
-
-def tuned_settings(config: Config, tuned: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the schedule and the slices that "auto" settled on before a checkpoint was saved, as `make_pipeline`
-    takes them; nothing where the run now has other ranks, stages or microbatches, and where each step is planned."""
-    pipeline = config.pipeline
-    if tuned is None or "rates" in tuned or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
-        return {}
-    schedule = Schedule.parse(tuned["schedule"])
-    name = placed_as(pipeline.schedule, pipeline.stages_per_rank)
-    same = (
-        schedule.placement == make_schedule(name, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank).placement
-        and schedule.num_microbatches == pipeline.num_microbatches
-        and sum(tuned["slices"]) == config.training.seq_len
-    )
-    memory = config.memory.model_copy(update={"num_flushes": 1})
-    return {"schedule": schedule, "slices": tuned["slices"], "memory": memory} if same else {}

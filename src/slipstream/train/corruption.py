@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slipstream.checkpoint import TensorShard
 from slipstream.errors import RankFailedError
-from slipstream.parallel import RankGroup, receive_tensor, send_tensor
+from slipstream.parallel import receive_tensor, send_tensor
+from slipstream.train.run_context import RunContext
 from slipstream.watchdog import counted_off
 
 _MOST_NAMED = 4  # tensors of an error's message
@@ -30,23 +31,15 @@ class StateCheck:
     that one rank alone holds, as with ZeRO, get a checksum after an update, which has to hold before the next.
 
     Args:
-        every: steps between checks; 0 for none but by `compare`.
-        takes_majority: whether, of three or more copies, the majority's replace a wrong one; else an error is raised.
+        run: whose configuration says how often, and whether, of three or more copies, the majority's replace a wrong
+            one; else an error is raised.
         shards: returns all tensors of this rank, as a checkpoint has them.
-        world: all ranks.
-        say: gets a line of text about what was put right.
     """
 
-    def __init__(
-        self,
-        every: int,
-        takes_majority: bool,
-        shards: Callable[[], Iterable[TensorShard]],
-        world: RankGroup,
-        say: Callable[[str], None],
-    ) -> None:
-        self._every, self._takes_majority, self._shards = every, takes_majority, shards
-        self._world, self._say = world, say
+    def __init__(self, run: RunContext, shards: Callable[[], Iterable[TensorShard]]) -> None:
+        training = run.config.training
+        self._every, self._takes_majority = training.check_replicas_every, training.corrupt_replicas == "majority"
+        self._shards, self._world, self._say = shards, run.world, run.progress.warn
         self._hosts: list[str] = []
         self._lone: set[str] = set()
         self._noted: dict[str, int] = {}  # checksums since an update

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,33 @@ import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import IGNORED, MANY_TOKENS, check_length, load_config, longest_sequence
-from slipstream.options import Runtime
+from slipstream.model import MANY_TOKENS, check_length, load_config, longest_sequence
+from slipstream.options import Precision, Runtime
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.cut_batch import slice_lengths
-from slipstream.planner.steps import StepPlan
-from slipstream.schedule import gpipe
-from slipstream.train.config import Config, PreferenceSection, SourceSection, precision_named
+from slipstream.pipeline.pipeline_options import SequenceLoss
+from slipstream.train.config import Config, SourceSection, precision_named
 from slipstream.train.config.run_config import parse_config, set_override
-from slipstream.train.data import TokenisedText, TrainingSequences, load_texts, sequences_of
+from slipstream.train.data import (
+    BatchSize,
+    TokenBatch,
+    TokenisedText,
+    TrainingSequences,
+    load_texts,
+    sequences_of,
+)
 from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.export import OpenedModel
-from slipstream.train.preferences import kept_reference, mean_rewards, sums_of_pairs
+from slipstream.train.preferences import (
+    kept_reference,
+    log_probabilities,
+    mean_rewards,
+    preference_loss,
+    sums_of_pairs,
+)
 from slipstream.train.run_folder import RunFolder
-from slipstream.train.training_step import autocast
+from slipstream.train.training_step import Evaluator
 
 
 @dataclass(frozen=True)
@@ -63,22 +74,26 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
     texts = _read(config, opened, request, progress)
     lengths = [length for text in texts for length in text.lengths.tolist()]
     precision = config if opened.run is not None else None
-    longest = min(max(lengths), config.training.seq_len)
+    longest, num_pairs = min(max(lengths), config.training.seq_len), len(lengths) // 2
+    loss_fn = None if config.preference is None else preference_loss(config.preference)
 
-    def loaded(path: str) -> LoneModel:
-        return LoneModel(path, longest, request.slice_len, precision)
+    def loaded(path: str) -> Evaluator:
+        return load_evaluator(path, longest, request.slice_len, precision, loss_fn)
+
+    def of_answers(path: str, what: str) -> list[Array]:
+        with progress.counting(what, total=num_pairs) as show:
+            return log_probabilities(loaded(path), texts, BatchSize(1), show)
 
     if config.preference is None:
-        training, packing = config.training, config.data.packing
-        return measure_text_loss(loaded(opened.path), texts, packing, training.seq_len, request.slice_len, progress)
-    references = [find_reference(opened.run, text) if request.reference is None else None for text in texts]
-    if any(each is None for each in references):
-        base = loaded(name_reference(config, opened.run, request.reference))
-        references = [log_probabilities(base, text, "computing the reference", progress) for text in texts]
-        del base
-    model = loaded(opened.path)
-    found = [log_probabilities(model, text, "evaluating", progress) for text in texts]
-    return compare_pairs(found, [each for each in references if each is not None], config.preference)
+        return measure_text_loss(loaded(opened.path), texts, config, request.slice_len, progress)
+    reference = [find_reference(opened.run, text) if request.reference is None else None for text in texts]
+    known = [values for values in reference if values is not None]
+    if len(known) < len(texts):
+        known = of_answers(name_reference(config, opened.run, request.reference), "computing the reference")
+    found = of_answers(opened.path, "evaluating")
+    now, before = (torch.from_numpy(np.concatenate(values)) for values in (found, known))
+    sums = sums_of_pairs(now, before, config.preference)
+    return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
 
 
 def _settings(opened: OpenedModel, request: EvaluationRequest) -> Config:
@@ -240,33 +255,34 @@ class TextLoss:
 
 
 def measure_text_loss(
-    model: LoneModel, texts: Sequence[TokenisedText], packing: str, seq_len: int, room: int, progress: Progress
+    evaluator: Evaluator, texts: Sequence[TokenisedText], config: Config, room: int, progress: Progress
 ) -> TextLoss:
     """Returns the loss on all sequences of the texts, as validations have them by `data.packing`: on each document, or
     its part in a sequence, by itself. Short ones are computed together, up to `room` tokens."""
-    sequences = sequences_of(texts, packing, seq_len, seed=None, pads=True)
-    total, num_predicted, done = 0.0, 0, 0
-    with progress.counting("evaluating", total=sum(len(text.tokens) for text in texts)) as show:
-        for group in _groups(sequences, room):
-            total -= model.log_probability(group)
-            num_predicted += sum(int((labels[1:] != IGNORED).sum()) for _, labels in group)
-            done += sum(len(tokens) for tokens, _ in group)
-            show(done)
-    return TextLoss(sum(len(text.tokens) for text in texts), num_predicted, total / max(num_predicted, 1))
+    sequences = sequences_of(texts, config.data.packing, config.training.seq_len, seed=None, pads=True)
+    number = sum(len(text.tokens) for text in texts)
+    with progress.counting("evaluating", total=number) as show:
+        total, num_predicted = evaluator.sum_losses(
+            (batch, batch.num_predicted) for batch in _batches(sequences, room, show)
+        )
+    return TextLoss(number, num_predicted, total / max(num_predicted, 1))
 
 
-def _groups(sequences: TrainingSequences, room: int) -> Iterator[list[Document]]:
-    """Yields the documents of all sequences, several together where they have at most `room` tokens."""
-    group, size = list[Document](), 0
+def _batches(sequences: TrainingSequences, room: int, show: Callable[[float], None]) -> Iterator[TokenBatch]:
+    """Yields the documents of all sequences, several together where they have at most `room` tokens. `show` gets the
+    number of tokens that are done."""
+    documents, size, done = list[tuple[Array, Array]](), 0, 0
     for index in range(sequences.num_sequences):
         for document in sequences.row(index).parts():
-            if group and size + len(document[0]) > room:
-                yield group
-                group, size = [], 0
-            group.append(document)
+            if documents and size + len(document[0]) > room:
+                yield TokenBatch.of_documents(documents)
+                show(done := done + size)
+                documents, size = [], 0
+            documents.append(document)
             size += len(document[0])
-    if group:
-        yield group
+    if documents:
+        yield TokenBatch.of_documents(documents)
+        show(done + size)
 
 
 @dataclass(frozen=True)
@@ -281,27 +297,6 @@ class PairLoss:
     num_pairs: int
     loss: float
     rewards: dict[str, float]
-
-
-def log_probabilities(model: LoneModel, text: TokenisedText, what: str, progress: Progress) -> Array:
-    """Returns the log-probability of each answer, (D,) float64."""
-    found: list[float] = []
-    with progress.counting(what, total=text.num_documents) as show:
-        for index in range(text.num_documents):
-            tokens, labels = (each.astype(np.int64) for each in (text.document(index), text.labels_of(index)))
-            found.append(model.log_probability([(tokens, labels)]))
-            show(len(found))
-    return np.array(found)
-
-
-def compare_pairs(found: Sequence[Array], reference: Sequence[Array], section: PreferenceSection) -> PairLoss:
-    """Returns the loss of all texts' pairs, of whose answers the log-probabilities are given."""
-    sums = sums_of_pairs(_joined(found), _joined(reference), section)
-    return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
-
-
-def _joined(arrays: Sequence[Array]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays))
 
 
 def find_reference(run: RunFolder | None, text: TokenisedText) -> Array | None:
@@ -328,34 +323,20 @@ def name_reference(config: Config, run: RunFolder | None, given: str | None) -> 
     return str(config.model.path)
 
 
-Document = tuple[Array, Array]  # tokens and labels, of which the first is never predicted
+def load_evaluator(
+    model: str, longest: int, slice_len: int, config: Config | None, loss_fn: SequenceLoss | None
+) -> Evaluator:
+    """Loads the model in a folder, or of a name on the hub. `longest` is the most tokens of a document, of which
+    `slice_len` are computed at a time. With `config` it computes in the precision of that training.
 
-
-class LoneModel:
-    """The model in a folder, or of a name on the hub."""
-
-    def __init__(self, model: str, longest: int, slice_len: int, config: Config | None) -> None:
-        """`longest` is the most tokens of a document, of which `slice_len` are computed at a time. With `config` it
-        computes in the precision of that training, else in that of the model.
-
-        Raises SlipstreamError where the model can't be loaded, or can't be cut into slices exactly.
-        """
-        self._config, self._slice_len = config, slice_len
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        given: dict[str, Any] = {} if config is None else {"precision": precision_named(config.training.precision)}
-        self._pipe = Pipeline.from_pretrained(
-            model, slices=1, device=self._device.type, runtime=Runtime(self_check=longest > slice_len), **given
-        )
-
-    def log_probability(self, documents: Sequence[Document]) -> float:
-        """Returns the log-probability of all labels that count, of documents that don't see each other."""
-        number = sum(int((labels[1:] != IGNORED).sum()) for _, labels in documents)
-        if number == 0:
-            return 0.0
-        tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*documents, strict=True))
-        slices = slice_lengths(-(-sum(map(len, tokens)) // self._slice_len), sum(map(len, tokens)))
-        plan = StepPlan((tuple(range(len(tokens))),), (tuple(slices),), gpipe(1, 1, len(slices)))
-        if self._config is None:
-            return -number * float(self._pipe.evaluate(tokens, labels, plan=plan))
-        with autocast(self._config, self._device):
-            return -number * float(self._pipe.evaluate(tokens, labels, plan=plan))
+    Raises SlipstreamError where the model can't be loaded, or can't be cut into slices exactly.
+    """
+    pipe = Pipeline.from_pretrained(
+        model,
+        slices=1,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        runtime=Runtime(self_check=longest > slice_len),
+        loss_fn=loss_fn,
+        precision=Precision() if config is None else precision_named(config.training.precision),
+    )
+    return Evaluator(pipe, config, slice_len)

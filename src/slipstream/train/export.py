@@ -77,9 +77,9 @@ def _load_config(run: RunFolder, saved: SavedCheckpoint, trusts_code: bool) -> P
                 f"there is no {run.inputs / file}: the folder inputs/ of a run has its model's configuration and "
                 "tokenizer. Copy it there from where the run trained"
             )
-    section = _section(saved)
-    if trusts_code and section.get("path") is not None:
-        trust_remote_code(str(section["path"]))
+    path = saved.facts["settings"]["model"]["path"]
+    if trusts_code and path is not None:
+        trust_remote_code(str(path))
     config = load_config(str(run.inputs))
     if differences := saved.describe_other_model(describe_model(config)):
         raise SlipstreamError(
@@ -89,17 +89,12 @@ def _load_config(run: RunFolder, saved: SavedCheckpoint, trusts_code: bool) -> P
     return config
 
 
-def _section(saved: SavedCheckpoint) -> dict[str, Any]:
-    """Returns the run's settings of the model; checkpoints of earlier versions don't have them."""
-    return dict(saved.facts.get("settings", {}).get("model", {}))
-
-
 def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfig) -> dict[str, Tensor]:
     """Returns what the model's `state_dict` returns, in the dtype in which the run computed.
 
     Raises SlipstreamError where the checkpoint's weights aren't the model's.
     """
-    if saved.facts.get("settings", {}).get("lora"):
+    if saved.facts["settings"]["lora"] is not None:
         return _merged_state(run, saved, config)
     model, state = meta_model(config), _read_parameters(run, saved)
     if misfits := state_misfits(model, state):
@@ -110,13 +105,13 @@ def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfi
     state = _in_dtype(saved, state)
     for names in tied_names(model):
         state |= dict.fromkeys(names, next(state[name] for name in names if name in state))
-    return state | _fixed_buffers(_section(saved), config, model.state_dict().keys() - state.keys())
+    return state | _fixed_buffers(saved.facts["settings"]["model"], config, model.state_dict().keys() - state.keys())
 
 
 def _merged_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfig) -> dict[str, Tensor]:
     """Returns the state of the model that the checkpoint's adapter belongs to, with the adapter merged into it."""
-    path = str(_section(saved)["path"])
-    if differs(saved.facts.get("base"), path):
+    path = str(saved.facts["settings"]["model"]["path"])
+    if differs(saved.facts["base"], path):
         raise SlipstreamError(
             f"{saved.folder} holds an adapter of the model in {path}, whose weights are missing or have been changed "
             "since. Put back the model that it was trained on"
@@ -143,10 +138,7 @@ def _read_parameters(run: RunFolder, saved: SavedCheckpoint) -> dict[str, Tensor
 
 def _in_dtype(saved: SavedCheckpoint, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights as the run computes with them, where the checkpoint has the optimizer's copies in float32."""
-    name = saved.facts.get("settings", {}).get("training", {}).get("precision")
-    dtype = None if name is None else torch_dtype(precision_named(name).dtype)
-    if dtype is None:
-        return dict(state)
+    dtype = torch_dtype(precision_named(saved.facts["settings"]["training"]["precision"]).dtype)
     return {key: each.to(dtype) if each.is_floating_point() else each for key, each in state.items()}
 
 
@@ -155,7 +147,7 @@ def _fixed_buffers(section: Mapping[str, Any], config: PretrainedConfig, names: 
     wanted = list(names)
     if not wanted:
         return {}
-    is_pretrained = bool(section) and ModelSection.model_validate(section).pretrained
+    is_pretrained = ModelSection.model_validate(section).pretrained
     source: nn.Module = (
         AutoModelForCausalLM.from_pretrained(section["path"], trust_remote_code=False)
         if is_pretrained

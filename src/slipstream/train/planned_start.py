@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
-from slipstream.parallel import Ranks
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.tuning import is_free
@@ -18,16 +18,15 @@ from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.steps import StageRates
 from slipstream.planning.plan_file import partition_setting, plan_text, rounded
-from slipstream.schedule import AUTOMATIC, Schedule
+from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
-from slipstream.train.run_folder import RunFolder
-from slipstream.train.run_state import describe_cut
+from slipstream.train.run_context import RunContext
 
 _DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are measured, by training.precision
 
 
-def what_prevents_a_plan(config: Config) -> str:
+def plan_obstacle(config: Config) -> str:
     """Returns a line about the settings that keep the run from planning itself, and what it does instead.
 
     It is empty where the run is planned, for one rank, and where order and slices are both given, so that nothing falls
@@ -61,19 +60,70 @@ def is_open(config: Config) -> bool:
     return is_free(PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len}))
 
 
-def start_settings(
-    config: Config, sequences: TrainingSequences, progress: Progress, earlier: Mapping[str, Any] | None, resumes: bool
-) -> dict[str, Any]:
-    """Returns the arguments of `make_pipeline` by which the Pipeline plans itself, or runs what `earlier` says, the
-    checkpoint that the run resumes from. Nothing where the configuration gives any of what a plan decides."""
+def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:
+    """Returns the arguments of `make_pipeline` by which it runs what the run chose before the checkpoint that it
+    resumes from, or else plans itself. Nothing where the configuration gives any of what a plan decides."""
+    config = run.config
+    chosen = None if saved is None else _chosen_before(config, saved.facts)
+    if chosen is not None and (settings := chosen_settings(config, chosen)):
+        return settings
     if not is_open(config) or config.pipeline.num_ranks == 1:
         return {}
-    if earlier is not None and (found := _found_again(config, earlier)):
-        return found
-    if resumes and earlier is None and sequences.packing == "none":
-        progress.warn("the checkpoint has no measured costs, so steps are planned by multiplications")
+    if saved is not None and chosen is None and sequences.packing == "none":
+        run.progress.warn("the checkpoint has no measured costs, so steps are planned by multiplications")
         return {}
-    return {"seq_len": _expected(config, sequences, progress)}
+    return {"seq_len": _expected(config, sequences, run.progress)}
+
+
+def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what a checkpoint's facts say was chosen; None where the run trains other parts of the model than before,
+    for which another cut is best, and of which other stages have no backward."""
+    frozen = facts["settings"]["model"]["freeze"]
+    chosen: Mapping[str, Any] | None = facts["tuned"]
+    return chosen if sorted(frozen) == sorted(config.model.freeze) else None
+
+
+def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was chosen, as `make_pipeline` takes it, where the configuration leaves that open; nothing where the
+    run has other ranks, stages, microbatches or sequences now."""
+    pipeline, memory = config.pipeline, config.memory
+    schedule, rates = Schedule.parse(chosen["schedule"]), chosen.get("rates")
+    if (rates is None) != (config.data.packing == "fixed"):
+        return {}
+    counts = pipeline.num_microbatches, config.training.seq_len
+    if rates is None and (schedule.num_microbatches, sum(chosen["slices"])) != counts:
+        return {}
+    settings = {"schedule": schedule, "slices": chosen["slices"]}
+    if is_open(config) and pipeline.num_ranks > 1:
+        settings["partition"] = chosen["partition"]
+        if rates is not None:
+            settings["rates"] = StageRates.from_json(rates)
+        memory = memory.model_copy(update={"recompute": chosen["recompute"]})
+        return settings | {"memory": memory} if schedule.num_ranks == pipeline.num_ranks else {}
+    if rates is not None or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
+        return {}
+    name = placed_as(pipeline.schedule, pipeline.stages_per_rank)
+    placement = make_schedule(name, pipeline.num_ranks, 1, 1, pipeline.stages_per_rank).placement
+    memory = memory.model_copy(update={"num_flushes": 1})
+    return settings | {"memory": memory} if schedule.placement == placement else {}
+
+
+def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates | None) -> dict[str, Any] | None:
+    """Returns what a checkpoint keeps of what runs: order, slices, layers of each stage, and what is computed again.
+
+    Of documents of any length, each step of which is planned anew, it has what the stages cost by `rates`. None where
+    these weren't measured, and while "auto" is still to plan.
+    """
+    is_by_step, recompute = sequences.packing == "none", pipe.layout.recompute
+    if rates is None if is_by_step else pipe.is_tuning:
+        return None
+    return {
+        "schedule": str(pipe.order),
+        "slices": pipe.order.num_slices if is_by_step else pipe.slices(sequences.seq_len),
+        "partition": [stage.stop - stage.start for stage in pipe.layout.layers],
+        "recompute": "none" if recompute is None else recompute.setting,
+        **({} if rates is None else {"rates": rates.to_json()}),
+    }
 
 
 def _expected(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
@@ -85,7 +135,7 @@ def _expected(config: Config, sequences: TrainingSequences, progress: Progress) 
         return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say)
     step = granularity_for(training.seq_len)
     typical = max(1, round(sequences.typical_length / step)) * step
-    tokens = BatchSize(training.batch_size, training.batch_tokens).mean(sequences) * sequences.mean_length / replicas
+    tokens = BatchSize.of(training).mean(sequences) * sequences.mean_length / replicas
     # More only fill the pipeline further, which changes no cut but takes long to search.
     number = max(min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks), pipeline.num_microbatches)
     return ExpectedBatch(
@@ -93,7 +143,7 @@ def _expected(config: Config, sequences: TrainingSequences, progress: Progress) 
     )
 
 
-def record_plan(config: Config, pipe: Pipeline, sequences: TrainingSequences, progress: Progress) -> JointPlan | None:
+def record_plan(run: RunContext, pipe: Pipeline, sequences: TrainingSequences) -> JointPlan | None:
     """Writes the plan that the Pipeline made before its first step to the run's folder, and returns it. Collective.
 
     None where it made none.
@@ -101,55 +151,21 @@ def record_plan(config: Config, pipe: Pipeline, sequences: TrainingSequences, pr
     plan = pipe.plan
     if plan is None:
         return None
-    progress.say(plan.table())
-    folder = RunFolder(config.training.output)
-    if Ranks.of().leads:
-        _write(config, plan, pipe.rates if sequences.packing == "none" else None, folder)
-    progress.say(f"wrote the plan to {folder.plan}, from which another run can start at once")
+    run.progress.say(plan.table())
+    if run.world.rank == 0:
+        _write(run.config, plan, pipe.rates if sequences.packing == "none" else None)
+    run.progress.say(f"wrote the plan to {run.folder.plan}, from which another run can start at once")
     return plan
 
 
-def facts_of_documents(pipe: Pipeline, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what a checkpoint keeps of a run on documents of any length; None where no costs were measured for it."""
-    rates = pipe.rates if pipe.plan is not None else settings.get("rates")
-    if rates is None:
-        return None
-    order = pipe.order
-    return {"schedule": str(order), "slices": order.num_slices, **describe_cut(pipe), "rates": rates.to_json()}
-
-
-def earlier_choices(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the schedule and slices that a checkpoint's facts say; None where the run trains other parts of the model
-    than before, for which another cut is best, and of which other stages have no backward."""
-    before = (facts.get("settings") or {}).get("model", {}).get("freeze", [])
-    tuned: Mapping[str, Any] | None = facts["tuned"]
-    return tuned if sorted(before) == sorted(config.model.freeze) else None
-
-
-def _found_again(config: Config, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what an earlier run chose; nothing where this run has other ranks, microbatches or sequences."""
-    schedule = Schedule.parse(earlier["schedule"])
-    pipeline, rates = config.pipeline, earlier.get("rates")
-    if schedule.num_ranks != pipeline.num_ranks or (rates is None) != (config.data.packing == "fixed"):
-        return {}
-    if rates is None:
-        counts = schedule.num_microbatches, sum(earlier["slices"])
-        if counts != (pipeline.num_microbatches, config.training.seq_len):
-            return {}
-    # Older checkpoints say neither: their layers were balanced, and kept all activations.
-    chosen = {"partition": earlier.get("partition", "auto"), "slices": earlier["slices"]}
-    memory = config.memory.model_copy(update={"recompute": earlier.get("recompute", "none")})
-    measured = {} if rates is None else {"rates": StageRates.from_json(rates)}
-    return {"schedule": schedule, "memory": memory, **chosen, **measured}
-
-
-def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: RunFolder) -> None:
+def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
     """Writes the plan as a training configuration, without the text to train on and the folder for results; for
     documents of any length with the rates of its stages."""
+    folder, training = config.folder, config.training
     folder.listed.add(folder.plan, folder.planned_schedule)
     with folder.replaced(folder.planned_schedule) as part:
         part.write_text(f"{plan.schedule}\n", encoding="utf-8")
-    training = config.training
+    size = "batch_size" if training.batch_tokens is None else "batch_tokens"
     settings = {
         "model": config.model.model_dump(mode="json", exclude_defaults=True),
         "pipeline": {
@@ -162,7 +178,7 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
         },
         "memory": {"recompute": "full" if plan.recompute else "none"},
         "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
-        "training": {"seq_len": training.seq_len, **_batch(config), "precision": training.precision},
+        "training": {"seq_len": training.seq_len, size: getattr(training, size), "precision": training.precision},
         "plan": {"predicted": {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}},
     }
     if config.lora is not None:
@@ -175,11 +191,3 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None, folder: Ru
         settings["preference"], source = config.preference.model_dump(mode="json"), "dataset=pairs.jsonl"
     with folder.replaced(folder.plan) as part:
         part.write_text(plan_text(settings, folder.plan, "slipstream train", source), encoding="utf-8")
-
-
-def _batch(config: Config) -> dict[str, int]:
-    """Returns what a step takes, as it was given."""
-    training = config.training
-    if training.batch_tokens is not None:
-        return {"batch_tokens": training.batch_tokens}
-    return {"batch_size": training.batch_size}

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slipstream.errors import RankFailedError, SlipstreamError
-from slipstream.launch import Progress
-from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.train.config import Config, PreferenceSection
-from slipstream.train.data import BatchSize, PreferencePairs, TokenisedText, load_texts
+from slipstream.train.data import BatchSize, HeldOutBatches, PreferencePairs, TokenisedText, load_texts
 from slipstream.train.data.tokenised_text import Array
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_context import RunContext
 from slipstream.train.run_state import describe_base, describe_text
-from slipstream.train.training_step import autocast
+from slipstream.train.training_step import Evaluator
 
 
 def preference_loss(section: PreferenceSection) -> SequenceLoss:
@@ -91,7 +88,7 @@ def _rewards(log_probabilities: Tensor, reference: Tensor, section: PreferenceSe
 Texts = Mapping[str, Sequence[TokenisedText]]  # of each part, train and validation, that of every source
 
 
-def load_with_reference(config: Config, pipe: Pipeline, progress: Progress, resumes: bool) -> dict[str, list[Any]]:
+def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[str, list[Any]]:
     """Returns the texts of a run, `train` and `validation`, each document with its log-probability by the reference,
     which is the model as the pipeline has it now. Collective.
 
@@ -101,18 +98,24 @@ def load_with_reference(config: Config, pipe: Pipeline, progress: Progress, resu
         SlipstreamError: on all ranks, where a run resumes and that isn't there, or is of other answers or weights.
         RankFailedError: on all ranks, where it can't be written.
     """
-    folder = RunFolder(config.training.output)
+    config, folder, progress = run.config, run.folder, run.progress
     texts = {part: load_texts(folder.inputs, part) for part in ("train", "validation")}
     if resumes:
         check_reference(config, texts)
         return _with_values(texts, _read(folder.reference))
-    values: dict[str, Array] = {}
-    total = sum(text.num_documents // 2 for each in texts.values() for text in each)
+    named = {f"{part}-{number}": text for part, each in texts.items() for number, text in enumerate(each)}
+    total, size = sum(text.num_documents // 2 for text in named.values()), BatchSize.of(config.training)
     with progress.counting("computing the reference", total) as show:
-        for name, text in _named(texts):
-            values[name] = _log_probabilities(pipe, text, config)
-            show(sum(map(len, values.values())) // 2)
-    _write(pipe, folder, values, _describe(config, texts))
+        found = log_probabilities(Evaluator(pipe, config), named.values(), size, show)
+    values = dict(zip(named, found, strict=True))
+    for text in found:
+        if not np.isfinite(text).all():
+            number = int(np.flatnonzero(~np.isfinite(text.reshape(-1, 2)).all(1))[0])
+            raise SlipstreamError(
+                f"the model finds an answer of pair {number + 1} impossible or not a number before the training; check "
+                "its weights, or give another --training.precision"
+            )
+    _write(run, values, _describe(config, texts))
     progress.say(f"computed the reference of {total:,} pairs, kept in {folder.reference}")
     return _with_values(texts, values)
 
@@ -120,7 +123,7 @@ def load_with_reference(config: Config, pipe: Pipeline, progress: Progress, resu
 def check_reference(config: Config, texts: Texts) -> None:
     """Raises SlipstreamError where the reference of a run that is to be resumed isn't in its folder, is damaged, or is
     of other answers or weights."""
-    file = RunFolder(config.training.output).reference
+    file = config.folder.reference
     again = "or train from the beginning in another folder"
     if not file.exists():
         raise SlipstreamError(
@@ -159,39 +162,33 @@ def _describe(config: Config, texts: Texts) -> dict[str, Any]:
     return {"base": base, **{part: [describe_text(text) for text in each] for part, each in texts.items()}}
 
 
-def _log_probabilities(pipe: Pipeline, text: TokenisedText, config: Config) -> Array:
-    """Returns those of all documents, (D,) float64. Collective."""
-    if not text.num_documents:
-        return np.zeros(0)
-    training, replica = config.training, (pipe.replica, pipe.num_replicas)
-    pairs = PreferencePairs(text, training.seq_len, seed=None)
-    batches, first = BatchSize(training.batch_size, training.batch_tokens), 0
-    numbers, found = list[int](), list[Array]()
-    while first < pairs.num_sequences:  # the last batch begins again with the first pairs
-        size = batches.at(pairs, first)
-        batch = pairs.batch(first, size, *replica)
-        with autocast(config, pipe.device):
-            none = torch.zeros(len(batch.input_ids), dtype=torch.float64)
-            pipe.evaluate(batch.input_ids, batch.labels, sequence_values=none)
-        numbers += pairs.share(first, size, *replica)
-        found.append(pipe.sequence_log_probabilities().cpu().numpy().reshape(-1, 2))
-        first += size
-    values = np.full((pairs.num_sequences, 2), np.nan)
-    for places, each in pipe.axes["dp"].gather((numbers, np.concatenate(found))):
-        values[np.asarray(places) % pairs.num_sequences] = each
-    if not np.isfinite(values).all():
-        number = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
-        raise SlipstreamError(
-            f"the model finds an answer of pair {number + 1} impossible or not a number before the training; check its "
-            "weights, or give another --training.precision"
-        )
-    return values.reshape(-1)
+def log_probabilities(
+    evaluator: Evaluator, texts: Iterable[TokenisedText], size: BatchSize, show: Callable[[float], None]
+) -> list[Array]:
+    """Returns those of all documents of each text, (D,) float64. `show` gets the number of pairs that are done.
 
-
-def _named(texts: Texts) -> Iterator[tuple[str, TokenisedText]]:
-    for part, each in texts.items():
-        for number, text in enumerate(each):
-            yield f"{part}-{number}", text
+    Collective.
+    """
+    pipe, done, found = evaluator.pipe, 0, list[Array]()
+    replica = pipe.replica, pipe.num_replicas
+    for text in texts:
+        if not text.num_documents:
+            found.append(np.zeros(0))
+            continue
+        pairs = PreferencePairs(text, int(text.lengths.max()), seed=None)
+        held_out, numbers, parts = HeldOutBatches(pairs, size), list[int](), list[Array]()
+        for batch in held_out.chosen():  # the last one begins again with the first pairs
+            mine = held_out.batch(batch, *replica)
+            evaluator.loss(mine._replace(sequence_values=torch.zeros(len(mine.input_ids), dtype=torch.float64)))
+            numbers += pairs.share(*batch, *replica)
+            parts.append(pipe.sequence_log_probabilities().cpu().numpy().reshape(-1, 2))
+            show(min(done + sum(batch), done + pairs.num_sequences))
+        values = np.full((pairs.num_sequences, 2), np.nan)
+        for places, each in pipe.axes["dp"].gather((numbers, np.concatenate(parts))):
+            values[np.asarray(places) % pairs.num_sequences] = each
+        done += pairs.num_sequences
+        found.append(values.reshape(-1))
+    return found
 
 
 def _with_values(texts: Texts, values: Mapping[str, Array]) -> dict[str, list[Any]]:
@@ -206,17 +203,17 @@ def _read(file: Path) -> dict[str, Array]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it isn't iterable
 
 
-def _write(pipe: Pipeline, folder: RunFolder, values: dict[str, Array], facts: dict[str, Any]) -> None:
-    """Writes the file on the leader, whole or not at all. Collective."""
-    problem = None
-    if pipe.leads:
+def _write(run: RunContext, values: dict[str, Array], facts: dict[str, Any]) -> None:
+    """Writes the file on the first rank, whole or not at all. Collective."""
+    problem, folder = None, run.folder
+    if run.world.rank == 0:
         try:
             folder.listed.add(folder.reference)
             with folder.replaced(folder.reference) as part:
                 save_file(values, part, metadata={"slipstream": json.dumps(facts)})
         except (OSError, SafetensorError) as error:
             problem = str(error)
-    if found := next(filter(None, RankGroup(dist.group.WORLD).gather(problem)), None):
+    if found := next(filter(None, run.world.gather(problem)), None):
         raise RankFailedError(
             f"the reference can't be written to {folder.reference}: {found}. Make room, and try again"
         )

@@ -16,14 +16,12 @@ from torch.optim import Optimizer
 
 from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard
 from slipstream.errors import NonFiniteError, RankFailedError
-from slipstream.launch import Progress
 from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.saving import describe_model
 from slipstream.train.bad_steps import BadSteps
-from slipstream.train.config import Config
-from slipstream.train.metrics import DiskTrouble, SaveRecord
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.metrics import SaveRecord
+from slipstream.train.run_context import RunContext
 from slipstream.train.run_state import RunState, load_run, run_shards
 from slipstream.train.validation import LossHistory
 from slipstream.watchdog import counted_off
@@ -56,39 +54,26 @@ class CheckpointedParts(NamedTuple):
 class RunCheckpoints:
     """Saves and loads the checkpoints in the folder of a run. Every rank makes one. Making one is collective.
 
-    Args:
-        config: has the sections `checkpoint` and `training`.
-        folder: the run's.
-        world: all ranks.
-        progress: gets lines about what is found and loaded.
-        written: gets, on rank 0, the record of each checkpoint that is complete.
+    `written` gets, on rank 0, the record of each checkpoint that is complete.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        folder: RunFolder,
-        world: RankGroup,
-        progress: Progress,
-        written: Callable[[SaveRecord], None],
-    ) -> None:
-        section = config.checkpoint
-        self._wanted, self._folder, self._world = section.resume, folder, world
-        self._progress, self._written = progress, written
+    def __init__(self, run: RunContext, written: Callable[[SaveRecord], None]) -> None:
+        section, folder = run.config.checkpoint, run.folder
+        self._run, self._wanted, self._written = run, section.resume, written
         self._checkpoints = Checkpoints(
             folder.checkpoints,
-            world,
+            run.world,
             section.keep,
             section.keep_every,
-            progress.warn,
+            run.progress.warn,
             self._note_written,
             work=folder.work,
         )
-        if world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
+        if run.world.rank == 0:  # also where none is to be saved: a run that is asked to stop saves one
             folder.listed.add_folder(folder.checkpoints)
         if section.every or section.keep_best:
             self._checkpoints.prepare()
-        self._interval = SaveInterval(section.every, section.failures_per_day, world)
+        self._interval = SaveInterval(section.every, section.failures_per_day, run.world)
         self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
         self._failures = FailureLog(folder.failures)
 
@@ -97,9 +82,11 @@ class RunCheckpoints:
         with counted_off("verifying checkpoints", uses_disk=True):
             if self._wanted != "last-good":
                 return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
-            before = self._world.decided(self._failures.earlier_than)
+            before = self._run.world.decided(self._failures.earlier_than)
             if before is not None:
-                self._progress.warn(f"the same step has failed twice: only a checkpoint before step {before} is good")
+                self._run.progress.warn(
+                    f"the same step has failed twice: only a checkpoint before step {before} is good"
+                )
             return self._checkpoints.find(self._wanted, before)
 
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
@@ -107,9 +94,9 @@ class RunCheckpoints:
         saved.check_model(describe_model(parts.pipe.config))
         with counted_off("loading a checkpoint", uses_disk=True):
             parts.load(self._checkpoints, saved)
-        parts.bad_steps.restore(saved.facts.get("values_of_steps", {}))
-        parts.history.restore(saved.facts.get("validation", {}), saved.step)
-        self._progress.say(f"resumed after step {saved.step}, from {saved.folder}")
+        parts.bad_steps.restore(saved.facts["values_of_steps"])
+        parts.history.restore(saved.facts["validation"])
+        self._run.progress.say(f"resumed after step {saved.step}, from {saved.folder}")
 
     def roll_back(self, parts: CheckpointedParts) -> int | None:
         """Loads the last good checkpoint and returns its step; None where there is none yet. The count of steps and the
@@ -177,8 +164,9 @@ class RunCheckpoints:
             yield
         except NonFiniteError:
             if parts.pipe.leads:
-                with DiskTrouble(self._progress.warn).tolerated(self._folder.failures.name):
-                    self._folder.listed.add(self._folder.failures)
+                failures = self._run.folder.failures
+                with self._run.writes.of(failures.name):
+                    self._run.folder.listed.add(failures)
                     self._failures.add(parts.state.step + 1, started_after)
             raise
 

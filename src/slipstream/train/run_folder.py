@@ -32,24 +32,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.folder_lock import FOLDER, work_folder
-
-if TYPE_CHECKING:
-    from slipstream.train.config import Config
-
-
-def exported(model: Path, config: Config) -> dict[Path, bool]:
-    """Returns the folders that an export to `model` writes, and whether they have merged weights or the adapter."""
-    if config.lora is None or config.lora.export == "merged":
-        return {model: True}
-    adapter = model.with_name(model.name.replace("model", "adapter", 1))
-    return {adapter: False} if config.lora.export == "adapter" else {model: True, adapter: False}
 
 
 class RunFolder:
@@ -213,3 +201,23 @@ def _inside(names: list[str]) -> Iterator[str]:
         if not parts.parts or parts.is_absolute() or ".." in parts.parts:
             raise ValueError(f"{name!r} isn't a path inside of the folder")
         yield name
+
+
+class TolerantWrites:
+    """Writes that may fail while training goes on. `say` gets a line when that begins, and none while it lasts."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._unwritten: set[str] = set()
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Lets an OSError of the block pass, such as that of a full disk; `what` is named."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._unwritten:
+                self._say(f"{what} can't be written: {error}. Training goes on")
+            self._unwritten.add(what)
+        else:
+            self._unwritten.discard(what)

@@ -7,24 +7,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from slipstream.checkpoint import describe_non_finite, is_finite
 from slipstream.errors import NonFiniteError
-from slipstream.launch import Progress
-from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
 from slipstream.timeline import Timeline, draw_timelines, save_trace
-from slipstream.train.config import Config
 from slipstream.train.data import load_tokenizer
 from slipstream.train.export import OpenedModel, TextWriter
-from slipstream.train.run_folder import RunFolder, exported
+from slipstream.train.run_context import RunContext
+from slipstream.train.run_folder import RunFolder
 from slipstream.units import bytes_text
 from slipstream.watchdog import counted_off
 
 
-def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder, progress: Progress) -> None:
+def draw_last_step(run: RunContext, pipe: Pipeline, timeline: Timeline | None) -> None:
     """Writes the measured timeline of all ranks as text, picture and trace; nothing where the run took no step."""
+    folder = run.folder
     if pipe.leads and timeline is not None:
         folder.listed.add(folder.timeline, folder.perfetto, folder.schedule)
         with folder.replaced(folder.timeline) as part:
@@ -33,28 +30,29 @@ def draw_last_step(pipe: Pipeline, timeline: Timeline | None, folder: RunFolder,
             save_trace(part, timeline)
         with folder.replaced(folder.schedule) as part:
             part.write_text(f"{pipe.last_step.layout.training}\n", encoding="utf-8")
-        progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
+        run.progress.say(f"\nthe last step, measured ({folder.timeline}):\n{timeline.to_text()}")
 
 
-def export_model(pipe: Pipeline, run: RunFolder, folder: Path, config: Config, progress: Progress) -> None:
+def export_model(run: RunContext, pipe: Pipeline, folder: Path) -> None:
     """Exports to `folder`, and of an adapter to the folder next to it as configured. Collective. Raises as `export`."""
-    for each, merged in exported(folder, config).items():
+    for place, merged in run.config.exports(folder).items():
         with counted_off("exporting", uses_disk=True):
-            export(pipe, run, each, config.model.trust_remote_code, merged)
-        progress.say_result(f"exported to {each}")
+            export(run, pipe, place, merged)
+        run.progress.say_result(f"exported to {place}")
 
 
-def has_room(run: RunFolder, folder: Path, needed: int, progress: Progress) -> bool:
+def has_room(run: RunContext, folder: Path, needed: int) -> bool:
     """Returns whether rank 0's disk has as many bytes left; says that `folder` is left out where not. Collective."""
-    there = next(each for each in (run.path, *run.path.absolute().parents) if each.exists())  # it may have been removed
-    free = int(RankGroup(dist.group.WORLD).gather(shutil.disk_usage(there).free)[0])
+    path = run.folder.path  # it may have been removed
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    free = int(run.world.gather(shutil.disk_usage(there).free)[0])
     if free < needed:
         need, have = bytes_text(needed), bytes_text(free)
-        progress.warn(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
+        run.progress.warn(f"{folder.name} is left out: checkpoints and it may need {need}, and the disk has {have}")
     return free >= needed
 
 
-def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool, merged: bool = True) -> None:
+def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -> None:
     """Writes the whole model and its tokenizer to `folder` inside of the run's, as
     `AutoModelForCausalLM.from_pretrained` loads them; of an adapter, unless `merged`, that alone. Collective.
 
@@ -64,27 +62,29 @@ def export(pipe: Pipeline, run: RunFolder, folder: Path, trusts_code: bool, merg
         NonFiniteError: on all ranks, where a weight isn't finite.
         OSError: on all ranks, where it can't be written; what was there stays.
     """
-    _refuse_non_finite(pipe)
-    part, before = (run.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
+    poisoned = next((each.name for each in pipe.parameter_shards() if not is_finite(each.parameter.detach())), None)
+    if found := next(filter(None, run.world.gather(poisoned)), None):
+        raise NonFiniteError(f"the model is not exported: {describe_non_finite(found)}")
+    part, before = (run.folder.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
-        _lead(pipe, lambda: _clear(part, before))
+        _lead(run, lambda: _clear(part, before))
         pipe.save_pretrained(part, merged)
-        _lead(pipe, lambda: _complete(run, part, before, folder, trusts_code))
+        _lead(run, lambda: _complete(run.folder, part, before, folder, run.config.model.trust_remote_code))
     except OSError:
         if pipe.leads:
             shutil.rmtree(part, ignore_errors=True)
         raise
 
 
-def _lead(pipe: Pipeline, write: Callable[[], None]) -> None:
-    """Calls `write` on the leader. Raises its OSError on all ranks, so that none waits for it. Collective."""
+def _lead(run: RunContext, write: Callable[[], None]) -> None:
+    """Calls `write` on rank 0. Raises its OSError on all ranks, so that none waits for it. Collective."""
     problem = None
-    if pipe.leads:
+    if run.world.rank == 0:
         try:
             write()
         except OSError as error:
             problem = OSError(str(error))
-    if problem := RankGroup(dist.group.WORLD).gather(problem)[0]:
+    if problem := run.world.gather(problem)[0]:
         raise problem
 
 
@@ -109,19 +109,12 @@ def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_cod
     run.listed.itemise(folder)
 
 
-def _refuse_non_finite(pipe: Pipeline) -> None:
-    poisoned = next((each.name for each in pipe.parameter_shards() if not is_finite(each.parameter.detach())), None)
-    found = [name for name in RankGroup(dist.group.WORLD).gather(poisoned) if name is not None]
-    if found:
-        raise NonFiniteError(f"the model is not exported: {describe_non_finite(found[0])}")
-
-
-def write_sample(pipe: Pipeline, config: Config, progress: Progress) -> None:
+def write_sample(run: RunContext, pipe: Pipeline) -> None:
     """Lets rank 0 load the export and continue the prompt, if there is one."""
-    sample = config.sample
-    has_tokenizer = (RunFolder(config.training.output).model / "tokenizer_config.json").exists()
-    if pipe.leads and sample.prompt is not None and has_tokenizer:
-        folder, trusts_code = str(RunFolder(config.training.output).model), config.model.trust_remote_code
-        writer = TextWriter.load(OpenedModel(folder, load_tokenizer(folder, trusts_code), trusts_code))
-        text = writer.write(sample.prompt, sample.max_new_tokens, sample.temperature, config.training.seed)
-        progress.say_result(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")
+    sample, model, trusts_code = run.config.sample, run.folder.model, run.config.model.trust_remote_code
+    if pipe.leads and sample.prompt is not None and (model / "tokenizer_config.json").exists():
+        opened = OpenedModel(str(model), load_tokenizer(str(model), trusts_code), trusts_code)
+        text = TextWriter.load(opened).write(
+            sample.prompt, sample.max_new_tokens, sample.temperature, run.config.training.seed
+        )
+        run.progress.say_result(f"\nthe exported model continues {sample.prompt!r}:\n{text}\n")

@@ -17,9 +17,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.saving import describe_model
+from slipstream.planner.steps import StageRates
 from slipstream.profile import versions
 from slipstream.train.data import TokenisedText, TrainingSequences
 from slipstream.train.data.tokenised_text import Array
+from slipstream.train.planned_start import chosen_facts
+from slipstream.train.run_context import RunContext
 
 _READ_AT_ONCE = 2**24  # tokens
 
@@ -46,19 +49,20 @@ class RunState:
 
     def __init__(
         self,
+        run: RunContext,
         pipe: Pipeline,
         scheduler: LambdaLR,
         loss_scale: LossScale,
         sequences: TrainingSequences,
-        settings: dict[str, Any],
-        planned: dict[str, Any] | None = None,
+        rates: StageRates | None,
     ) -> None:
-        """`settings` are the run's by section. `planned` is kept of a plan by which steps on documents of any length
-        are planned."""
-        self._settings, self._planned = settings, planned
+        """`rates` are what stages cost, by which steps on documents of any length are planned, where it was
+        measured."""
+        self._settings = run.config.model_dump(mode="json")
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
-        path = settings.get("model", {}).get("path")  # an adapter belongs to these weights
-        self._base = describe_base(str(path)) if pipe.adapter is not None and pipe.leads else None
+        # An adapter belongs to these weights.
+        self._base = describe_base(str(run.config.model.path)) if pipe.adapter is not None and pipe.leads else None
+        self._rates = rates
         self._data = describe_data(sequences)  # computed once: it reads all of the text
         self.step = 0
         self.num_samples = 0  # sequences that were trained on
@@ -78,18 +82,10 @@ class RunState:
             "random_state": {"seed": seed, "num_steps": num_steps},
             "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
-            "tuned": self._planned or self._settled(),
+            "tuned": chosen_facts(pipe, self._sequences, self._rates),
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
             "versions": versions(),
         }
-
-    def _settled(self) -> dict[str, Any] | None:
-        """Returns what runs, where the next steps run as the last one did. None while "auto" tries, and where sequences
-        differ in length, of which each step is planned anew."""
-        pipe = self._pipe
-        if pipe.is_tuning or self._sequences.packing == "none":
-            return None
-        return {"schedule": str(pipe.order), "slices": pipe.slices(self._sequences.seq_len), **describe_cut(pipe)}
 
     def restore(self, facts: dict[str, Any]) -> None:
         """Takes over the facts of a checkpoint whose tensors are loaded.
@@ -99,7 +95,7 @@ class RunState:
         """
         check_data(facts["data"], self._data)
         self.step, self.num_samples = facts["step"], facts["num_samples"]
-        if stream := facts.get("stream"):
+        if stream := facts["stream"]:
             self._sequences.go_to(stream)
         self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
         self._pipe.refresh()
@@ -110,13 +106,6 @@ class RunState:
         scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def describe_cut(pipe: Pipeline) -> dict[str, Any]:
-    """Returns the layers of each stage, and what is computed again in the backward, as a plan chooses them."""
-    layers = [stage.stop - stage.start for stage in pipe.layout.layers]
-    recompute = pipe.layout.recompute
-    return {"partition": layers, "recompute": "none" if recompute is None else recompute.setting}
 
 
 def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
@@ -147,7 +136,6 @@ def _checksum(array: Array) -> int:
 
 def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises SlipstreamError, with what differs, where `describe_data` of a checkpoint isn't that of this run."""
-    was = {"packing": "fixed"} | was  # before there was another, checkpoints didn't say
     values = ((key, was.get(key), now.get(key)) for key in {**now, **was})
     different = [f"{key} was {before!r}, is {value!r}" for key, before, value in values if value != before]
     if different:

@@ -42,7 +42,7 @@ def start_training(config: Config) -> None:
 
         join_run(config)
         return
-    progress, folder, num_ranks = Progress(make_console()), RunFolder(config.training.output), config.num_processes
+    progress, folder, num_ranks = Progress(make_console()), config.folder, config.num_processes
     for module in _RUN_BY_RANKS:
         import_module(module)
     # before anything below starts threads or looks for GPUs
@@ -68,7 +68,7 @@ def start_training(config: Config) -> None:
 @contextmanager
 def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
     """Says last, after Ctrl-C and after a failure, what to type to go on: from which checkpoint, if there is one."""
-    folder = RunFolder(config.training.output)
+    folder = config.folder
     try:
         yield
     except KeyboardInterrupt:

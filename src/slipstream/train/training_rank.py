@@ -33,7 +33,7 @@ from slipstream.train.device_choice import (
 )
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, preflight
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_context import RunContext
 from slipstream.train.trainer import Trainer
 from slipstream.watchdog import counted_off
 
@@ -129,7 +129,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
 
     Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
     """
-    world, folder = RankGroup(dist.group.WORLD), RunFolder(config.training.output)
+    world, folder = RankGroup(dist.group.WORLD), config.folder
     problem, is_finished = None, False
     run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
     if world.rank == 0:
@@ -181,7 +181,7 @@ def _init_process_group(config: Config, **connection: Any) -> torch.device:
 
 
 def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> None:
-    go_on_in(RunFolder(config.training.output).log)
+    go_on_in(config.folder.log)
     disable_progress_bar()  # transformers' bars would write over ours
     if config.model.trust_remote_code:
         trust_remote_code(str(config.model.path))
@@ -192,7 +192,7 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
     progress = launch.Progress(make_console() if rank == 0 else None)
     progress.say("ranks are connected; building the model")
     with shortage_explained():
-        Trainer(config, device, progress, stop).run()
+        Trainer(RunContext.of(config, device, progress), stop).run()
     dist.barrier()
     dist.destroy_process_group()
 

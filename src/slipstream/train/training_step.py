@@ -1,16 +1,21 @@
-"""One training step: its arithmetic, and its result."""
+"""One training step, and one evaluation: their arithmetic, and their results."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.gradients import LossScale
+from slipstream.pipeline import Pipeline
+from slipstream.pipeline.cut_batch import slice_lengths
+from slipstream.planner.steps import StepPlan
+from slipstream.schedule import gpipe
 from slipstream.train.config import Config, TrainingSection
 from slipstream.train.data import BatchSize, TokenBatch, TrainingSequences
 
@@ -65,7 +70,7 @@ def count_steps(training: TrainingSection, sequences: TrainingSequences) -> int:
     """Returns the steps of the optimizer in a whole run."""
     if training.steps is not None:
         return training.steps
-    size, visits = BatchSize(training.batch_size, training.batch_tokens), training.epochs or 0
+    size, visits = BatchSize.of(training), training.epochs or 0
     return max(1, sum(1 for _ in size.batches(sequences, int(visits * sequences.num_sequences))))
 
 
@@ -79,3 +84,38 @@ def compute_dtype(config: Config) -> torch.dtype:
     """Returns the dtype of matrix products."""
     dtypes = {"float32": torch.float32, "fp16": torch.float16}
     return dtypes.get(config.training.precision, torch.bfloat16)
+
+
+class Evaluator:
+    """A pipeline as it evaluates held-out batches, in the precision of a training, or without one in the model's own.
+
+    With `slice_len` the documents of a batch form one row, of which so many tokens at most are computed at a time.
+    """
+
+    def __init__(self, pipe: Pipeline, config: Config | None, slice_len: int | None = None) -> None:
+        self.pipe, self._config, self._slice_len = pipe, config, slice_len
+
+    def loss(self, batch: TokenBatch) -> float:
+        """Returns the mean loss of a batch. Collective."""
+        documents, values = batch.document_ids, batch.sequence_values
+        plan = None if self._slice_len is None else self._plan(list(map(len, batch.input_ids)), self._slice_len)
+        with nullcontext() if self._config is None else autocast(self._config, self.pipe.device):
+            found = self.pipe.evaluate(
+                batch.input_ids, batch.labels, document_ids=documents, sequence_values=values, plan=plan
+            )
+        return float(found)
+
+    def sum_losses(self, batches: Iterable[tuple[TokenBatch, int]]) -> tuple[float, int]:
+        """Returns the sum of the losses of all tokens that are predicted, and how many these are. Collective.
+
+        Of each batch it takes this replica's part, and the number that all replicas predict.
+        """
+        total, count = 0.0, 0
+        for batch, number in batches:
+            if number:
+                total, count = total + self.loss(batch) * number, count + number
+        return total, count
+
+    def _plan(self, lengths: Sequence[int], slice_len: int) -> StepPlan:
+        slices = slice_lengths(-(-sum(lengths) // slice_len), sum(lengths))
+        return StepPlan((tuple(range(len(lengths))),), (tuple(slices),), gpipe(1, 1, len(slices)))

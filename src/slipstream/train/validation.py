@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from slipstream.checkpoint import Improvement
-from slipstream.parallel import RankGroup
 from slipstream.pipeline import Pipeline
-from slipstream.train.config import Config
-from slipstream.train.data import BatchSize, HeldOutBatches, TokenBatch, TokenisedText, sequences_of, unigram_entropy
+from slipstream.train.data import BatchSize, HeldOutBatches, TokenisedText, sequences_of, unigram_entropy
 from slipstream.train.metrics import ValidationRecord
 from slipstream.train.preferences import describe_rewards, mean_rewards, reward_sums
-from slipstream.train.training_step import autocast
+from slipstream.train.run_context import RunContext
+from slipstream.train.training_step import Evaluator
 
 
 class Validator:
     """Validates as configured, and keeps the history of the losses. Every rank makes one."""
 
-    def __init__(
-        self,
-        config: Config,
-        texts: Sequence[TokenisedText],
-        pipe: Pipeline,
-        device: torch.device,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, run: RunContext, pipe: Pipeline, texts: Sequence[TokenisedText]) -> None:
         """Takes the held-out text of every source, of which some may be empty."""
-        self._config, self._pipe, self._device, self._say = config, pipe, device, say
+        self._run, self._config, self._pipe = run, run.config, pipe
         self._texts = [text for text in texts if text.num_documents]
-        training = config.training
-        self._batch_size = BatchSize(training.batch_size, training.batch_tokens)
+        config, training = run.config, run.config.training
+        self._batch_size = BatchSize.of(training)
         unit = "nats per token" if config.preference is None else "per pair"
         self.history = LossHistory(config.checkpoint.keep_best, training.patience, unit)
 
@@ -50,13 +41,13 @@ class Validator:
         Collective. All ranks judge by the loss of rank 0.
         """
         loss, rewards = self._measure()
-        loss = float(RankGroup(dist.group.WORLD).gather(loss)[0])
+        loss = float(self._run.world.gather(loss)[0])
         is_best = self.history.add(step, loss)
         if rewards is not None:
-            self._say(f"step {step}: validation loss {loss:.3f} per pair, {describe_rewards(rewards)}")
+            self._run.progress.say(f"step {step}: validation loss {loss:.3f} per pair, {describe_rewards(rewards)}")
             return ValidationRecord(step, loss, rewards=rewards), is_best
         below, perplexity = self._entropy() - loss, math.exp(loss)
-        self._say(
+        self._run.progress.say(
             f"step {step}: validation loss {loss:.3f} nats per token, perplexity {perplexity:.1f}; "
             f"{abs(below):.2f} {'below' if below > 0 else 'above'} the text's unigram entropy"
         )
@@ -70,30 +61,18 @@ class Validator:
         training, preference, pipe = self._config.training, self._config.preference, self._pipe
         sequences = sequences_of(self._texts, self._config.data.packing, training.seq_len, seed=None, pads=True)
         held_out, replica = HeldOutBatches(sequences, self._batch_size), (pipe.replica, pipe.num_replicas)
-        total, count, sums = 0.0, 0, torch.zeros(5, dtype=torch.float64)
-        for batch in held_out.chosen(training.eval_batches):
-            mine, number = held_out.batch(batch, *replica), held_out.batch(batch).num_predicted
-            if not number:
-                continue
-            loss = self._evaluate(mine)
-            total, count = total + loss * number, count + number
-            if preference is not None and mine.sequence_values is not None:
-                counts = held_out.counts(batch, *replica)
-                sums += reward_sums(pipe, mine.sequence_values, preference, counts).cpu()
+        chosen, evaluator = held_out.chosen(training.eval_batches), Evaluator(pipe, self._config)
         if preference is None:
+            batches = ((held_out.batch(batch, *replica), held_out.batch(batch).num_predicted) for batch in chosen)
+            total, count = evaluator.sum_losses(batches)
             return total / count, None
+        sums = torch.zeros(5, dtype=torch.float64)
+        for batch in chosen:
+            mine = held_out.batch(batch, *replica)
+            evaluator.loss(mine)
+            assert mine.sequence_values is not None
+            sums += reward_sums(pipe, mine.sequence_values, preference, held_out.counts(batch, *replica)).cpu()
         return float(sums[4] / sums[0]), mean_rewards(sums)
-
-    def _evaluate(self, batch: TokenBatch) -> float:
-        with autocast(self._config, self._device):
-            return float(
-                self._pipe.evaluate(
-                    batch.input_ids,
-                    batch.labels,
-                    document_ids=batch.document_ids,
-                    sequence_values=batch.sequence_values,
-                )
-            )
 
 
 class LossHistory:
@@ -142,13 +121,12 @@ class LossHistory:
             "last_step": self._last_step,
         }
 
-    def restore(self, facts: Mapping[str, Any], step: int) -> None:
-        """Goes on from what `facts` returned at a step, or from nothing where a checkpoint of before hasn't that."""
-        self.best = Improvement(*facts["best"]) if facts.get("best") else None
-        self._num_without = facts.get("num_without_improvement", 0)
-        self._last_step = facts.get("last_step", step)
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from what `facts` returned."""
+        self.best = None if facts["best"] is None else Improvement(*facts["best"])
+        self._num_without, self._last_step = facts["num_without_improvement"], facts["last_step"]
         if self._keeps_best:
-            self._improvements = [Improvement(*each) for each in facts.get("improvements", ())]
+            self._improvements = [Improvement(*improvement) for improvement in facts["improvements"]]
 
     def describe_end(self) -> str:
         """Returns why a run that is out of patience ends."""
@@ -166,4 +144,4 @@ class LossHistory:
 
 def is_out_of_patience(facts: Mapping[str, Any], patience: int | None) -> bool:
     """Returns whether a run with the `facts` of a history ends by `training.patience`."""
-    return patience is not None and facts.get("num_without_improvement", 0) >= patience
+    return patience is not None and facts["num_without_improvement"] >= patience

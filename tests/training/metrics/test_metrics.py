@@ -14,7 +14,6 @@ from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
 from slipstream.train.metrics.flops import StepFigures, TrainingTime
 from slipstream.train.metrics.records import (
-    DiskTrouble,
     MetricsFile,
     Phases,
     StepRecord,
@@ -22,6 +21,7 @@ from slipstream.train.metrics.records import (
     as_dictionary,
     peak_memory,
 )
+from slipstream.train.run_folder import TolerantWrites
 from support.architectures import ARCHITECTURES, tokens
 from support.pipelines import make_pipe
 
@@ -68,9 +68,9 @@ def test_lines_for_which_the_disk_has_no_room_come_later(tmp_path: Path) -> None
 
 def test_trouble_with_the_disk_is_told_once_until_it_is_over() -> None:
     said = list[str]()
-    trouble = DiskTrouble(said.append)
+    writes = TolerantWrites(said.append)
     for error in (True, True, False, True):
-        with trouble.tolerated("metrics.jsonl"):
+        with writes.of("metrics.jsonl"):
             if error:
                 raise OSError(28, "No space left on device")
     assert said == ["metrics.jsonl can't be written: [Errno 28] No space left on device. Training goes on"] * 2

@@ -30,6 +30,7 @@ from slipstream.train.config.rules import (
     named_schedule,
 )
 from slipstream.train.config.sections import LoraSection, OptimizerSection
+from slipstream.train.run_folder import RunFolder
 
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
@@ -185,6 +186,18 @@ class Config(Record):
             return StageRates.from_json(self.plan.rates)
         except SlipstreamError as error:
             raise ValueError(f"plan.rates: {error}") from None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of the run."""
+        return RunFolder(self.training.output)
+
+    def exports(self, model: Path) -> dict[Path, bool]:
+        """Returns the folders that an export to `model` writes, and whether they have merged weights or the adapter."""
+        if self.lora is None or self.lora.export == "merged":
+            return {model: True}
+        adapter = model.with_name(model.name.replace("model", "adapter", 1))
+        return {adapter: False} if self.lora.export == "adapter" else {model: True, adapter: False}
 
     @property
     def has_models_tokenizer(self) -> bool:

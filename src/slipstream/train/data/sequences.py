@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.model import IGNORED
+from slipstream.train.config import TrainingSection
 from slipstream.train.data.tokenised_text import Array, TokenisedText
 
 PADDING = -1  # the document number of padding
@@ -25,6 +26,12 @@ class TokenBatch(NamedTuple):
     labels: Tensor | list[Tensor]  # unshifted, as in transformers
     document_ids: Tensor | None
     sequence_values: Tensor | None = None  # (sequences,) float64, what a loss of whole sequences takes besides
+
+    @classmethod
+    def of_documents(cls, documents: Sequence[tuple[Array, Array]]) -> TokenBatch:
+        """Returns a batch of documents, of each its tokens and its labels."""
+        tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*documents, strict=True))
+        return cls(tokens, labels, None)
 
     def document_lengths(self) -> list[int]:
         """Returns the tokens of each document, or of each part of one that is in a sequence, row by row; padding is
@@ -178,10 +185,9 @@ class Shuffled:
 
 def _unpacked(rows: Sequence[Row]) -> TokenBatch:
     """Returns a batch with each document of the rows as a sequence of its own."""
-    parts = [part for row in rows for part in row.parts()]
-    tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*parts, strict=True))
+    batch = TokenBatch.of_documents([part for row in rows for part in row.parts()])
     values = [row.values for row in rows if row.values is not None]
-    return TokenBatch(tokens, labels, None, torch.from_numpy(np.concatenate(values)) if values else None)
+    return batch._replace(sequence_values=torch.from_numpy(np.concatenate(values))) if values else batch
 
 
 def _dealt(lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
@@ -209,6 +215,11 @@ class BatchSize:
 
     sequences: int
     tokens: int | None = None
+
+    @classmethod
+    def of(cls, training: TrainingSection) -> BatchSize:
+        """Returns what a step of a training takes."""
+        return cls(training.batch_size, training.batch_tokens)
 
     def at(self, sequences: TrainingSequences, first: int) -> int:
         """Returns the number of sequences of the step that begins with sequence `first`."""

@@ -10,8 +10,8 @@ import platform
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import metadata
@@ -355,23 +355,3 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat({str(index): each for index, each in enumerate(value)}, f"{name}/")
         elif value is not None:
             yield name, value
-
-
-class DiskTrouble:
-    """What can't be written just now. `say` gets a line when that begins, and none while it lasts."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._unwritten: set[str] = set()
-
-    @contextmanager
-    def tolerated(self, what: str) -> Iterator[None]:
-        """Lets an OSError of the block pass, such as that of a full disk; `what` is named."""
-        try:
-            yield
-        except OSError as error:
-            if what not in self._unwritten:
-                self._say(f"{what} can't be written: {error}. Training goes on")
-            self._unwritten.add(what)
-        else:
-            self._unwritten.discard(what)

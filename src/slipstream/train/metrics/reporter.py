@@ -8,21 +8,17 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
 from slipstream.parallel import GpuMemory, RankGroup, expands_segments, fragmentation_advice
 from slipstream.pipeline import Pipeline
+from slipstream.planner.joint import JointPlan, SlicedUnits
+from slipstream.planner.joint.problem import SlowedStep
 from slipstream.timeline import Timeline
 from slipstream.train.config import Config
-from slipstream.train.cut_advice import CutAdvice
 from slipstream.train.data import TokenBatch
 from slipstream.train.device_choice import share_of_gpu
 from slipstream.train.metrics.flops import FlopsMeter, find_peak
 from slipstream.train.metrics.records import (
-    DiskTrouble,
     MetricsRecord,
     Phases,
     StartRecord,
@@ -31,7 +27,7 @@ from slipstream.train.metrics.records import (
     make_trackers,
     peak_memory,
 )
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_context import RunContext
 from slipstream.train.training_step import StepResult, compute_dtype
 from slipstream.units import bytes_text, times_text
 from slipstream.watchdog import counted_off
@@ -42,54 +38,47 @@ class Reporter:
 
     def __init__(
         self,
-        config: Config,
+        run: RunContext,
         pipe: Pipeline,
-        device: torch.device,
-        progress: Progress,
         sequence: tuple[float, float],
         resumed_after: int = 0,
-        cut_advice: CutAdvice | None = None,
+        plan: JointPlan | None = None,
     ) -> None:
         """Finds the devices' peak and opens the trackers. Collective.
 
         Args:
-            config: of the run.
+            run: of this rank.
             pipe: this rank's part of the pipeline.
-            device: this rank's.
-            progress: where lines are shown.
             sequence: the mean tokens of a sequence, and the mean number of sequences of a step.
             resumed_after: the steps before; 0 where the run begins.
-            cut_advice: says whether another cut makes up for a slow rank.
+            plan: of the rows that the run trains on, where it has planned them by itself.
         """
-        self._config, self._pipe, self._progress = config, pipe, progress
-        self._world = RankGroup(dist.group.WORLD)
+        config, self._run, self._pipe, self._plan = run.config, run, pipe, plan
         self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
         # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
         self._figures: FlopsMeter | None = None
-        training, peak = config.training, find_peak(device, compute_dtype(config), share_of_gpu(config))
+        peak = find_peak(run.device, compute_dtype(config), share_of_gpu(config))
         if pipe.leads:
             try:
                 length, number = map(round, sequence)
-                counted = pipe.config, length, number, self._world.size, peak
+                counted = pipe.config, length, number, run.world.size, peak
                 with counted_off("counting the model's operations"):
                     self._figures = FlopsMeter(*counted, pipe.trained_weights)
             except SlipstreamError as error:
-                progress.say(f"FLOPs are not shown: {error}")
-        self._disk = DiskTrouble(progress.warn)
+                run.progress.say(f"FLOPs are not shown: {error}")
         self._trackers: list[Tracker] = []  # none on ranks other than the first
-        self._cut_advice = cut_advice
         self._stragglers, hosts = self._watch_for_stragglers()
-        self._allocators = AllocatorWatch(self._world.gather(GpuMemory.now()))
+        self._allocators = AllocatorWatch(run.world.gather(GpuMemory.now()))
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
-            settings, folder = config.model_dump(mode="json"), RunFolder(training.output)
+            settings, folder = config.model_dump(mode="json"), run.folder
             folder.listed.add(folder.metrics)
             if "tensorboard" in config.tracking.to:
                 folder.listed.add_folder(folder.tensorboard)
-            self._trackers = make_trackers(config.tracking.to, training.output, settings, resumed_after)
-        self.write(StartRecord.now(resumed_after, hosts, device))
+            self._trackers = make_trackers(config.tracking.to, folder.path, settings, resumed_after)
+        self.write(StartRecord.now(resumed_after, hosts, run.device))
         if self._figures is not None:
             self.write(self._figures.run)
 
@@ -98,7 +87,7 @@ class Reporter:
 
         Collective.
         """
-        found = self._world.gather((self._pipe.rank, socket.gethostname()))
+        found = self._run.world.gather((self._pipe.rank, socket.gethostname()))
         peers = [[rank for rank, (place, _) in enumerate(found) if place == mine] for mine, _ in found]
         self._places, hosts = [place for place, _ in found], [host for _, host in found]
         return Stragglers(peers, hosts), hosts
@@ -106,7 +95,7 @@ class Reporter:
     def write(self, record: MetricsRecord) -> None:
         """Writes a record to the metrics file and to every tracker."""
         for tracker in self._trackers:
-            with self._disk.tolerated(tracker.name):
+            with self._run.writes.of(tracker.name):
                 tracker.write(record)
 
     def report(
@@ -135,7 +124,7 @@ class Reporter:
         computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
         sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()
         mine = peak_memory(), sent_now, documents, asked_to_stop, computed, on_gpu
-        memory, sent, lengths, asked, phases, gpus = zip(*self._world.gather(mine), strict=True)
+        memory, sent, lengths, asked, phases, gpus = zip(*self._run.world.gather(mine), strict=True)
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
         figures, documents = None, [length for each in lengths for length in each]
@@ -163,7 +152,7 @@ class Reporter:
             gpu_memory=list(gpus) if any(gpus) else None,
         )
         for line in [*slow, *self._allocators.lines(step, gpus, trial)]:
-            self._progress.warn(line)
+            self._run.progress.warn(line)
         self.write(record)
         self._seconds[trial].append(seconds)
         self._num_tokens += sum(documents)
@@ -174,20 +163,47 @@ class Reporter:
         lines = []
         for each in self._stragglers.add(step, phases):
             lines.append(each.line)
-            if self._pipe.leads and self._cut_advice is not None:
-                lines += self._cut_advice.lines(each.rank, self._places[each.rank], each.slowness)
+            if self._pipe.leads:
+                lines += cut_advice(self._run.config, self._plan, each.rank, self._places[each.rank], each.slowness)
         return lines
 
     def close(self) -> None:
         """Says how long a whole training takes at the measured rate, and closes the trackers."""
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
-            tokens = self._config.tracking.tokens or self._num_tokens
+            tokens = self._run.config.tracking.tokens or self._num_tokens
             time = self._figures.time_to_train(tokens, statistics.median(seconds))
-            self._progress.say(time.describe(tokens))
+            self._run.progress.say(time.describe(tokens))
         for tracker in self._trackers:
-            with self._disk.tolerated(tracker.name):
+            with self._run.writes.of(tracker.name):
                 tracker.close()
+
+
+_LEAST_GAIN = 0.03  # of the step's time, below which noise decides
+
+
+def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, slowness: float) -> list[str]:
+    """Returns a line about the best cut for a rank at a place of the pipeline that computes so many times as long.
+
+    There is none where nothing is known: it needs the costs of the run's own plan, with a whole head, and without a
+    memory limit, which another cut might break.
+    """
+    if plan is None or plan.costs is None or plan.head == "spread" or config.memory.limit is not None:
+        return []
+    units = SlicedUnits(plan.costs, plan.slices, plan.recompute)
+    slowed = SlowedStep(units, plan.schedule, {place: slowness})
+    seconds, (cut, best) = slowed.seconds(plan.partition), slowed.best_cut(plan.partition)
+    if config.parallel.data > 1:  # the other replicas wait for the slow one, but lose by the cut
+        best = max(best, SlowedStep(units, plan.schedule, {}).seconds(cut))
+    slow = f"rank {rank} computes {slowness:.2g} times as slowly"
+    if best > (1 - _LEAST_GAIN) * seconds:
+        return [f"{slow}: no other cut would save {_LEAST_GAIN:.0%} of the step's time"]
+    layers, tokens = (",".join(f"{number:g}" for number in numbers) for numbers in (cut, plan.slices))
+    return [
+        f"{slow}: the cut {layers} would take {best / seconds:.2f} of the step's time; to go on with it from a "
+        f"checkpoint, type --checkpoint.resume=latest --pipeline.schedule={config.folder.planned_schedule} "
+        f"--pipeline.slices=[{tokens}] --pipeline.partition=[{layers}]"
+    ]
 
 
 _FACTOR = 1.3  # times the peers' median

@@ -24,12 +24,12 @@ from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics import check_trackers
 from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
-from slipstream.train.planned_start import is_open, what_prevents_a_plan
+from slipstream.train.planned_start import is_open, plan_obstacle
 from slipstream.train.preferences import check_reference
 from slipstream.train.preflight.memory_check import check_memory
 from slipstream.train.preflight.model_checks import check_model, load_model_config
 from slipstream.train.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
-from slipstream.train.run_folder import RunFolder, exported
+from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import check_data, describe_data, differs
 from slipstream.train.training_step import count_steps
 from slipstream.train.validation import is_out_of_patience
@@ -53,7 +53,7 @@ class RunInputs:
             SlipstreamError: if the folder can't be written, or another run has written to it since the preflight.
         """
         check_run_folder(self.config)
-        folder = RunFolder(self.config.training.output)
+        folder = self.config.folder
         try:
             if self.config.checkpoint.resume == "no":
                 folder.listed.remove()
@@ -96,7 +96,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_model(config, model_config, progress)
     check_optimizer(config, model_config)
     check_memory(config, model_config)
-    if reason := what_prevents_a_plan(config):
+    if reason := plan_obstacle(config):
         progress.say(reason)
     text = prepare_text(config, model_config, progress)
     check_sample(config.sample, text.tokenizer, model_config)
@@ -110,7 +110,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
 def check_run_folder(config: Config) -> None:
     """Raises SlipstreamError where the run would replace something that isn't its own, or that the configuration
     doesn't allow it to, and where it would resume from a checkpoint that isn't there."""
-    folder, resume = RunFolder(config.training.output), config.checkpoint.resume
+    folder, resume = config.folder, config.checkpoint.resume
     if folder.path.exists() and not folder.path.is_dir():
         raise SlipstreamError(f"training.output={folder.path} is a file; name a folder")
     steps = CheckpointFolder(folder.checkpoints).steps()
@@ -233,16 +233,16 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     if saved is None:
         return False
     _check_adapter(saved, config)
-    if changes := list(_changes(saved.facts.get("settings"), config)):
+    if changes := list(_changes(saved.facts["settings"], config)):
         progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
     training = config.training
     check_data(saved.facts["data"], describe_data(sequences))
     saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
-    has_stopped = is_out_of_patience(saved.facts.get("validation", {}), training.patience)
+    has_stopped = is_out_of_patience(saved.facts["validation"], training.patience)
     if not ((has_stopped or saved.step >= count_steps(training, sequences)) and _is_exported(saved, config)):
         return False
     progress.say_result(
-        f"the run has reached its last step, {saved.step}, and its model is in {RunFolder(training.output).model}: "
+        f"the run has reached its last step, {saved.step}, and its model is in {config.folder.model}: "
         f"nothing is left to do. To train further, give a larger --training.{'patience' if has_stopped else 'steps'}"
     )
     return True
@@ -250,11 +250,11 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
 
 def _check_adapter(saved: SavedCheckpoint, config: Config) -> None:
     """Raises SlipstreamError where the checkpoint is of an adapter and the run isn't, or of other weights."""
-    had = bool((saved.facts.get("settings") or {}).get("lora"))
+    had = saved.facts["settings"]["lora"] is not None
     if had != (config.lora is not None):
         was, now = ("an adapter", "all weights") if had else ("all weights", "an adapter (lora)")
         raise saved.unfit(f"holds {was}, but the run trains {now}")
-    if config.lora is not None and differs(saved.facts.get("base"), str(config.model.path)):
+    if config.lora is not None and differs(saved.facts["base"], str(config.model.path)):
         raise saved.unfit(
             f"holds an adapter of other weights than those in model.path={config.model.path}, which have been changed "
             "or replaced since"
@@ -263,17 +263,17 @@ def _check_adapter(saved: SavedCheckpoint, config: Config) -> None:
 
 def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
     """Returns whether what is to be exported is there, of this checkpoint and not of a later one."""
-    folder = RunFolder(config.training.output)
+    folder = config.folder
     newest = CheckpointFolder(folder.checkpoints).steps()[0]
-    if (saved.facts.get("settings") or {}).get("training", {}).get("export", "last") != config.training.export:
+    if saved.facts["settings"]["training"]["export"] != config.training.export:
         return False
-    return saved.step == newest and all(folder.listed.is_itemised(each) for each in exported(folder.model, config))
+    return saved.step == newest and all(map(folder.listed.is_itemised, config.exports(folder.model)))
 
 
 def find_saved(config: Config) -> SavedCheckpoint | None:
     """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged or
     another version's: the ranks, which verify every byte, then say which one is taken."""
-    resume, folder = config.checkpoint.resume, CheckpointFolder(RunFolder(config.training.output).checkpoints)
+    resume, folder = config.checkpoint.resume, CheckpointFolder(config.folder.checkpoints)
     steps = [] if resume == "no" else folder.steps()
     if not steps:
         return None
@@ -293,10 +293,8 @@ def _as_ranks_load_it(config: Config, model_config: Any) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
-def _changes(before: Mapping[str, Any] | None, config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields name, old and new value of each setting that differs; earlier checkpoints don't have them."""
-    if before is None:
-        return
+def _changes(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields name, old and new value of each setting that differs."""
     old, new = dict(_flat(before)), dict(_flat(json.loads(config.model_dump_json())))
     for name in dict.fromkeys(chain(old, new)):
         values = old.get(name, "absent"), new.get(name, "absent")

@@ -190,7 +190,7 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
         SlipstreamError: if nothing is held out, where validation needs it.
     """
     training, sequences = config.training, text.sequences
-    size = data.BatchSize(training.batch_size, training.batch_tokens).at(sequences, 0)
+    size = data.BatchSize.of(training).at(sequences, 0)
     if size > sequences.num_sequences and not config.data.streaming:
         progress.warn(
             f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
