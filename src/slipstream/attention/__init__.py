@@ -4,4 +4,4 @@ from slipstream.attention.backend import AttentionSite
 from slipstream.attention.kernel_choice import chosen_kernels
 from slipstream.attention.masks import KeyRanges
 from slipstream.attention.slice_attention import attend, read_prefix
-from slipstream.attention.store import CarriedStates, ContextError, ContextStore, StoredSlice
+from slipstream.attention.store import CarriedStates, ContextError, ContextStore, StoredSlice, begin_with

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.comm import SkipSend, Transport, VocabularyMessages
 from slipstream.model import CausalLMStage, TensorSpec
-from slipstream.model.vocabulary import HeadRows, RowSoftmax, TiedRows, combine
+from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
 from slipstream.pipeline.batch import Stage
 from slipstream.pipeline.execution.stage_messages import Stopwatch
 from slipstream.pipeline.execution.step_state import SliceKey, StepState, key_of
@@ -53,7 +53,7 @@ class SpreadHeadActions:
     def look_up(self, action: Action, stopwatch: Stopwatch) -> None:
         """Runs E."""
         began = stopwatch.mark()
-        found = self._tied_rows(action.stage).look_up(self._ids(action))
+        found = self._rows(action.stage).look_up(self._ids(action))
         stopwatch.record(action, began)
         self.messages.hand_on(action, (found,))
 
@@ -72,7 +72,7 @@ class SpreadHeadActions:
         (message,) = self.messages.incoming(action)
         (gradient,) = self.messages.take(message)
         began = stopwatch.mark()
-        self._tied_rows(action.stage).add_lookups(self._ids(action), gradient)
+        self._rows(action.stage).add_lookups(self._ids(action), gradient)
         stopwatch.record(action, began)
         self.messages.release(message)
 
@@ -125,11 +125,6 @@ class SpreadHeadActions:
     def _rows(self, stage: int) -> HeadRows:
         rows = self._stages[stage].vocabulary
         assert rows is not None
-        return rows
-
-    def _tied_rows(self, stage: int) -> TiedRows:
-        rows = self._rows(stage)
-        assert isinstance(rows, TiedRows)
         return rows
 
     def _ids(self, action: Action) -> Tensor:
