@@ -40,7 +40,7 @@ from slipstream.model.cutting import EmptyEmbedding
 from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
 from slipstream.model.hooks.token_slice import current_slice
 from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.weight_gradients import add_product, add_rows
+from slipstream.model.weight_gradients import add_product, add_rows, gradient_of
 
 
 class RowSoftmax(NamedTuple):
@@ -144,9 +144,7 @@ class HeadRows(nn.Module):
         if self.weight.requires_grad:
             add_product(self.weight, rows, hidden.flatten(0, 1), self._rows)
         if self.bias is not None and self.bias.requires_grad:
-            if self.bias.grad is None:
-                self.bias.grad = torch.zeros_like(self.bias, dtype=self.bias.grad_dtype)
-            self.bias.grad[self._rows].add_(rows.sum(0, dtype=self.bias.grad_dtype))
+            gradient_of(self.bias)[self._rows].add_(rows.sum(0, dtype=self.bias.grad_dtype))
 
     @torch.no_grad()
     def look_up(self, ids: Tensor) -> Tensor:

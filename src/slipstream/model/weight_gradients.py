@@ -203,13 +203,19 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice |
         # a GPU adds to zeros instead, as CUDA graphs do: so a step is the same to the bit with them and without
         weight.grad = _product(left, right, dtype)
         return
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=dtype)
-    total = weight.grad if rows is None else weight.grad[rows]
+    gradient = gradient_of(weight, dtype)
+    total = gradient if rows is None else gradient[rows]
     if left.dtype == dtype:
         total.addmm_(left.t(), right)
     else:
         total.add_(_product(left, right, dtype))
+
+
+def gradient_of(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a parameter's gradient, zeros of its `grad_dtype`, or else of `dtype`, where it has none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or dtype)
+    return parameter.grad
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -220,13 +226,12 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
     """Adds rows to weight.grad[ids]; ids may repeat."""
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
-    rows = rows.to(weight.grad.dtype)
+    gradient = gradient_of(weight)
+    rows = rows.to(gradient.dtype)
     if rows.is_cuda:  # where index_add_ adds in another order every time
-        weight.grad.index_put_((ids,), rows, accumulate=True)
+        gradient.index_put_((ids,), rows, accumulate=True)
     else:
-        weight.grad.index_add_(0, ids, rows)
+        gradient.index_add_(0, ids, rows)
 
 
 _PRODUCT = "_grouped_mm"  # what transformers multiplies experts with: (S, in), (experts, in, out), offsets -> (S, out)
@@ -257,9 +262,8 @@ def _forward(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
 def _expert_product(x: Tensor, weight: Tensor, offs: Tensor) -> Any:
     """Returns the rows of x (S, in), which end for each expert at `offs`, times its matrix: (S, out)."""
     parameter: Any = weight if weight._base is None else weight._base  # (experts, out, in) is given transposed
-    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     is_whole = isinstance(parameter, nn.Parameter) and parameter.shape in (weight.shape, weight.mT.shape)
-    if hooked or not is_whole or not parameter.requires_grad or not torch.is_grad_enabled():
+    if not is_whole or _is_autograds(parameter):
         return _rows_times(x.to(weight.dtype), weight, offs)
     return _Experts.apply(x.to(weight.dtype), parameter, offs, weight is parameter)  # type: ignore[no-untyped-call]
 
@@ -296,14 +300,13 @@ def _rows_times(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 @torch.no_grad()
 def _add_products(weight: nn.Parameter, left: Tensor, right: Tensor, offs: Tensor) -> None:
     """Adds left^T right to weight.grad, of each expert over its own rows."""
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    gradient = gradient_of(weight)
     if left.device.type == "cpu" or left.dtype == torch.float64:
         for expert, (a, b) in enumerate(_groups(offs)):
             if b > a:
                 add_product(weight, left[a:b], right[a:b], expert)
     else:  # a GPU would wait for the groups' sizes
-        weight.grad.add_(functional.grouped_mm(left.t(), right, offs=offs))
+        gradient.add_(functional.grouped_mm(left.t(), right, offs=offs))
 
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, int]]:

@@ -59,15 +59,8 @@ class CostCache:
             say(f"costs are measured again: {error}")
             return None
         here = versions()
-        changed = [f"{name} {old}" for name, old in profile.versions.items() if here.get(name) != old]
-        if changed:
+        if changed := [f"{name} {old}" for name, old in profile.versions.items() if here.get(name) != old]:
             say(f"costs are measured again: those in {self.path} are from {', '.join(changed)}")
-            return None
-        if not profile.has_action_bytes:
-            say(f"costs are measured again: those in {self.path} lack the bytes of actions")
-            return None
-        if profile.link is not None and not profile.link.handling:
-            say(f"costs are measured again: those in {self.path} lack the time that messages take from ranks")
             return None
         return profile
 
