@@ -76,16 +76,21 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
 
 
-def deferrable_layers(module: nn.Module) -> Iterator[nn.Module]:
+def uncompiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that torch.compile doesn't run, with their names."""
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    for name, module in model.named_modules():
+        if not any(not outer or f"{name}.".startswith(f"{outer}.") for outer in compiled):
+            yield name, module
+
+
+def deferrable_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the linear layers and embeddings whose weight gradients can wait for W: those that run their class's code,
     so that what takes its place computes the same."""
-    if is_compiled(module):
-        return
-    plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-    if (type(module) in (nn.Linear, Conv1D) or plain) and (_is_replaced(module) or runs_class_code(module)):
-        yield module
-    for child in module.children():
-        yield from deferrable_layers(child)
+    for _, module in uncompiled_modules(model):
+        plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+        if (type(module) in (nn.Linear, Conv1D) or plain) and (_is_replaced(module) or runs_class_code(module)):
+            yield module
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -240,18 +245,9 @@ _grouped_mm = getattr(moe, _PRODUCT)
 
 def add_expert_gradients_in_place(model: nn.Module) -> None:
     """Gives the experts of `model` the products below, where they are multiplied by "grouped_mm"."""
-    for module in _experts(model):
-        module.forward = partial(_forward, module.forward)
-
-
-def _experts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules that transformers' decorator made experts, but for those that are compiled."""
-    if is_compiled(module):
-        return
-    if hasattr(module, "_apply_gate"):
-        yield module
-    for child in module.children():
-        yield from _experts(child)
+    for _, module in uncompiled_modules(model):
+        if hasattr(module, "_apply_gate"):  # as those that transformers' decorator made experts
+            module.forward = partial(_forward, module.forward)
 
 
 def _forward(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -20,12 +20,12 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model.attached_code import HOOKS
+from slipstream.model.given_model import HOOK_NAMES
 from slipstream.model.tensors import Tensors
 from slipstream.model.weight_gradients import is_compiled
 from slipstream.sequential.batch_norm import mixes_batch
 
-_HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
-_HOOK_NAMES |= {
+_HOOK_NAMES = HOOK_NAMES | {
     "_state_dict_pre_hooks": "hook before state_dict",
     "_state_dict_hooks": "hook after state_dict",
     "_load_state_dict_pre_hooks": "hook before load_state_dict",
