@@ -60,7 +60,6 @@ def test_ranges_hold_whole_layers_and_halves_at_their_ends() -> None:
     assert [*LayerRange(0, 0)] == [ModelEnd.EMBEDDING]
     assert [*LayerRange(4, 4)] == [ModelEnd.HEAD]
     assert not LayerRange(4, 4).layers
-    assert [LayerRange(a, b).has_halves for a, b in ((0, 2.0), (0.5, 2), (1, 1.5))] == [False, True, True]
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -85,20 +85,6 @@ def test_costs_of_another_version_are_measured_again(measured: list[float], cach
     assert "torch 1.0" in lines[0]
 
 
-@pytest.mark.grid
-def test_costs_without_the_bytes_of_actions_are_measured_again(measured: list[float], cache: Path) -> None:
-    measured += [0.0, 0.0]
-    costs([])
-    (path,) = cache.iterdir()
-    values = json.loads(path.read_text())
-    for stage in values["stages"]:
-        del stage["actions"]
-    path.write_text(json.dumps(values))
-    lines: list[str] = []
-    assert costs(lines).has_action_bytes
-    assert "lack the bytes of actions" in lines[0]
-
-
 @pytest.mark.more
 def test_a_damaged_file_is_measured_again(measured: list[float], cache: Path) -> None:
     measured += [0.0, 0.0]

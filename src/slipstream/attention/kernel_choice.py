@@ -94,10 +94,15 @@ def chosen_kernels() -> dict[str, str]:
     return {str(shape): name for (shape, _), name in _known.items()}
 
 
+def cache_folder() -> Path:
+    """Returns the folder of what is kept from run to run, which need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "slipstream"
+
+
 def kept_file() -> Path:
     """Returns where choices are kept; it need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "attention.json"
+    return cache_folder() / "attention.json"
 
 
 _known: dict[tuple[AttentionShape, int], str] = {}  # the kernel that was chosen last

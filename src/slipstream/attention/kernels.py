@@ -55,6 +55,16 @@ class FusedKernel(Protocol):
         ...
 
 
+def _tokens_first(*tensors: Tensor) -> list[Tensor]:
+    """Returns (B,T,H,D) of (B,H,T,D)."""
+    return [each.transpose(1, 2) for each in tensors]
+
+
+def _heads_first(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, list[KeyGradients]]:
+    """Returns the gradients as a `FusedKernel` does."""
+    return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]
+
+
 class FlashKernel:
     """FlashAttention as PyTorch has it: version 2, unless another one was activated."""
 
@@ -62,33 +72,20 @@ class FlashKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See `FusedKernel`."""
-        output, logsumexp, *_ = _aten._flash_attention_forward(
-            query.transpose(1, 2),  # (B,T,H,D)
-            key.transpose(1, 2),  # (B,S,Hkv,D)
-            value.transpose(1, 2),
-            return_debug_mask=False,
-            **self._settings(query, key, mask, scale),
-        )
+        settings = self._settings(query, key, mask, scale)
+        inputs = _tokens_first(query, key, value)
+        output, logsumexp, *_ = _aten._flash_attention_forward(*inputs, return_debug_mask=False, **settings)
         return output.transpose(1, 2), logsumexp
 
     def backward(
         self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
-        query, out, lse, grad_out = queries
+        query, output, logsumexp, grad_output = queries
         no_dropout = query.new_empty(0)  # instead of its random state
-        grad_query, grad_key, grad_value = _aten._flash_attention_backward(
-            grad_out.transpose(1, 2),
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            out.transpose(1, 2),
-            lse.contiguous(),
-            rng_state=no_dropout,
-            unused=no_dropout,
-            **self._settings(query, key, mask, scale),
-        )
-        return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]
+        tensors = *_tokens_first(grad_output, query, key, value, output), logsumexp.contiguous()
+        settings = self._settings(query, key, mask, scale) | {"rng_state": no_dropout, "unused": no_dropout}
+        return _heads_first(*_aten._flash_attention_backward(*tensors, **settings))
 
     def _settings(self, query: Tensor, key: Tensor, mask: RegularMask, scale: float) -> dict[str, Any]:
         """Returns the keyword arguments that the forward and the backward kernel have in common."""
@@ -293,13 +290,3 @@ def _installed(name: str) -> FusedKernel | None:
     except Exception as error:  # of a package that may do anything
         _log.info("FlashAttention of %s isn't used: %s: %s", package.module, type(error).__name__, error)
         return None
-
-
-def _tokens_first(*tensors: Tensor) -> list[Tensor]:
-    """Returns (B,T,H,D) of (B,H,T,D)."""
-    return [each.transpose(1, 2) for each in tensors]
-
-
-def _heads_first(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, list[KeyGradients]]:
-    """Returns the gradients as a `FusedKernel` does."""
-    return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -250,9 +250,7 @@ class CarriedStates:
         reachable = {call: value for call, value in states.items() if value.requires_grad}
         if not reachable:
             return output
-        join: Any = _Join.apply
-        joined: Tensor = join(output, partial(self._gradients, tuple(reachable), first, end), *reachable.values())
-        return joined
+        return begin_with(output, partial(self._gradients, tuple(reachable), first, end), *reachable.values())
 
     def free(self) -> None:
         """Drops all states."""
@@ -295,11 +293,18 @@ class _Beginning(torch.autograd.Function):
         return None, None, None
 
 
+def begin_with(output: Tensor, gradients: Callable[[], Sequence[Tensor | None]], *others: Tensor) -> Tensor:
+    """Returns `output`, whose backward also begins that of others, with what `gradients` then returns for them."""
+    join: Any = _Join.apply
+    joined: Tensor = join(output, gradients, *others)
+    return joined
+
+
 class _Join(torch.autograd.Function):
-    """The identity of its first argument, whose backward also begins that of the states."""
+    """The identity of its first argument, whose backward also begins that of the others."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, gradients: Callable[[], list[Tensor | None]], *states: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, gradients: Callable[[], Sequence[Tensor | None]], *others: Tensor) -> Tensor:
         ctx.gradients = gradients
         return output.view_as(output)
 

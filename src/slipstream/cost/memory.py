@@ -190,7 +190,7 @@ def _at_ends(
 def _part_footprints(
     profile: Profile, rows: int, schedule: Schedule, length: int, is_last: bool
 ) -> dict[Op, Footprint]:
-    """Returns the bytes of the actions; see `slipstream.model.vocabulary` for what HeadRows and TiedRows make."""
+    """Returns the bytes of the actions; see `slipstream.model.vocabulary` for what HeadRows make."""
     wide = max(_WIDE, profile.dtype_bytes)
     tokens = profile.microbatch_size * length
     hidden, number, small = float(profile.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)

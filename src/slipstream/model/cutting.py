@@ -89,6 +89,14 @@ def parts_of(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[tuple[nn.
             yield child, known[name, kind]
 
 
+def units_of(layer: nn.Module, parts: Sequence[LayerPart]) -> list[list[nn.Module]]:
+    """Returns the modules that make a layer, or each of its halves where `parts` says what belongs to which."""
+    if not parts:
+        return [[layer]]
+    children = [*parts_of(layer, parts)]
+    return [[child for child, part in children if part.half is half] for half in LayerHalf]
+
+
 def _owned_halves(layer: int, owned: Collection[StagePart]) -> list[LayerHalf]:
     return [half for half in LayerHalf if layer in owned or HalfLayer(layer, half) in owned]
 

@@ -41,7 +41,7 @@ from torch import Tensor, fx, nn
 from slipstream.errors import SlipstreamError
 from slipstream.model.attached_code import has_own_code, runs_class_code
 from slipstream.model.compiled_region import compiled_region
-from slipstream.model.weight_gradients import compiled_modules
+from slipstream.model.weight_gradients import uncompiled_modules
 
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 # operations that need no kernel
@@ -69,13 +69,8 @@ def fuse_kernels(model: nn.Module) -> list[str]:
         The names of the modules whose forwards are fused.
     """
     kernels: dict[object, _Kernel] = {}
-    names = []
-    compiled = compiled_modules(model)
-    for name, module in model.named_modules():
-        is_compiled = any(each == "the model" or f"{name}.".startswith(f"{each}.") for each in compiled)
-        if not is_compiled and (fuse_rotary_embeddings(module) or _fuse_module(module, kernels)):
-            names.append(name)
-    return names
+    uncompiled = [*uncompiled_modules(model)]
+    return [name for name, module in uncompiled if fuse_rotary_embeddings(module) or _fuse_module(module, kernels)]
 
 
 def check_compiler(device_type: str) -> None:

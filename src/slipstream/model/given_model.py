@@ -25,7 +25,7 @@ from slipstream.model.config import check_is_causal_lm, with_settings
 from slipstream.model.loading import meta_model
 from slipstream.model.toy import quiet_transformers
 
-_HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
+HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _GROWS = "num_hidden_layers"
 _NUMBER = "layer_idx"
@@ -200,7 +200,7 @@ def _differences(module: nn.Module, like: nn.Module) -> Iterator[str]:
 
 
 def _hooks(module: nn.Module, like: nn.Module | None = None) -> Iterator[str]:
-    for kind, name in _HOOK_NAMES.items():
+    for kind, name in HOOK_NAMES.items():
         if len(getattr(module, kind)) != (0 if like is None else len(getattr(like, kind))):
             yield f"has a {name}"
 

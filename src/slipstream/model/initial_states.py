@@ -1,53 +1,14 @@
-"""Gives recurrences an initial state where their own code begins several tokens without one.
+"""Makes layers continue from the states that the slice before left, where their own code begins tokens without one.
 
-Continues the real-gated linear recurrent unit, and the convolution before it (De et al. 2024, Griffin, section 2.4).
-
-    h_t = a_t h_{t-1} + sqrt(1 - a_t²) (i_t x_t)
-
-RecurrentGemma's own code begins with the state that it finds in an attribute of the unit, and leaves the last one
-there, for generating text; training finds none. Its convolution pads the sequence's start itself: a kernel of k tokens
-is given k - 1 zeros on both sides, and the first T outputs are taken.
-
-Continues lightning attention in blocks, as it begins: MiniMax's own code continues from a state token by token.
-
-Qin et al. 2024, Lightning Attention-2, algorithm 1. With KV_0 from the slice before and a decay of e^-s for each token
-
-    KV_t = e^-s KV_{t-1} + k_t^T v_t        o_t = q_t KV_t
-
-is linear in its state, so a slice runs as if it began a sequence, and what KV_0 adds is known without a loop:
-
-    o_t += e^-st q_t KV_0        KV_T += e^-sT KV_0
-
-Continues xLSTM's matrix memory, its normalizer and the exponent that both are divided by.
-
-Beck et al. 2024, xLSTM: Extended Long Short-Term Memory, equations 19 to 27 (mLSTM), with the state of equation 15.
-transformers' blocks take and return it; the cache that its model keeps them in has no gradient.
-
-Continues Mamba 1's selective scan, which begins at zero in all kernels and in transformers' own code.
-
-With a diagonal A the recurrence of Gu & Dao 2023 (Mamba, equations 2a and 2b, discretised as in algorithm 2),
-
-    h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t        y_t = C_t h_t
-
-is linear in its state, so what an initial state h_0 adds is known without another scan:
-
-    y_t += C_t exp((Δ_1 + ... + Δ_t) A) h_0
-    h_T = exp((Δ_1 + ... + Δ_T) A) h_0 + sum of exp((Δ_{t+1} + ... + Δ_T) A) Δ_t B_t x_t over t
-
-The last state is computed like this too, as the kernels for GPUs have no gradient of theirs.
-
-Continues RWKV 4: the token before, which is mixed into each token, and the sums of its attention.
-
-Peng et al. 2023, RWKV: Reinventing RNNs for the Transformer Era, equations 11 to 18, and the stable form of the sums in
-appendix D: numerator, denominator and the exponent that both are divided by.
-
-transformers' blocks take such a state for several tokens, but keep all layers' states in five tensors that they change
-in place. Here a block is given five of its own.
+A kind of state is an adapter in `ADAPTERS`: it says which modules it matches, and runs their own forward from the
+states of the slice. Resets at documents, gradients, replays and prefilled measurements follow from `SliceContext.state`
+and `change_state`, by which it reads and leaves them.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from itertools import repeat
@@ -66,65 +27,96 @@ from slipstream.model.hooks.slice_cache import CarriedState, SliceCache
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
 
-def continue_gated_recurrence(block: nn.Module) -> None:
-    """Makes the unit and the convolution of a recurrent block begin with what the slice before left."""
-    children = list(block.children())
-    if any(hasattr(child, "_rnn_scan") for child in children):
-        for child in children:
-            if hasattr(child, "_rnn_scan"):
-                _replace_forward(child, _recur)
-            elif isinstance(child, nn.Conv1d):
-                _replace_forward(child, _convolve)
+class StateAdapter(ABC):
+    """Makes the modules of a kind begin with the state that the slice before left."""
+
+    @abstractmethod
+    def matches(self, module: nn.Module) -> bool:
+        """Returns whether a module is of this kind."""
+
+    @abstractmethod
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a module's own forward from the states before the slice, and leaves those after it."""
+
+    def install(self, module: nn.Module) -> None:
+        """Changes a module's forward, under its own signature, which says whether it is given the cache."""
+        module.forward = update_wrapper(partial(self._forward, module, module.forward), module.forward)
+
+    def _forward(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not current_slice().carries_states:
+            return forward(*args, **kwargs)
+        return self.run(module, forward, *args, **kwargs)
 
 
-def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    module.forward = partial(forward, module, module.forward)
+class GatedRecurrence(StateAdapter):
+    """Continues the real-gated linear recurrent unit (De et al. 2024, Griffin, section 2.4).
+
+        h_t = a_t h_{t-1} + sqrt(1 - a_t²) (i_t x_t)
+
+    RecurrentGemma's own code begins with the state (b, width) that it finds in an attribute of the unit, and leaves the
+    last one there, for generating text; training finds none.
+    """
+
+    def matches(self, module: nn.Module) -> bool:
+        return hasattr(module, "_rnn_scan")
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        context = current_slice()
+        call = CarriedState(context.layer, "recurrence", 0)
+        module.recurrent_states = context.state(call)
+        output: Tensor = forward(*args, **kwargs)
+        context.change_state(call, module.recurrent_states)
+        module.recurrent_states = None
+        return output
 
 
-def _recur(unit: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Runs a unit's own forward from the state (b, width) that the slice before left."""
-    context = current_slice()
-    if not context.carries_states:
-        return forward(*args, **kwargs)
-    call = CarriedState(context.layer, "recurrence", 0)
-    unit.recurrent_states = context.state(call)
-    output = forward(*args, **kwargs)
-    context.change_state(call, unit.recurrent_states)
-    unit.recurrent_states = None
-    return output
+class PaddedConvolution(StateAdapter):
+    """Continues the convolution before such a unit, for which its block is changed.
+
+    It pads the sequence's start itself: a kernel of k tokens is given k - 1 zeros on both sides, and of its outputs
+    (b, channels, T + k - 1) the first T are taken, those of the inputs (b, channels, T).
+    """
+
+    def matches(self, module: nn.Module) -> bool:
+        return any(hasattr(child, "_rnn_scan") for child in module.children())
+
+    def install(self, module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.Conv1d):
+                super().install(child)
+
+    def run(self, module: Any, forward: Callable[..., Any], inputs: Tensor) -> Tensor:
+        context = current_slice()
+        kernel = module.kernel_size[0]
+        joined = SliceCache(context).update_conv_state(inputs, context.layer, conv_kernel_size=kernel)
+        output: Tensor = forward(joined)
+        return output[..., joined.shape[-1] - inputs.shape[-1] :]
 
 
-def _convolve(convolution: nn.Conv1d, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    """Returns outputs (b, channels, T + k - 1), of which the first T are those of the inputs (b, channels, T)."""
-    context = current_slice()
-    if not context.carries_states:
-        return forward(inputs)
-    kernel = convolution.kernel_size[0]
-    joined = SliceCache(context).update_conv_state(inputs, context.layer, conv_kernel_size=kernel)
-    return forward(joined)[..., joined.shape[-1] - inputs.shape[-1] :]
+class LightningAttention(StateAdapter):
+    """Continues lightning attention in blocks, as it begins: MiniMax's own code continues token by token.
 
+    Qin et al. 2024, Lightning Attention-2, algorithm 1. With KV_0 from the slice before and a decay of e^-s a token
 
-def continue_lightning_attention(module: nn.Module) -> None:
-    """Makes a lightning attention begin in blocks where it has a state."""
-    if hasattr(module, "slope_rate") and hasattr(module, "qkv_proj"):
-        module.forward = update_wrapper(partial(_run_lightning_attention, module, module.forward), module.forward)
+        KV_t = e^-s KV_{t-1} + k_t^T v_t        o_t = q_t KV_t
 
+    is linear in its state, so a slice runs as if it began a sequence, and what KV_0 adds is known without a loop:
 
-def _run_lightning_attention(attention: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
-    initial = None if cache is None else cache.get_linear_cache(attention.layer_idx)
-    if initial is None:
-        return forward(*args, **kwargs)
-    past = _Past(attention, initial, cache)
-    hooks = [
-        attention.qkv_proj.register_forward_hook(past.note_queries),
-        attention.norm.register_forward_pre_hook(past.add),
-    ]
-    try:
-        return forward(*args, **kwargs | {"past_key_values": past})
-    finally:
-        for hook in hooks:
-            hook.remove()
+        o_t += e^-st q_t KV_0        KV_T += e^-sT KV_0
+    """
+
+    def matches(self, module: nn.Module) -> bool:
+        return hasattr(module, "slope_rate") and hasattr(module, "qkv_proj")
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        initial = cache.get_linear_cache(module.layer_idx)
+        if initial is None:
+            return forward(*args, **kwargs)
+        past = _Past(module, initial, cache)
+        queries = module.qkv_proj.register_forward_hook(past.note_queries)
+        with queries, module.norm.register_forward_pre_hook(past.add):
+            return forward(*args, **kwargs | {"past_key_values": past})
 
 
 class _Past:
@@ -157,51 +149,63 @@ class _Past:
         return decay.to(self._initial.dtype)
 
 
-_NUM_MEMORY_STATES = 3  # memory (b, heads, dk, dv), normalizer (b, heads, dk), exponent (b, heads, 1)
+class MatrixMemory(StateAdapter):
+    """Continues xLSTM's matrix memory, its normalizer and the exponent that both are divided by.
+
+    Beck et al. 2024, xLSTM: Extended Long Short-Term Memory, equations 19 to 27 (mLSTM), with the state of equation 15.
+    transformers' blocks take and return it; the cache that its model keeps them in has no gradient.
+    """
+
+    NUM_STATES = 3  # memory (b, heads, dk, dv), normalizer (b, heads, dk), exponent (b, heads, 1)
+
+    def matches(self, module: nn.Module) -> bool:
+        return hasattr(module, "mlstm_layer")
+
+    def run(self, module: Any, forward: Callable[..., Any], x: Tensor, *_: Any, **__: Any) -> Any:
+        context = current_slice()
+        calls = [CarriedState(context.layer, "matrix memory", number) for number in range(self.NUM_STATES)]
+        states = [state for call in calls if (state := context.state(call)) is not None]
+        output, after = forward(x, tuple(states) or None)
+        for call, state in zip(calls, after, strict=True):
+            context.change_state(call, state)
+        return output, None
 
 
-def continue_matrix_memory(block: nn.Module) -> None:
-    """Makes an xLSTM block begin with the state that the slice before left."""
-    if hasattr(block, "mlstm_layer"):
-        block.forward = update_wrapper(partial(_run_matrix_memory, block.forward), block.forward)
-
-
-def _run_matrix_memory(forward: Callable[..., Any], x: Tensor, *_: Any, **__: Any) -> Any:
-    context = current_slice()
-    if not context.carries_states:
-        return forward(x)
-    calls = [CarriedState(context.layer, "matrix memory", number) for number in range(_NUM_MEMORY_STATES)]
-    states = [state for call in calls if (state := context.state(call)) is not None]
-    output, after = forward(x, tuple(states) or None)
-    for call, state in zip(calls, after, strict=True):
-        context.change_state(call, state)
-    return output, None
-
-
-_SCAN = "mamba_selective_scan"  # in the files of Mamba, Falcon-Mamba, Jamba and Zamba
 _Scan = Callable[..., Any]
 
 
-def continue_selective_scan(module: nn.Module) -> None:
-    """Makes a mixer that calls the scan begin with the state in its cache."""
-    if hasattr(sys.modules[type(module).__module__], _SCAN) and hasattr(module, "A_log"):
-        scanning = partial(_scan_from_cache, module, module.forward)
-        # under its own signature, which says that it is given the cache
-        module.forward = update_wrapper(scanning, module.forward)
+class SelectiveScan(StateAdapter):
+    """Continues Mamba 1's selective scan, which begins at zero in all kernels and in transformers' own code.
 
+    With a diagonal A the recurrence of Gu & Dao 2023 (Mamba, equations 2a and 2b, discretised as in algorithm 2),
 
-def _scan_from_cache(mixer: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    cache = kwargs.get("cache_params")
-    if cache is None:
-        return forward(*args, **kwargs)  # a whole sequence
-    file, states = sys.modules[type(mixer).__module__], _states_of_scans(cache.get_recurrent_state(mixer.layer_idx))
-    own: _Scan = getattr(file, _SCAN)
+        h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t        y_t = C_t h_t
 
-    def scan(*inputs: Any, return_last_state: bool, **settings: Any) -> tuple[Tensor, Tensor]:
-        return scan_from(next(states), own, *inputs, **settings)
+    is linear in its state, so what an initial state h_0 adds is known without another scan:
 
-    with patch.object(file, _SCAN, scan):
-        return forward(*args, **kwargs | {"cache_params": _ForScans(cache)})
+        y_t += C_t exp((Δ_1 + ... + Δ_t) A) h_0
+        h_T = exp((Δ_1 + ... + Δ_T) A) h_0 + sum of exp((Δ_{t+1} + ... + Δ_T) A) Δ_t B_t x_t over t
+
+    The last state is computed like this too, as the kernels for GPUs have no gradient of theirs.
+    """
+
+    SCAN = "mamba_selective_scan"  # in the files of Mamba, Falcon-Mamba, Jamba and Zamba
+
+    def matches(self, module: nn.Module) -> bool:
+        return hasattr(sys.modules[type(module).__module__], self.SCAN) and hasattr(module, "A_log")
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        cache = kwargs["cache_params"]
+        file = sys.modules[type(module).__module__]
+        states = _states_of_scans(cache.get_recurrent_state(module.layer_idx))
+        own: _Scan = getattr(file, self.SCAN)
+
+        def scan(*inputs: Any, return_last_state: bool, **settings: Any) -> tuple[Tensor, Tensor]:
+            return scan_from(next(states), own, *inputs, **settings)
+
+        with patch.object(file, self.SCAN, scan):
+            output: Tensor = forward(*args, **kwargs | {"cache_params": _ForScans(cache)})
+        return output
 
 
 class _ForScans:
@@ -257,19 +261,57 @@ def _decay(A: Tensor, delta: Tensor) -> Tensor:
     return torch.exp(delta[..., None] * A[None, :, None])
 
 
-_ATTENTION = "rwkv_linear_attention"  # on a GPU its kernel has no gradient of the state
-_NUM_SHIFTS = 2  # the token before, as the feed-forward and as the attention saw it
-_NUM_SHIFT_STATES, _EXPONENT = 5, 4  # further numerator, denominator and exponent of the attention's sums
-_EMPTY_EXPONENT = -1e38
+class TokenShift(StateAdapter):
+    """Continues RWKV 4: the token before, which is mixed into each token, and the sums of its attention.
 
+    Peng et al. 2023, RWKV: Reinventing RNNs for the Transformer Era, equations 11 to 18, and the stable form of the
+    sums in appendix D: numerator, denominator and the exponent that both are divided by.
 
-def continue_token_shift(module: nn.Module) -> None:
-    """Makes an RWKV block begin with the state that the slice before left."""
-    if hasattr(getattr(module, "attention", None), "time_decay") and hasattr(module, "feed_forward"):
-        module.forward = update_wrapper(partial(_run_token_shift, module, module.forward), module.forward)
-        _halve_in_evaluations(module)
-    if hasattr(module, "layers_are_rescaled"):
-        _keep_scale(module)
+    transformers' blocks take such a state for several tokens, but keep all layers' states in five tensors that they
+    change in place. Here a block is given five of its own.
+    """
+
+    ATTENTION = "rwkv_linear_attention"  # on a GPU its kernel has no gradient of the state
+    NUM_SHIFTS = 2  # the token before, as the feed-forward and as the attention saw it
+    NUM_STATES, EXPONENT = 5, 4  # further numerator, denominator and exponent of the attention's sums
+    EMPTY_EXPONENT = -1e38
+
+    def matches(self, module: nn.Module) -> bool:
+        is_block = hasattr(getattr(module, "attention", None), "time_decay") and hasattr(module, "feed_forward")
+        return is_block or hasattr(module, "layers_are_rescaled")
+
+    def install(self, module: nn.Module) -> None:
+        if hasattr(module, "layers_are_rescaled"):
+            _keep_scale(module)
+        else:
+            super().install(module)
+            _halve_in_evaluations(module)
+
+    def run(self, module: Any, forward: Callable[..., Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
+        context = current_slice()
+        calls = [CarriedState(context.layer, "token shift", number) for number in range(self.NUM_STATES)]
+        is_lone = hidden.shape[1] == 1
+        states = [
+            _OwnState(self._state(module, hidden, context, call), is_token=is_lone and call.number < self.NUM_SHIFTS)
+            for call in calls
+        ]
+        file = sys.modules[type(module).__module__]
+        with patch.object(file, self.ATTENTION, getattr(file, f"{self.ATTENTION}_cpu")):
+            output, *_ = forward(hidden, state=states)
+        for call, state in zip(calls, states, strict=True):
+            context.change_state(call, state.value)
+        return output, None, None
+
+    def _state(self, block: Any, hidden: Tensor, context: SliceContext, call: CarriedState) -> Tensor:
+        """Returns a state (b, width), that of a sequence's start where there is none."""
+        is_shift = call.number < self.NUM_SHIFTS
+        empty = self.EMPTY_EXPONENT if call.number == self.EXPONENT else 0.0
+        left = context.state(call, empty)
+        if left is not None:
+            return left
+        width = hidden.shape[-1] if is_shift else block.attention.attention_hidden_size
+        dtype = hidden.dtype if is_shift else torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.new_full((len(hidden), width), empty, dtype=dtype)
 
 
 def _keep_scale(model: Any) -> None:
@@ -311,48 +353,20 @@ class _OwnState:
         self.value = value
 
 
-def _run_token_shift(block: Any, forward: Callable[..., Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
-    context = current_slice()
-    if not context.carries_states:
-        return forward(hidden)
-    calls = [CarriedState(context.layer, "token shift", number) for number in range(_NUM_SHIFT_STATES)]
-    states = [
-        _OwnState(_state(block, hidden, context, call), is_token=call.number < _NUM_SHIFTS and hidden.shape[1] == 1)
-        for call in calls
-    ]
-    file = sys.modules[type(block).__module__]
-    with patch.object(file, _ATTENTION, getattr(file, f"{_ATTENTION}_cpu")):
-        output, *_ = forward(hidden, state=states)
-    for call, state in zip(calls, states, strict=True):
-        context.change_state(call, state.value)
-    return output, None, None
-
-
-def _state(block: Any, hidden: Tensor, context: SliceContext, call: CarriedState) -> Tensor:
-    """Returns a state (b, width), that of a sequence's start where there is none."""
-    is_shift = call.number < _NUM_SHIFTS
-    width = hidden.shape[-1] if is_shift else block.attention.attention_hidden_size
-    empty = _EMPTY_EXPONENT if call.number == _EXPONENT else 0.0
-    left = context.state(call)
-    if left is None:
-        dtype = hidden.dtype if is_shift else torch.promote_types(hidden.dtype, torch.float32)
-        return hidden.new_full((len(hidden), width), empty, dtype=dtype)
-    rows = context.fresh_rows
-    return left if rows is None or not empty else left.masked_fill(rows[:, None], empty)
-
-
-_FEATURES = (
-    continue_selective_scan,
-    continue_gated_recurrence,
-    continue_lightning_attention,
-    continue_token_shift,
-    continue_matrix_memory,
-)
+ADAPTERS: list[StateAdapter] = [
+    SelectiveScan(),
+    GatedRecurrence(),
+    PaddedConvolution(),
+    LightningAttention(),
+    TokenShift(),
+    MatrixMemory(),
+]
 
 
 def give_initial_states(model: nn.Module) -> None:
     """Makes a model's layers continue, from now on, from what the slice before left, where their own code wouldn't."""
-    computing = (module for module in model.modules() if not isinstance(module, Placeholder))
+    computing = [module for module in model.modules() if not isinstance(module, Placeholder)]
     for module in computing:
-        for continue_from_state in _FEATURES:
-            continue_from_state(module)
+        for adapter in ADAPTERS:
+            if adapter.matches(module):
+                adapter.install(module)

@@ -62,11 +62,6 @@ class LayerRange(Collection[StagePart]):
         """The numbers of the layers of which the range has at least a half."""
         return range(int(self.start), ceil(self.stop))
 
-    @property
-    def has_halves(self) -> bool:
-        """Whether the range begins or ends inside a layer."""
-        return any(isinstance(each, HalfLayer) for each in self)
-
     def __iter__(self) -> Iterator[StagePart]:
         if self.start == self.stop:
             yield ModelEnd.HEAD if self.start else ModelEnd.EMBEDDING

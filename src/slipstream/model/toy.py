@@ -273,11 +273,8 @@ def _unset(config: PretrainedConfig) -> str:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first_line}"
 
 
 class WatchedToy:

@@ -21,19 +21,10 @@ from transformers import PretrainedConfig
 
 _NUM_HEADS = 2
 _MOST_HEADS = {"codegen": 4}  # its code divides them into four groups
-_FEATURES = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
-_MORE_FEATURES = (
-    *(
-        "intermediate_size_mlp",
-        "decoder_ffn_dim",
-        "encoder_ffn_dim",
-        "dff",
-        "ffn_hidden_size",
-        "expert_ffn_hidden_size",
-    ),
-    *("shared_intermediate_size", "feed_forward_size"),
-)
-_OTHER_FEATURES = (  # of low ranks, of embeddings for each layer, and of convolutions over sounds
+_FEATURES = (  # of feed-forwards, of low ranks, of embeddings for each layer, and of convolutions over sounds
+    *("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("intermediate_size_mlp", "decoder_ffn_dim", "encoder_ffn_dim", "dff", "ffn_hidden_size"),
+    *("expert_ffn_hidden_size", "shared_intermediate_size", "feed_forward_size"),
     *("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank", "hidden_size_per_layer_input"),
     *("nemo_conv_channels", "ext_pw_out_channel", "depthwise_separable_out_channel"),
 )
@@ -44,7 +35,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _INNER = 32  # features inside a feed-forward
 _MOST = {  # sizes that change no code path: largest toy value -> names
     128: (*_VOCABULARIES, "vocab_size_per_layer_input", "encoder_hash_byte_group_vocab"),
-    _INNER: (*_FEATURES, *_MORE_FEATURES, *_OTHER_FEATURES, "position_bias_num_buckets"),
+    _INNER: (*_FEATURES, "position_bias_num_buckets"),
     4: ("decoder_layers", "encoder_layers", *_EXPERTS),
     16: ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim", *_RECURRENT_HEAD_SIZES, *_INDEX_HEADS),
     2: ("decoder_attention_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),

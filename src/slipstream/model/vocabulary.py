@@ -40,7 +40,7 @@ from slipstream.model.cutting import EmptyEmbedding
 from slipstream.model.hooks.module_calls import ModuleCall, recorded_calls
 from slipstream.model.hooks.token_slice import current_slice
 from slipstream.model.toy import toy_model, toy_tokens
-from slipstream.model.weight_gradients import add_product, add_rows
+from slipstream.model.weight_gradients import add_product, add_rows, gradient_of
 
 
 class RowSoftmax(NamedTuple):
@@ -70,20 +70,31 @@ class RowLosses(NamedTuple):
 
 
 class HeadRows(nn.Module):
-    """The rows `ids` of an nn.Linear head. In the model's own forward it hands on what comes in.
+    """The rows `ids` of an nn.Linear head, or of a matrix that is both head and embedding.
 
-    Its parameters have the rows `held` of the process: with all ranks in one process, the whole head.
+    In the model's own forward it hands on what comes in. Its parameters have the rows `held` of the process: with all
+    ranks in one process, the whole head. The row of the id `padding_idx` gets no gradient from lookups.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, held: range, ids: range, num_ids: int) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        held: range,
+        ids: range,
+        num_ids: int,
+        padding_idx: int | None,
+    ) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.padding_idx = weight, bias, padding_idx
         self.held, self.num_ids = held, num_ids
         self._first_id, self._rows = ids.start, slice(ids.start - held.start, ids.stop - held.start)
 
     @classmethod
-    def of_stages(cls, head: nn.Linear, ids: Mapping[int, range]) -> dict[int, HeadRows]:
-        """Returns the rows next to each stage of this process, copied from the whole head."""
+    def of_stages(
+        cls, head: nn.Linear, ids: Mapping[int, range], embedding: nn.Module | None = None
+    ) -> dict[int, HeadRows]:
+        """Returns the rows next to each stage of this process, copied from the whole head, and embedding if tied."""
         held = range(min(each.start for each in ids.values()), max(each.stop for each in ids.values()))
 
         def rows(whole: Tensor) -> nn.Parameter:
@@ -91,7 +102,8 @@ class HeadRows(nn.Module):
 
         biased: Tensor | None = head.bias  # torch says that there is one always
         weight, bias = rows(head.weight), None if biased is None else rows(biased)
-        return {stage: cls(weight, bias, held, each, head.out_features) for stage, each in ids.items()}
+        padding_idx = getattr(embedding, "padding_idx", None)
+        return {stage: cls(weight, bias, held, each, head.out_features, padding_idx) for stage, each in ids.items()}
 
     @property
     def share(self) -> float:
@@ -132,9 +144,24 @@ class HeadRows(nn.Module):
         if self.weight.requires_grad:
             add_product(self.weight, rows, hidden.flatten(0, 1), self._rows)
         if self.bias is not None and self.bias.requires_grad:
-            if self.bias.grad is None:
-                self.bias.grad = torch.zeros_like(self.bias, dtype=self.bias.grad_dtype)
-            self.bias.grad[self._rows].add_(rows.sum(0, dtype=self.bias.grad_dtype))
+            gradient_of(self.bias)[self._rows].add_(rows.sum(0, dtype=self.bias.grad_dtype))
+
+    @torch.no_grad()
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Runs E: returns the rows of those of the ids (b, T) that are here, zeros for others; (b, T, hidden)."""
+        index, is_here = self._places(ids)
+        return functional.embedding(index, self.weight[self._rows]).masked_fill(~is_here[..., None], 0)
+
+    @torch.no_grad()
+    def add_lookups(self, ids: Tensor, gradient: Tensor) -> None:
+        """Runs EW: adds the gradient (b, T, hidden) of what was looked up for the ids (b, T)."""
+        if not self.weight.requires_grad:
+            return
+        index, is_here = self._places(ids)
+        if self.padding_idx is not None:
+            is_here = is_here & (ids != self.padding_idx)
+        here = gradient.masked_fill(~is_here[..., None], 0)
+        add_rows(self.weight, (index + self._rows.start).flatten(), here.flatten(0, 1))
 
     def _places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns each target's row here, 0 where it is elsewhere, and whether it is here; both (b, T)."""
@@ -171,38 +198,6 @@ class SpreadHead(NamedTuple):
     name: str
     rows: HeadRows | None
     embedding: str = ""
-
-
-class TiedRows(HeadRows):
-    """The rows `ids` of a matrix that is both head and embedding."""
-
-    padding_idx: int | None = None  # the id whose row gets no gradient from lookups
-
-    @classmethod
-    def of_both(cls, head: nn.Linear, embedding: nn.Module, ids: Mapping[int, range]) -> dict[int, HeadRows]:
-        """Returns the rows next to each stage of this process, copied from the whole matrix."""
-        found = cls.of_stages(head, ids)
-        for rows in found.values():
-            assert isinstance(rows, TiedRows)
-            rows.padding_idx = getattr(embedding, "padding_idx", None)
-        return found
-
-    @torch.no_grad()
-    def look_up(self, ids: Tensor) -> Tensor:
-        """Runs E: returns the rows of those of the ids (b, T) that are here, zeros for others; (b, T, hidden)."""
-        index, is_here = self._places(ids)
-        return functional.embedding(index, self.weight[self._rows]).masked_fill(~is_here[..., None], 0)
-
-    @torch.no_grad()
-    def add_lookups(self, ids: Tensor, gradient: Tensor) -> None:
-        """Runs EW: adds the gradient (b, T, hidden) of what was looked up for the ids (b, T)."""
-        if not self.weight.requires_grad:
-            return
-        index, is_here = self._places(ids)
-        if self.padding_idx is not None:
-            is_here = is_here & (ids != self.padding_idx)
-        here = gradient.masked_fill(~is_here[..., None], 0)
-        add_rows(self.weight, (index + self._rows.start).flatten(), here.flatten(0, 1))
 
 
 class SpreadEmbedding(EmptyEmbedding):

@@ -76,16 +76,21 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
 
 
-def deferrable_layers(module: nn.Module) -> Iterator[nn.Module]:
+def uncompiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that torch.compile doesn't run, with their names."""
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    for name, module in model.named_modules():
+        if not any(not outer or f"{name}.".startswith(f"{outer}.") for outer in compiled):
+            yield name, module
+
+
+def deferrable_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the linear layers and embeddings whose weight gradients can wait for W: those that run their class's code,
     so that what takes its place computes the same."""
-    if is_compiled(module):
-        return
-    plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
-    if (type(module) in (nn.Linear, Conv1D) or plain) and (_is_replaced(module) or runs_class_code(module)):
-        yield module
-    for child in module.children():
-        yield from deferrable_layers(child)
+    for _, module in uncompiled_modules(model):
+        plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
+        if (type(module) in (nn.Linear, Conv1D) or plain) and (_is_replaced(module) or runs_class_code(module)):
+            yield module
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -203,13 +208,19 @@ def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice |
         # a GPU adds to zeros instead, as CUDA graphs do: so a step is the same to the bit with them and without
         weight.grad = _product(left, right, dtype)
         return
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=dtype)
-    total = weight.grad if rows is None else weight.grad[rows]
+    gradient = gradient_of(weight, dtype)
+    total = gradient if rows is None else gradient[rows]
     if left.dtype == dtype:
         total.addmm_(left.t(), right)
     else:
         total.add_(_product(left, right, dtype))
+
+
+def gradient_of(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a parameter's gradient, zeros of its `grad_dtype`, or else of `dtype`, where it has none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or dtype)
+    return parameter.grad
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -220,13 +231,12 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
     """Adds rows to weight.grad[ids]; ids may repeat."""
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
-    rows = rows.to(weight.grad.dtype)
+    gradient = gradient_of(weight)
+    rows = rows.to(gradient.dtype)
     if rows.is_cuda:  # where index_add_ adds in another order every time
-        weight.grad.index_put_((ids,), rows, accumulate=True)
+        gradient.index_put_((ids,), rows, accumulate=True)
     else:
-        weight.grad.index_add_(0, ids, rows)
+        gradient.index_add_(0, ids, rows)
 
 
 _PRODUCT = "_grouped_mm"  # what transformers multiplies experts with: (S, in), (experts, in, out), offsets -> (S, out)
@@ -235,18 +245,9 @@ _grouped_mm = getattr(moe, _PRODUCT)
 
 def add_expert_gradients_in_place(model: nn.Module) -> None:
     """Gives the experts of `model` the products below, where they are multiplied by "grouped_mm"."""
-    for module in _experts(model):
-        module.forward = partial(_forward, module.forward)
-
-
-def _experts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules that transformers' decorator made experts, but for those that are compiled."""
-    if is_compiled(module):
-        return
-    if hasattr(module, "_apply_gate"):
-        yield module
-    for child in module.children():
-        yield from _experts(child)
+    for _, module in uncompiled_modules(model):
+        if hasattr(module, "_apply_gate"):  # as those that transformers' decorator made experts
+            module.forward = partial(_forward, module.forward)
 
 
 def _forward(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -257,9 +258,8 @@ def _forward(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
 def _expert_product(x: Tensor, weight: Tensor, offs: Tensor) -> Any:
     """Returns the rows of x (S, in), which end for each expert at `offs`, times its matrix: (S, out)."""
     parameter: Any = weight if weight._base is None else weight._base  # (experts, out, in) is given transposed
-    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     is_whole = isinstance(parameter, nn.Parameter) and parameter.shape in (weight.shape, weight.mT.shape)
-    if hooked or not is_whole or not parameter.requires_grad or not torch.is_grad_enabled():
+    if not is_whole or _is_autograds(parameter):
         return _rows_times(x.to(weight.dtype), weight, offs)
     return _Experts.apply(x.to(weight.dtype), parameter, offs, weight is parameter)  # type: ignore[no-untyped-call]
 
@@ -296,14 +296,13 @@ def _rows_times(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 @torch.no_grad()
 def _add_products(weight: nn.Parameter, left: Tensor, right: Tensor, offs: Tensor) -> None:
     """Adds left^T right to weight.grad, of each expert over its own rows."""
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    gradient = gradient_of(weight)
     if left.device.type == "cpu" or left.dtype == torch.float64:
         for expert, (a, b) in enumerate(_groups(offs)):
             if b > a:
                 add_product(weight, left[a:b], right[a:b], expert)
     else:  # a GPU would wait for the groups' sizes
-        weight.grad.add_(functional.grouped_mm(left.t(), right, offs=offs))
+        gradient.add_(functional.grouped_mm(left.t(), right, offs=offs))
 
 
 def _groups(offs: Tensor) -> Iterator[tuple[int, int]]:

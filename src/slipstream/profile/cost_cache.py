@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.attention import cache_folder
 from slipstream.cost import Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
@@ -25,10 +26,9 @@ from slipstream.profile.profile_run import ProfileSettings, identify_hardware, i
 _ATTEMPTS = 2
 
 
-def cache_folder() -> Path:
+def costs_folder() -> Path:
     """Returns the folder of the kept profiles, which need not exist."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "slipstream" / "costs"
+    return cache_folder() / "costs"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CostCache:
         hardware = identify_hardware(self.device, self.num_processes)
         key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings), self.tensor_ranks]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return cache_folder() / f"{self.config.model_type}-{digest[:16]}.json"
+        return costs_folder() / f"{self.config.model_type}-{digest[:16]}.json"
 
     def find(self, say: Callable[[str], None]) -> Profile | None:
         """Returns the profile; None, after saying why, where it is unreadable or was measured with other versions."""
@@ -59,15 +59,8 @@ class CostCache:
             say(f"costs are measured again: {error}")
             return None
         here = versions()
-        changed = [f"{name} {old}" for name, old in profile.versions.items() if here.get(name) != old]
-        if changed:
+        if changed := [f"{name} {old}" for name, old in profile.versions.items() if here.get(name) != old]:
             say(f"costs are measured again: those in {self.path} are from {', '.join(changed)}")
-            return None
-        if not profile.has_action_bytes:
-            say(f"costs are measured again: those in {self.path} lack the bytes of actions")
-            return None
-        if profile.link is not None and not profile.link.handling:
-            say(f"costs are measured again: those in {self.path} lack the time that messages take from ranks")
             return None
         return profile
 
@@ -164,7 +157,7 @@ def newest_costs(
             and not (profile.sequence_parallel or profile.tensor_plan)
         )
 
-    files = sorted(cache_folder().glob(f"{config.model_type}-*.json"), key=lambda path: -path.stat().st_mtime)
+    files = sorted(costs_folder().glob(f"{config.model_type}-*.json"), key=lambda path: -path.stat().st_mtime)
     for path in files:
         try:
             profile = load_profile(path)
@@ -174,7 +167,7 @@ def newest_costs(
             return profile
     wanted = (1,) if tensor_parallel is None else tensor_parallel
     raise SlipstreamError(
-        f"no cluster is given, and {cache_folder()} has no costs of this model in sequences of {seq_len} tokens that "
+        f"no cluster is given, and {costs_folder()} has no costs of this model in sequences of {seq_len} tokens that "
         f"were measured on this machine with the installed versions. {_how_to_measure(seq_len, num_ranks, wanted)}, or "
         "name a cluster such as h100-dgx."
     )

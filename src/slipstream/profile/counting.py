@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import keep_frequencies
 from slipstream.model.hooks.masks import MaskTables
+from slipstream.model.hooks.module_calls import recorded_calls
 from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, trained_parts
@@ -330,25 +331,20 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
     calls = ModelCalls(length, seq_len)
     names = [name for name, _ in model.get_submodule(anatomy.layers).named_children()]
     parts = [*anatomy.before, *(f"{anatomy.layers}.{name}" for name in names), *anatomy.after]
-
-    def record(part: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.arguments[part] = args, kwargs
-
     zeros = torch.zeros(1, length, dtype=torch.long, device=META)
     # without a mask transformers would look for packed documents in positions, which have no values
     ones = torch.ones(1, length, dtype=torch.long, device="cpu")
     try:
         with recording(ModelCalls(length, seq_len)), counted_operations(0):
             states = _states_left(model, zeros, ones)
-        with ExitStack() as hooks, recording(calls), torch.no_grad(), counted_operations(0), META:
-            for part in parts:
-                module = model.get_submodule(part)
-                hooks.enter_context(module.register_forward_pre_hook(partial(record, part), with_kwargs=True))
+        modules = {part: model.get_submodule(part) for part in parts}
+        with recorded_calls(modules) as run, recording(calls), torch.no_grad(), counted_operations(0), META:
             model(input_ids=zeros, position_ids=zeros.clone(), attention_mask=ones, use_cache=False)
     except Exception as error:  # of attention that takes a mask apart, which here has no values
         if anatomy.attends_itself:
             raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF)) from error
         raise
+    calls.arguments |= {call.name: (call.args, call.kwargs) for call in run}
     if not calls.attentions and not states:
         raise SlipstreamError(uncountable(model.config, _ATTENDS_ITSELF))
     for call, state in states.items():

@@ -18,6 +18,7 @@ from slipstream.model import (
     find_halves,
     meta_model,
     parts_of,
+    units_of,
 )
 
 
@@ -61,10 +62,7 @@ def trained_parts(whole: nn.Module, anatomy: ModelAnatomy) -> list[bool]:
     def is_trained(*modules: nn.Module) -> bool:
         return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
-    units = [[layer] for layer in anatomy.layers_of(whole)]
-    if anatomy.halves:
-        split = [[*parts_of(layer, anatomy.halves)] for (layer,) in units]
-        units = [[child for child, part in parts if part.half is half] for parts in split for half in LayerHalf]
+    units = [unit for layer in anatomy.layers_of(whole) for unit in units_of(layer, anatomy.halves)]
     ends = ([whole.get_submodule(name) for name in names] for names in (anatomy.before, anatomy.after))
     before, after = (is_trained(*modules) for modules in ends)
     return [before, *(is_trained(*modules) for modules in units), after]

@@ -374,15 +374,10 @@ class MeasurementRun:
     def _measure_unsteady_again(self) -> None:
         """Adds samples of the points whose samples differ: few of them, of which one was disturbed, move a fit."""
         for _ in range(_FURTHER_ROUNDS):
-            unsteady = self._where(self.grid.points, lambda point: self._spread(point) > _STEADY)
+            unsteady = self.budget.ranks.follow([point for point in self.grid.points if self._spread(point) > _STEADY])
             if not unsteady or not self.budget.within(_GRID_SHARE):
                 break
             self._round(unsteady)
-
-    def _where(self, points: Iterable[SlicePoint], wanted: Callable[[SlicePoint], bool]) -> list[SlicePoint]:
-        """Returns the points of which something holds on the leader. Collective."""
-        found: list[SlicePoint] = self.budget.ranks.follow([point for point in points if wanted(point)])
-        return found
 
     def _spread(self, point: SlicePoint) -> float:
         """Returns the largest relative difference of the quartiles of a stage's ops together."""

@@ -20,12 +20,12 @@ from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model.attached_code import HOOKS
+from slipstream.model.given_model import HOOK_NAMES
 from slipstream.model.tensors import Tensors
 from slipstream.model.weight_gradients import is_compiled
 from slipstream.sequential.batch_norm import mixes_batch
 
-_HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
-_HOOK_NAMES |= {
+_HOOK_NAMES = HOOK_NAMES | {
     "_state_dict_pre_hooks": "hook before state_dict",
     "_state_dict_hooks": "hook after state_dict",
     "_load_state_dict_pre_hooks": "hook before load_state_dict",
@@ -180,9 +180,8 @@ def check_reads_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence
     parent."""
     owners: dict[int, int] = {}
     for index, layer in enumerate(layers):
-        for module in layer.module.modules():
-            for each in (module, *module._parameters.values(), *module._buffers.values()):
-                owners.setdefault(id(each), index)
+        for part in _parts(layer.module):
+            owners.setdefault(id(part), index)
     place = {index: number for number, stage in enumerate(stages) for index in stage}
     shared = {id(None)} | _ids_of_several(layers)
     for index, layer in enumerate(layers):
@@ -195,16 +194,18 @@ def check_reads_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence
                 )
 
 
+def _parts(module: nn.Module) -> Iterator[object]:
+    """Yields a module's own modules, parameters and buffers, and None for those that aren't set."""
+    for inner in module.modules():
+        yield from (inner, *inner._parameters.values(), *inner._buffers.values())
+
+
 def _ids_of_several(layers: Sequence[SequentialLayer]) -> set[int]:
     """Returns the ids of modules, and tensors, that are parts of several layers: each stage has them."""
     seen: set[int] = set()
     several: set[int] = set()
     for module in dict.fromkeys(layer.module for layer in layers):
-        parts = {
-            id(part)
-            for each in module.modules()
-            for part in (each, *each._parameters.values(), *each._buffers.values())
-        }
+        parts = set(map(id, _parts(module)))
         several |= seen & parts
         seen |= parts
     return several

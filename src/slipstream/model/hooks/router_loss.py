@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from slipstream.attention import begin_with
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
@@ -86,8 +86,8 @@ class RouterLoss:
         """
         tokens, sums = context.token_slice, context.router_sums
         if sums and tokens.end == tokens.length:
-            add: Any = _AddedLoss.apply
-            hidden = add(hidden, self._loss(sums.values(), tokens.length * len(tokens.input_ids)) * tokens.loss_share)
+            loss = self._loss(sums.values(), tokens.length * len(tokens.input_ids)) * tokens.loss_share
+            hidden = begin_with(hidden, lambda: [torch.ones_like(loss)], loss)
         return context.leave(sums, hidden)
 
     def _loss(self, sums: Iterable[Tensor], num_tokens: int) -> Tensor:
@@ -132,18 +132,3 @@ def _has_the_formula(model: PreTrainedModel, top_k: int) -> bool:
         logits = torch.randn(_TRIED, num_experts, generator=torch.Generator().manual_seed(0))
         chances, choices = _sums(logits, top_k)
         return bool(torch.isclose(function((logits,), num_experts, top_k), num_experts * choices @ chances / _TRIED**2))
-
-
-class _AddedLoss(torch.autograd.Function):
-    """The identity of its first argument, whose backward also begins that of a loss."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
-        ctx.like = loss.dtype, loss.device
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        dtype, device = ctx.like
-        return gradient, torch.ones((), dtype=dtype, device=device)

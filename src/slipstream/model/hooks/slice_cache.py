@@ -245,7 +245,7 @@ def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     length = hidden_states(args, kwargs).shape[1]
     outputs = []
-    cuts = [0, *_inner_cuts(begins), length]
+    cuts = _document_cuts(begins, length)
     for a, b in pairwise(cuts):
         context.fresh_rows = begins[:, a]
         own_args, own_kwargs = tree_map(partial(_tokens, a, b, length), (args, kwargs))
@@ -277,9 +277,10 @@ def document_begins(tokens: TokenSlice) -> Tensor | None:
     return begins if begins.any() else None
 
 
-def _inner_cuts(begins: Tensor) -> list[int]:
-    cuts: list[int] = begins.any(0).nonzero().flatten().tolist()
-    return [cut for cut in cuts if cut > 0]
+def _document_cuts(begins: Tensor | None, length: int) -> list[int]:
+    """Returns the slice's start, where documents of some row begin inside of it, and its end."""
+    inner = [] if begins is None else begins.any(0).nonzero().flatten().tolist()
+    return sorted({0, *inner, length})
 
 
 def _tokens(begin: int, end: int, length: int, value: Any) -> Any:
@@ -297,10 +298,8 @@ _STATE_SPACE_STEP, _STATE_SPACE_SCAN = "mamba2_selective_state_update", "mamba2_
 
 def has_lone_tokens(tokens: TokenSlice) -> bool:
     """Returns whether a layer that carries a state computes some token alone: in its slice, or between documents."""
-    begins = document_begins(tokens)
-    cuts = [] if begins is None else begins.any(0).nonzero().flatten().tolist()
-    places = sorted({0, *cuts, tokens.input_ids.shape[1]})
-    return any(b - a == 1 for a, b in pairwise(places))
+    cuts = _document_cuts(document_begins(tokens), tokens.input_ids.shape[1])
+    return any(b - a == 1 for a, b in pairwise(cuts))
 
 
 @contextmanager

@@ -100,8 +100,8 @@ class SliceContext:
         tokens = self.token_slice
         return self.tables.ranges(self.num_masks - 1, tokens.start, tokens.end, tokens.length, tokens.document_start)
 
-    def state(self, call: Hashable) -> Tensor | None:
-        """Returns the state that `call` carries, (b, ...), zeros for fresh rows; None where all rows begin."""
+    def state(self, call: Hashable, empty: float = 0.0) -> Tensor | None:
+        """Returns the state that `call` carries, (b, ...), `empty` for fresh rows; None where all rows begin."""
         if call not in self.states:
             left = self.store.carried.read(call, self.token_slice.start)
             if left is None:
@@ -109,7 +109,7 @@ class SliceContext:
             self.states[call] = left
         if self.fresh_rows is not None:
             rows = self.fresh_rows.view(-1, *[1] * (self.states[call].dim() - 1))
-            self.states[call] = self.states[call].masked_fill(rows, 0)
+            self.states[call] = self.states[call].masked_fill(rows, empty)
         return self.states[call]
 
     def change_state(self, call: Hashable, state: Tensor) -> None:

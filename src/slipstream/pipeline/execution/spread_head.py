@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.comm import SkipSend, Transport, VocabularyMessages
 from slipstream.model import CausalLMStage, TensorSpec
-from slipstream.model.vocabulary import HeadRows, RowSoftmax, TiedRows, combine
+from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
 from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.execution.rank_program import SliceKey, key_of
 from slipstream.pipeline.execution.step_state import StepState, Stopwatch
@@ -65,7 +65,7 @@ class SpreadHeadActions:
     def _look_up(self, action: Action) -> None:
         """Runs E."""
         began = self._stopwatch.mark()
-        found = self._tied_rows(action.stage).look_up(self._ids(action))
+        found = self._rows(action.stage).look_up(self._ids(action))
         self._stopwatch.record(action, began)
         self.messages.hand_on(action, (found,))
 
@@ -84,7 +84,7 @@ class SpreadHeadActions:
         (message,) = self.messages.incoming(action)
         (gradient,) = self.messages.take(message)
         began = self._stopwatch.mark()
-        self._tied_rows(action.stage).add_lookups(self._ids(action), gradient)
+        self._rows(action.stage).add_lookups(self._ids(action), gradient)
         self._stopwatch.record(action, began)
         self.messages.release(message)
 
@@ -137,11 +137,6 @@ class SpreadHeadActions:
     def _rows(self, stage: int) -> HeadRows:
         rows = self._stages[stage].vocabulary
         assert rows is not None
-        return rows
-
-    def _tied_rows(self, stage: int) -> TiedRows:
-        rows = self._rows(stage)
-        assert isinstance(rows, TiedRows)
         return rows
 
     def _ids(self, action: Action) -> Tensor:

@@ -30,7 +30,7 @@ from slipstream.model import (
 from slipstream.model.adapters import Adapter, adapted_model, is_wrapper
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import RouterLoss
-from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, TiedRows, find_spreadable_head
+from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_spreadable_head
 from slipstream.parallel import part_bounds
 from slipstream.parallel.tensor import TensorPlan, adapted_plan, find_tensor_plan
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
@@ -237,7 +237,7 @@ def spread_heads(
     assert isinstance(head, nn.Linear)
     parts = enumerate(schedule.vocabulary_stages)
     ids = {g: range(*part_bounds(head.out_features, schedule.num_ranks, rank)) for rank, g in parts if g in here}
-    rows = TiedRows.of_both(head, model.get_submodule(tied), ids) if tied else HeadRows.of_stages(head, ids)
+    rows = HeadRows.of_stages(head, ids, model.get_submodule(tied) if tied else None)
     return {g: SpreadHead(name, rows.get(g), tied) for g in here}
 
 

@@ -19,7 +19,7 @@ from slipstream.model import (
     ModelAnatomy,
     find_halves,
     meta_model,
-    parts_of,
+    units_of,
     uses_randomness,
 )
 from slipstream.model.autograd_memory import RecomputePolicy
@@ -81,11 +81,8 @@ class WeighedModel:
     def _units(self, halves: Sequence[LayerPart]) -> Iterator[tuple[int, LayerHalf | None, list[nn.Module]]]:
         """Yields the modules of each layer, or of both halves of each where `halves` are given."""
         for index, layer in enumerate(self.layers):
-            for half in LayerHalf if halves else (None,):
-                own = [layer]
-                if half is not None:
-                    own = [child for child, part in parts_of(layer, halves) if part.half is half]
-                yield index, half, own
+            for half, modules in zip(LayerHalf if halves else (None,), units_of(layer, halves), strict=True):
+                yield index, half, modules
 
     @property
     def _after(self) -> list[nn.Module]:
