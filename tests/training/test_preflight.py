@@ -28,17 +28,10 @@ from slipstream.train.run_state import describe_data
 from slipstream.train.start_training import start_training
 from slipstream.train.training_rank import check_world_size
 from support.parameters import first_of
+from support.tiny_training import tiny_llama
 
 Refuse = Callable[[dict[str, Any]], str]
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-}
+LLAMA = tiny_llama(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 
 
 @pytest.fixture
