@@ -18,7 +18,14 @@ def ended(request: pytest.FixtureRequest) -> CompletedProcess[str]:
     return launch(request.param, WORKERS / "parallel/tensor_parallel.py", *selected_cases(request))
 
 
-@pytest.mark.parametrize("case", CASES)
+# What other models and cases have too.
+LIKE_OTHERS = {"llama", "qwen3", "gemma2", "gemma3", "olmo2", "gpt_neox", "glm4", "qwen3_moe", "starcoder2, biases"}
+LIKE_OTHERS |= {"llama, padding", "llama, as many keys as queries"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.more] * (case in LIKE_OTHERS)) for case in CASES]
+)
 def test_ranks_share_layers(ended: CompletedProcess[str], case: str) -> None:
     assert f"passed {case}\n" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-3000:]
 
