@@ -26,6 +26,7 @@ from slipstream.launch import Progress
 from slipstream.train.config import load_config
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.forked import COMMAND, launch
+from support.tiny_training import metrics_of
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SHAPE, "vocab_size": 300, "max_position_embeddings": 64}
@@ -86,7 +87,7 @@ def test_what_is_written_trains_as_it_is(ran: Ran, place: Path) -> None:
     assert "text: 1 document" in ran.said
     AutoModelForCausalLM.from_pretrained(place / "runs" / "book" / "model")
     AutoTokenizer.from_pretrained(place / "runs" / "book" / "model")
-    steps = [json.loads(line) for line in (place / "runs" / "book" / "metrics.jsonl").read_text().splitlines()]
+    steps = metrics_of(place / "runs" / "book")
     losses = [line["loss"] for line in steps if "loss" in line]
     assert len(losses) == load_config(ran.config).training.steps
     assert losses[-1] < losses[0]

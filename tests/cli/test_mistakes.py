@@ -19,17 +19,10 @@ from slipstream.cli import main
 from slipstream.launch import Progress
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.timeouts import LIMIT
+from support.tiny_training import tiny_llama
 
 Typed = Callable[..., str]
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-}
+LLAMA = tiny_llama(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 CONFIG = {
     "model": {"config": LLAMA},
     "data": {"files": ["books"]},

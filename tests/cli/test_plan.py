@@ -29,6 +29,7 @@ from slipstream.units import count_text, seconds_text
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 from support.hand_made_plan import MODEL, make_plan
+from support.tiny_training import metrics_of
 
 SEQ_LEN = 64
 CLUSTER: dict[str, Any] = {
@@ -280,7 +281,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
     )
     assert trained.returncode == 0, trained.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert len(lines[-1]["peak_memory"]) == 4
 
 

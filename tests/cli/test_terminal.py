@@ -25,19 +25,10 @@ from slipstream.cli import app
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.terminal import LEVELS, Level, at_level, log_details, make_console, shows
+from support.tiny_training import tiny_llama
 
 CONFIG = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-        }
-    },
+    "model": {"config": tiny_llama(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)},
     "data": {"files": ["book.txt"]},
     "pipeline": {"num_ranks": 1, "slices": 2},
     "runtime": {"self_check": False},

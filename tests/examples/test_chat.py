@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from examples.chat.make_conversations import write
 
 from support.paths import ROOT
+from support.tiny_training import metrics_of
 
 CHAT = ROOT / "examples" / "chat"
 
@@ -33,7 +33,7 @@ def test_the_configuration_of_the_guide_learns_to_answer(tmp_path: Path) -> None
     assert result.returncode == 0, result.stderr
     assert "assistant:\n[[<answer>f</answer><|endoftext|>]]\nuser:\nshout fox" in result.stdout
     assert result.stdout.rstrip().endswith("user:\nshout owl\nassistant:\n<answer>OWL!</answer>")
-    lines = [json.loads(line) for line in (tmp_path / "chat" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "chat")
     assert [line["validation_loss"] for line in lines if "validation_loss" in line][-1] < 0.1
     assert "{%- generation -%}" in (tmp_path / "chat" / "model" / "chat_template.jinja").read_text()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from io import StringIO
@@ -12,6 +11,7 @@ import pytest
 from examples.preferences.make_pairs import write
 
 from support.paths import ROOT
+from support.tiny_training import metrics_of
 
 FOLDER = ROOT / "examples" / "preferences"
 
@@ -30,7 +30,7 @@ def test_the_configuration_of_the_guide_learns_to_prefer(tmp_path: Path) -> None
         [*command, f"--training.output={tmp_path / 'run'}"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert result.returncode == 0, result.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     last = [line for line in lines if "validation_loss" in line][-1]
     assert last["validation_loss"] < 0.3
     assert last["rewards"]["accuracy"] > 0.95

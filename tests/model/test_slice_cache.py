@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -24,11 +22,10 @@ from support.architectures import (
     BOUND,
     VOCABULARY,
     gradient_error,
-    labels_of,
-    no_rounding_inside,
     tokens,
     unsplit_step,
 )
+from support.exact_steps import document_ids, documents_error, step_error
 from support.pipelines import make_pipe
 from support.versions import counts_within_documents, since
 
@@ -83,14 +80,7 @@ def unsplit(config: PretrainedConfig) -> PreTrainedModel:
 
 @pytest.mark.parametrize("config", [llama4(), bart()], ids=["llama4_text", "bart"])
 def test_positions_from_the_caches_length_are_exact(config: PretrainedConfig) -> None:
-    model = unsplit(config)
-    whole, inputs = copy.deepcopy(model), tokens(length=LENGTH)
-    with no_rounding_inside():
-        expected = unsplit_step(whole, inputs, labels_of(inputs))
-        pipe = Pipeline(model, slices=SLICES, num_microbatches=2, num_ranks=2)
-        loss = pipe.step(inputs, labels_of(inputs))
-    assert abs(loss - expected) < BOUND * expected
-    assert gradient_error(whole, pipe) < BOUND
+    assert step_error(unsplit(config), tokens(length=LENGTH), slices=SLICES) < BOUND
 
 
 def test_the_scale_of_positions_matters_here() -> None:
@@ -102,34 +92,20 @@ def test_the_scale_of_positions_matters_here() -> None:
     assert gradient_error(model, other) > 1e-2
 
 
-def documents(*lengths: int) -> Tensor:
-    return torch.cat([torch.full((2, length), number) for number, length in enumerate(lengths)], dim=1)
-
-
 @counts_within_documents
 def test_documents_are_refused_where_positions_would_run_on() -> None:
     inputs = tokens(length=64)
     pipe = Pipeline(unsplit(llama4()), slices=4, num_ranks=2)
     with pytest.raises(SlipstreamError, match=r"'llama4_text' counts positions.*of more than 63 tokens"):
-        pipe.step(inputs, inputs, document_ids=documents(30, 34))
+        pipe.step(inputs, inputs, document_ids=document_ids(*[(30, 34)] * 2))
     pipe = Pipeline(unsplit(bart()), slices=4, num_ranks=2)
     with pytest.raises(SlipstreamError, match="'bart' counts positions from the sequence's start"):
-        pipe.step(inputs[:, :20], inputs[:, :20], document_ids=documents(8, 12))
+        pipe.step(inputs[:, :20], inputs[:, :20], document_ids=document_ids(*[(8, 12)] * 2))
 
 
 @counts_within_documents
 def test_documents_below_the_scale_are_separate_sequences() -> None:
-    model, inputs = unsplit(llama4()), tokens(length=60)
-    whole, cuts = copy.deepcopy(model), (0, 25, 60)
-    with no_rounding_inside():
-        for a, b in pairwise(cuts):
-            part = inputs[:, a:b]
-            share = (b - a - 1) / (60 - 2)  # of the targets
-            logits = whole(input_ids=part, use_cache=False).logits[:, :-1].flatten(0, 1)
-            (share * torch.nn.functional.cross_entropy(logits, part[:, 1:].flatten())).backward()
-        pipe = Pipeline(model, slices=[5, 30, 25], num_ranks=2)
-        pipe.step(inputs, inputs, document_ids=documents(25, 35))
-    assert gradient_error(whole, pipe) < BOUND
+    assert documents_error(unsplit(llama4()), tokens(length=60), [(25, 35)] * 2, slices=[5, 30, 25]) < BOUND
 
 
 _LAYERS = {"num_key_value_heads": 2, "head_dim": 16}

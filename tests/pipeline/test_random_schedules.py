@@ -29,9 +29,9 @@ from support.architectures import (
 )
 from support.examples import examples
 from support.hybrids import HYBRIDS
-from support.own_attention import OWN_ATTENTION
 from support.parameters import first_of
 from support.pipelines import make_pipe
+from support.unusual_layers import OWN_ATTENTION
 from support.versions import since
 
 LENGTH = 24

@@ -5,7 +5,6 @@ Where there is none, processes on CPUs exchange messages and sums by the same wa
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from slipstream.cost import load_profile
 from support.forked import SHOWS_GPU, launch, slipstream_command
 from support.parameters import first_of
 from support.paths import WORKERS
-from support.tiny_training import tiny_training
+from support.tiny_training import metrics_of, tiny_training
 
 WORKER = WORKERS / "pipeline/shared_gpu.py"
 STEPS, HALF = 6, 3
@@ -71,7 +70,7 @@ def train(device: str, folder: Path, *more: str) -> str:
 
 
 def losses(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder)
     return [line["loss"] for line in lines if "loss" in line]
 
 

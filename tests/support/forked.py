@@ -100,9 +100,10 @@ def slipstream_command(*arguments: str | Path) -> CompletedProcess[str]:
 
 
 def selected_cases(request: pytest.FixtureRequest) -> list[str]:
-    """The values of the parameter `case` in those tests of the requesting module that are to run."""
-    items = (item for item in request.session.items if item.path == request.path)
-    cases = (item.callspec.params.get("case") for item in items if hasattr(item, "callspec"))
+    """The values of the parameter `case` in those tests that are to run and use the requesting module's fixture."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    users = (item for item in items if request.fixturename in item.fixturenames)
+    cases = (item.callspec.params.get("case") for item in users)
     return list(dict.fromkeys(filter(None, cases)))
 
 

@@ -26,7 +26,7 @@ from transformers import (
 from support.architectures import VOCABULARY
 
 LENGTH = 96
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -64,14 +64,14 @@ _LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_
 
 HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3_next": Qwen3NextConfig(
-        **_SIZES, **_DELTA_RULE, **_EXPERTS, shared_expert_intermediate_size=16, layer_types=_KINDS
+        **SIZES, **_DELTA_RULE, **_EXPERTS, shared_expert_intermediate_size=16, layer_types=_KINDS
     ),
-    "qwen3_5_text": Qwen3_5TextConfig(**_SIZES, **_DELTA_RULE, layer_types=_KINDS),
-    "lfm2": Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"] * 2),
-    "bamba": BambaConfig(**_SIZES, **_STATE_SPACE, attn_layer_indices=[1, 3]),
-    "falcon_h1": FalconH1Config(**_SIZES, **_STATE_SPACE, mamba_d_ssm=64),
+    "qwen3_5_text": Qwen3_5TextConfig(**SIZES, **_DELTA_RULE, layer_types=_KINDS),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"] * 2),
+    "bamba": BambaConfig(**SIZES, **_STATE_SPACE, attn_layer_indices=[1, 3]),
+    "falcon_h1": FalconH1Config(**SIZES, **_STATE_SPACE, mamba_d_ssm=64),
     "nemotron_h": NemotronHConfig(
-        **_SIZES | {"num_hidden_layers": None},
+        **SIZES | {"num_hidden_layers": None},
         layers_block_type=["mamba", "moe", "attention", "mlp", "mamba"],
         head_dim=16,
         mamba_num_heads=4,
@@ -83,7 +83,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         moe_intermediate_size=16,
         moe_shared_expert_intermediate_size=16,
     ),
-    "minimax": MiniMaxConfig(**_SIZES, head_dim=16, block_size=16, layer_types=_KINDS, num_local_experts=4),
+    "minimax": MiniMaxConfig(**SIZES, head_dim=16, block_size=16, layer_types=_KINDS, num_local_experts=4),
     "mamba2": Mamba2Config(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -100,7 +100,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     "mamba": MambaConfig(**_SCAN),
     "falcon_mamba": FalconMambaConfig(**_SCAN),
     "jamba": JambaConfig(
-        **_SIZES,
+        **SIZES,
         mamba_d_state=8,
         mamba_dt_rank=4,
         attn_layer_period=2,
@@ -109,7 +109,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         num_experts_per_tok=2,
     ),
     "kimi_linear": KimiLinearConfig(
-        **_SIZES | {"num_key_value_heads": 2},
+        **SIZES | {"num_key_value_heads": 2},
         **_LATENT,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -118,9 +118,9 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         linear_num_heads=4,
         layer_types=_KINDS,
     ),
-    "olmo_hybrid": OlmoHybridConfig(**_SIZES, **_DELTA_RULE, layer_types=_KINDS),
+    "olmo_hybrid": OlmoHybridConfig(**SIZES, **_DELTA_RULE, layer_types=_KINDS),
     "recurrent_gemma": RecurrentGemmaConfig(
-        **_SIZES, lru_width=32, attention_window_size=16, block_types=["recurrent", "recurrent", "attention"]
+        **SIZES, lru_width=32, attention_window_size=16, block_types=["recurrent", "recurrent", "attention"]
     ),
     "rwkv": RwkvConfig(
         vocab_size=VOCABULARY, context_length=LENGTH, hidden_size=32, num_hidden_layers=4, intermediate_size=48
@@ -129,7 +129,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_heads=2, chunk_size=16, pad_token_id=None
     ),
     "zaya": ZayaConfig(
-        **_SIZES,
+        **SIZES,
         head_dim=16,
         num_experts=4,
         moe_intermediate_size=16,

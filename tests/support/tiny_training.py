@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 
@@ -28,3 +30,8 @@ def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
         "training": {"seq_len": 64, "batch_size": 4, "steps": steps},
         "checkpoint": {"every": save_every},
     }
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

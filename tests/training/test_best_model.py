@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -20,20 +19,11 @@ from slipstream.train.config import load_config
 from slipstream.train.export import choose_checkpoint, opened_model
 from slipstream.train.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
+from support.tiny_training import metrics_of, tiny_llama
 
 MORE = 100  # steps that the run doesn't take
 SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-        }
-    },
+    "model": {"config": tiny_llama(num_hidden_layers=2, num_attention_heads=2)},
     "data": {"vocab_size": 300},
     "pipeline": {"num_ranks": 2, "slices": 2},
     "runtime": {"self_check": False},
@@ -57,7 +47,7 @@ def train(folder: Path, *changes: str) -> CompletedProcess[str]:
 
 
 def validations(folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder)
     return {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
 
 

@@ -22,7 +22,7 @@ from slipstream.train.evaluation import EvaluationRequest, TextLoss, evaluate_mo
 from slipstream.train.export import opened_model
 from support.forked import COMMAND, launch
 from support.parameters import first_of
-from support.tiny_training import tiny_llama
+from support.tiny_training import metrics_of, tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -76,7 +76,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def records_of(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(output)
 
 
 def alone(batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.forked import COMMAND, launch
+from support.tiny_training import metrics_of
 
 LENGTH, WORDS = 64, 300
 _SIZES = {
@@ -74,7 +74,7 @@ def train(config: Path, name: str, *changes: str, processes: int = 2) -> Path:
 
 
 def read(output: Path, key: str) -> list[float]:
-    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    found = metrics_of(output)
     return [line[key] for line in found if key in line]
 
 

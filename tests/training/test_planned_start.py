@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,20 +27,10 @@ from slipstream.train.planned_start import chosen_facts, chosen_settings, plan_o
 from support.architectures import llama
 from support.forked import COMMAND, launch, slipstream_command
 from support.pipelines import make_pipe
+from support.tiny_training import metrics_of, tiny_llama
 
 SETTINGS: dict[str, Any] = {
-    "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 300,
-            "max_position_embeddings": 64,
-        }
-    },
+    "model": {"config": tiny_llama(num_key_value_heads=2)},
     "data": {"vocab_size": 300, "validation_fraction": 0, "files": ["text.txt"]},
     "runtime": {"self_check": False},
     "training": {"seq_len": 64, "batch_size": 2, "steps": 4, "output": "runs"},
@@ -328,5 +317,5 @@ def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) ->
 
 
 def _losses(folder: Path) -> list[float]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = metrics_of(folder)
     return [line["loss"] for line in found if "loss" in line]

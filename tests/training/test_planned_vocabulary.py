@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,21 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from support.forked import COMMAND, launch, run_alone
 from support.paths import WORKERS
+from support.tiny_training import metrics_of, tiny_llama
 
 LENGTH, WORDS = 64, 300
 SETTINGS: dict[str, Any] = {
     "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": WORDS,
-            "max_position_embeddings": LENGTH,
-            "tie_word_embeddings": False,
-        }
+        "config": tiny_llama(
+            num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=LENGTH, tie_word_embeddings=False
+        )
     },
     "data": {"vocab_size": WORDS, "validation_fraction": 0, "files": ["text.txt"]},
     "runtime": {"self_check": False},
@@ -64,7 +56,7 @@ def train(file: Path, output: Path, *more: str, processes: int = 2) -> Completed
 
 
 def losses(folder: Path) -> list[float]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = metrics_of(folder)
     return [line["loss"] for line in found if "loss" in line]
 
 

@@ -19,7 +19,7 @@ from slipstream.schedule import Op, Schedule
 from slipstream.train.config import load_config
 from support.forked import COMMAND, launch
 from support.parameters import first_of
-from support.tiny_training import tiny_training
+from support.tiny_training import metrics_of, tiny_training
 
 STEPS, HALF = 6, 3
 SETTINGS = tiny_training(STEPS, HALF, num_key_value_heads=2, attention_dropout=0.1)
@@ -34,7 +34,7 @@ def train(num_processes: int, folder: Path, text: Path, *more: str) -> Completed
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = metrics_of(folder)
     return [line for line in found if "loss" in line]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,9 @@ from slipstream.train.metrics.reporter import cut_advice
 from support.forked import COMMAND, launch
 from support.paths import WORKERS
 from support.plain_costs import PlainCosts
+from support.tiny_training import metrics_of, tiny_llama
 
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "vocab_size": 300,
-    "max_position_embeddings": 256,
-}
+MODEL = tiny_llama(hidden_size=128, intermediate_size=512, num_hidden_layers=8, max_position_embeddings=256)
 
 
 @pytest.mark.more
@@ -45,7 +37,7 @@ def test_a_rank_that_has_become_slow(tmp_path: Path) -> None:
     config.write_text(yaml.safe_dump(settings))
     ended = launch(2, WORKERS / "training/slow_rank.py", "train", config)
     assert ended.returncode == 0, ended.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = metrics_of(tmp_path / "run")
     said = [line for record in records for line in record.get("stragglers") or []]
     slow = next(line for line in said if line.startswith("rank 1 computes"))
     found = re.fullmatch(

@@ -31,6 +31,7 @@ from support.forked import COMMAND, ForkedProgram, launch, run_alone, slipstream
 from support.parameters import first_of
 from support.paths import WORKERS
 from support.timeouts import LIMIT, SOON
+from support.tiny_training import tiny_llama
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["-m", "slipstream", "train"]
@@ -63,18 +64,7 @@ def write_config(folder: Path) -> Path:
     for index in range(8):
         (text / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 40)
     values: dict[str, Any] = {
-        "model": {
-            "config": {
-                "model_type": "llama",
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "vocab_size": 300,
-                "max_position_embeddings": 64,
-                "initializer_range": 0.1,
-            }
-        },
+        "model": {"config": tiny_llama(num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1)},
         "data": {"files": [str(text)], "validation_fraction": 0.25},
         "pipeline": {"slices": [20, 30, 14], "num_microbatches": 2},
         "runtime": {"self_check": False},

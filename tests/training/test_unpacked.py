@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -21,7 +20,7 @@ from slipstream.train.config.run_config import dump_config, load_config, parse_c
 from slipstream.train.data import TokenisedText, WholeDocuments
 from support.forked import COMMAND, launch
 from support.parameters import first_of
-from support.tiny_training import tiny_llama
+from support.tiny_training import metrics_of, tiny_llama
 
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(initializer_range=0.1)},
@@ -55,7 +54,7 @@ def train(
 
 
 def steps_of(output: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(output)
     return [line for line in lines if "loss" in line]
 
 
@@ -83,7 +82,7 @@ def test_steps_differ_in_their_tokens(finished: Path) -> None:
 @pytest.mark.more
 def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     """On the held-out documents, each alone, by transformers."""
-    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(finished)
     (measured,) = [line["validation_loss"] for line in lines if "validation_loss" in line]
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     sequences = WholeDocuments(TokenisedText.load(finished / "inputs", "validation"), 64, None)

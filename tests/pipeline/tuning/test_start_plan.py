@@ -28,8 +28,8 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
-from support.crossing import CROSSING
 from support.parameters import first_of
+from support.unusual_layers import CROSSING
 
 LENGTH = 64
 

@@ -21,19 +21,10 @@ from slipstream.train.export import check_export_folder, choose_checkpoint, open
 from slipstream.train.run_folder import RunFolder
 from support.forked import COMMAND, launch, slipstream_command
 from support.parameters import first_of
+from support.tiny_training import tiny_llama
 
 STEPS, HALF = 4, 2
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+LLAMA: dict[str, Any] = tiny_llama(num_key_value_heads=2, initializer_range=0.1)
 SETTINGS: dict[str, Any] = {
     "model": {"config": LLAMA},
     "data": {"validation_fraction": 0},

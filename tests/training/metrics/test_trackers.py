@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.machinery
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from slipstream.train.metrics.records import (
     flat,
     make_trackers,
 )
+from support.tiny_training import metrics_of
 
 RUN = RunFigures(1000, 1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
 
@@ -78,7 +78,7 @@ def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
     assert found["bytes_sent/pp"] == [(1, 64), (2, 64)]
     assert found["peak_memory/1"] == [(1, 20), (2, 20)]
     assert found["validation_loss"] == [(2, 3.75)]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path)
     assert set(found) == {name for line in lines[1:] for name, _ in flat(line) if name != "step"}
     shown = texts(tmp_path)
     assert "| training/seq_len | 64 |" in shown["settings/text_summary"]
@@ -97,7 +97,7 @@ def test_a_start_a_bad_step_and_slow_ranks_are_texts(tmp_path: Path) -> None:
     assert "| hosts/0 | node7 |" in shown["start/text_summary"]
     assert f"| versions/torch | {torch.__version__} |" in shown["start/text_summary"]
     assert [number for number, _ in scalars(tmp_path)["lr"]] == [1, 2, 3]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path)
     assert lines[0]["started_after"] == 0
     assert (lines[2]["loss"], lines[2]["bad"]) == (None, bad)
     assert lines[3]["stragglers"] == ["step 3: rank 1 (node7) is slow"]
@@ -108,7 +108,7 @@ def test_a_resumed_run_shows_what_it_ran_again_once(tmp_path: Path) -> None:
     write(make_trackers(["tensorboard"], tmp_path, {}, 0), *(step(number, 1.0) for number in range(1, 5)))
     write(make_trackers(["tensorboard"], tmp_path, {}, resumed_after=2), step(3, 2.0))
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path)
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 

@@ -30,7 +30,7 @@ from slipstream.train.preflight import preflight
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.preferences import log_probabilities
-from support.tiny_training import tiny_llama
+from support.tiny_training import metrics_of, tiny_llama
 
 BETA = 0.5
 SETTINGS: dict[str, Any] = {
@@ -77,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
 
 
 def lines_of(output: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(output)
     return [line for line in lines if name in line]
 
 

@@ -28,7 +28,7 @@ from slipstream import Pipeline, make_mesh
 from slipstream.model.adapters import find_frozen, freeze
 from support.architectures import ARCHITECTURES, build, no_rounding_inside, tokens, unsplit_step
 from support.options import grouped
-from workers.parallel.adapter_cases import adapted
+from workers.parallel.tensor_parallel import adapted
 
 ADAPTED = "llama, adapted"
 MODELS = ("llama", "llama, tied", "qwen3", "gpt2", "mixtral", ADAPTED)

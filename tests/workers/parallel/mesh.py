@@ -270,9 +270,9 @@ def carried_states() -> None:
             assert error < BOUND, (name, sequence, piece.name, error)
 
 
-def packed_rows() -> None:
+def packed_rows(every: bool = False) -> None:
     """Ranks that share tokens between the parts of a layer take rows of several sequences, as the first thing that a
-    pipeline runs: of documents, of a list, and of a batch with padding."""
+    pipeline runs: of documents, of a list, and of a batch with padding. Each model takes one kind, or every one."""
     inputs, labels = tokens(), labels_of(tokens())
     cuts, lengths = [[30, 34], [64]], [64, 41]
     documents = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in cuts])
@@ -281,12 +281,13 @@ def packed_rows() -> None:
     padded = {"input_ids": inputs, "attention_mask": counted.long(), "labels": labels.masked_fill(~counted, -100)}
     apart = [list(row.split(each)) for row, each in zip(inputs, cuts, strict=True)]
     of_apart = [list(row.split(each)) for row, each in zip(labels, cuts, strict=True)]
-    for config in (CONFIGS["llama"], CONFIGS["phi3"], HYBRIDS["qwen3_5_text"]):
-        for arguments, more, parts in (
-            ((inputs, labels), {"document_ids": documents}, ([*apart[0], *apart[1]], [*of_apart[0], *of_apart[1]])),
-            (rows, {}, rows),
-            ((padded,), {}, rows),
-        ):
+    kinds: list[Any] = [
+        ((inputs, labels), {"document_ids": documents}, ([*apart[0], *apart[1]], [*of_apart[0], *of_apart[1]])),
+        (rows, {}, rows),
+        ((padded,), {}, rows),
+    ]
+    for number, config in enumerate((CONFIGS["phi3"], CONFIGS["llama"], HYBRIDS["qwen3_5_text"])):
+        for arguments, more, parts in kinds if every else [kinds[number]]:
             whole, count = build(config, seed=3), sum(int((label[1:] != -100).sum()) for label in parts[1])
             with no_rounding_inside():
                 losses = []
@@ -365,6 +366,10 @@ def low_precision() -> None:
         assert error < 0.03, (name, error)
 
 
+def packed_rows_of_every_kind() -> None:
+    packed_rows(every=True)
+
+
 CASES = by_name(
     link_bytes,
     export,
@@ -376,6 +381,7 @@ CASES = by_name(
     auto,
     carried_states,
     packed_rows,
+    packed_rows_of_every_kind,
     limit,
     refusals,
     low_precision,

@@ -1,11 +1,16 @@
-"""Small configs of architectures whose layers attend by code of their own, a feature each."""
+"""Small configs of architectures whose layers attend by code of their own, take more than hidden states from the layers
+before, or let queries see the keys that an indexer selects for them."""
 
 from __future__ import annotations
 
 from transformers import (
     BloomConfig,
     CodeGenConfig,
+    DeepseekV32Config,
     FalconConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GlmMoeDsaConfig,
     GPTJConfig,
     GPTNeoConfig,
     MptConfig,
@@ -14,8 +19,8 @@ from transformers import (
 )
 
 from support.architectures import VOCABULARY
+from support.hybrids import LENGTH, SIZES
 
-LENGTH = 96
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _FALCON = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "eos_token_id": 0, "bos_token_id": 0}
 
@@ -50,4 +55,52 @@ OWN_ATTENTION: dict[str, PretrainedConfig] = {
         attention_dropout=0.0,
         dropout=0.0,
     ),
+}
+
+_CROSSING = {
+    **SIZES,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 7,
+}
+_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+
+CROSSING: dict[str, PretrainedConfig] = {
+    "gemma3n_text": Gemma3nTextConfig(
+        **_CROSSING, laurel_rank=4, altup_num_inputs=3, activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    ),
+    "gemma4_text": Gemma4TextConfig(**_CROSSING, global_head_dim=16),
+    "gemma4_text, experts": Gemma4TextConfig(
+        **_CROSSING | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}, **_EXPERTS, global_head_dim=16
+    ),
+}
+
+_SPARSE = {
+    **SIZES,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 7,
+}
+
+SPARSE: dict[str, PretrainedConfig] = {
+    "deepseek_v32": DeepseekV32Config(**_SPARSE),
+    "glm_moe_dsa": GlmMoeDsaConfig(**_SPARSE, indexer_types=["full", "shared", "full", "shared"]),
 }

@@ -1,0 +1,265 @@
+"""Layers that carry states, attend by code of their own, take more than hidden states, or select keys: exact all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream import Memory, Pipeline, SlipstreamError
+from slipstream.model import causal_cross_entropy, check_sliceable, find_anatomy, initial_states
+from slipstream.model.hooks.crossing_tensors import find_layer_tensors
+from slipstream.model.hooks.slice_cache import CarriedState
+from slipstream.model.hooks.token_slice import current_slice
+from slipstream.model.initial_states import StateAdapter
+from slipstream.model.toy import perturb_parameters, shapes_model
+from slipstream.profile import count_model
+from support.architectures import BOUND, build, gradient_error, llama, no_rounding_inside, tokens, unsplit_step
+from support.exact_steps import documents_error, sequences_error, step_error
+from support.hybrids import HYBRIDS, LENGTH
+from support.options import grouped
+from support.parameters import each_once, first_of
+from support.unusual_layers import CROSSING, OWN_ATTENTION, SPARSE
+from support.versions import since
+
+SLICES = [5, 1, 46, 44]  # the second alone in its slice
+STATES = ["qwen3_next", "lfm2", "bamba", "minimax", "jamba", "recurrent_gemma", "rwkv", "xlstm", "zaya"]  # one of each
+SETTINGS = [
+    {"schedule": "zb-h1", "recompute": "full"},
+    {"recompute": "selective", "offload": 0.5},
+    {"recompute": 1, "num_ranks": 1},
+    {"schedule": "zb-v", "stages_per_rank": 2},
+    {"slices": 3, "num_microbatches": 1, "schedule": "gpipe", "offload": 1.0},
+]
+DOCUMENTS = [(6, 20, 70), (40, 1, 11, 44)]  # at a slice's first token, within one, for one token, and twice in a slice
+
+
+def unsplit(name: str) -> PreTrainedModel:
+    """The model in float64, with the attention by which its own code knows it."""
+    if name in HYBRIDS:
+        model = build(HYBRIDS[name]).double()  # OLMo's decays stay float32, and so would their gradients
+    elif name in CROSSING:
+        model = build(CROSSING[name])
+    else:
+        own = {"attn_implementation": "eager", "experts_implementation": "eager"} if name in SPARSE else {}
+        torch.manual_seed(0)
+        config = copy.deepcopy((OWN_ATTENTION | SPARSE)[name])
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **own)
+    perturb_parameters(model)
+    return model
+
+
+def error_of(name: str, model: PreTrainedModel | None = None, **settings: Any) -> float:
+    return step_error(model or unsplit(name), tokens(length=LENGTH), **{"slices": SLICES} | settings)
+
+
+def states(parameters: list[Any]) -> list[Any]:
+    """Marks those parameters whose first value is an architecture that carries states."""
+    return [pytest.param(*p.values, marks=[*p.marks, *[since("5.21")] * (p.values[0] in HYBRIDS)]) for p in parameters]
+
+
+@pytest.mark.parametrize(
+    "name", states([*first_of(HYBRIDS, 2), *first_of(OWN_ATTENTION, 3), *first_of(CROSSING, 3), *first_of(SPARSE, 2)])
+)
+def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
+    assert error_of(name) < BOUND
+
+
+class OwnMemory(StateAdapter):
+    """What a further kind of state needs: this class, and its place in the list."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return type(module).__name__ == "xLSTMBlock"
+
+    def run(self, module: Any, forward: Callable[..., Any], x: Tensor, *_: Any, **__: Any) -> Any:
+        context = current_slice()
+        calls = [CarriedState(context.layer, "own memory", number) for number in range(3)]
+        states = [context.state(call) for call in calls]
+        output, after = forward(x, None if states[0] is None else tuple(states))
+        for call, state in zip(calls, after, strict=True):
+            context.change_state(call, state)
+        return output, None
+
+
+@since("5.21")
+def test_a_further_state_is_one_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initial_states, "ADAPTERS", [OwnMemory()])
+    assert error_of("xlstm", self_check=False) < BOUND
+    monkeypatch.setattr(initial_states, "ADAPTERS", [])
+    with pytest.raises(SlipstreamError, match="can't be trained in token slices"):
+        error_of("xlstm", self_check=False)
+
+
+@since("5.21")
+def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
+    assert error_of("lfm2", self_check=False) > 1e-4
+
+
+def test_prefixes_without_their_gradients_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_own(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.store.finish(ctx.call, ctx.ranges)
+        return *(each[:, :, ctx.ranges.start :] for each in gradients), None, None, None
+
+    monkeypatch.setattr("slipstream.attention.slice_attention._Prefix.backward", only_own)
+    assert error_of("gptj", self_check=False) > 1e-4
+
+
+def test_the_selection_matters_here() -> None:
+    config = SPARSE["deepseek_v32"]
+    inputs, some = tokens(length=LENGTH), unsplit("deepseek_v32")
+    all_keys = copy.deepcopy(some)
+    for module in all_keys.modules():
+        if hasattr(module, "index_topk"):
+            assert module.index_topk == config.index_topk
+            module.index_topk = LENGTH
+    for model in (some, all_keys):
+        unsplit_step(model, inputs, inputs)
+    assert gradient_error(some, all_keys) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    states(
+        [
+            *(pytest.param(*reversed(p.values), marks=p.marks) for p in each_once(SETTINGS, STATES, 2)),
+            *(
+                pytest.param(*reversed(p.values), marks=p.marks)
+                for p in each_once(SETTINGS, ["bloom", "falcon", "gpt_neo"], 2)
+            ),
+        ]
+    ),
+)
+def test_with_split_backwards_recomputation_and_offload(name: str, settings: dict[str, Any]) -> None:
+    assert error_of(name, self_check=False, **settings) < BOUND
+
+
+@pytest.mark.parametrize(
+    "settings",
+    first_of(
+        [
+            {"schedule": "zb-h1", "recompute": "selective", "num_ranks": 3, "partition": [1, 2, 1]},
+            {"schedule": "interleaved-1f1b", "stages_per_rank": 2, "recompute": "full"},
+            {"offload": 1.0, "recompute": 1},
+            {"num_ranks": 4, "partition": [0, 3, 1, 0]},  # what crosses passes a stage that reads none of it
+            {"slices": 1},
+        ]
+    ),
+)
+@pytest.mark.parametrize("name", first_of(["gemma3n_text", "deepseek_v32", "gemma4_text", "glm_moe_dsa"], 2))
+def test_wherever_it_is_cut(name: str, settings: dict[str, Any]) -> None:
+    if "partition" in settings and name in CROSSING:  # of six layers
+        first, second, *others = settings["partition"]
+        settings = settings | {"partition": [first, second + 2, *others]}
+    assert error_of(name, self_check=False, **settings) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    states([pytest.param("qwen3_next", ["layers.0", "embed"]), pytest.param("gptj", ["h.0.", "wte"])]),
+)
+def test_frozen_layers_leave_the_other_gradients_alone(name: str, layers: list[str]) -> None:
+    model = unsplit(name)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad = not any(part in key for part in layers)
+    assert error_of(name, model) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "slices"),
+    states(
+        [
+            *each_once(["zaya", *STATES[:-1], "nemotron_h", "kimi_linear"], [SLICES, [LENGTH]], 2),
+            *each_once(OWN_ATTENTION, [SLICES, [LENGTH]], 3),
+            pytest.param("deepseek_v32", SLICES),
+            pytest.param("gemma3n_text", SLICES, marks=pytest.mark.more),
+        ]
+    ),
+)
+def test_documents_are_separate_sequences(name: str, slices: list[int]) -> None:
+    assert documents_error(unsplit(name), tokens(length=LENGTH), DOCUMENTS, slices=slices) < BOUND
+
+
+@pytest.mark.parametrize("name", states([*first_of(["qwen3_next"]), *first_of(["mpt", "gpt_neo"])]))
+def test_sequences_of_different_lengths(name: str) -> None:
+    assert sequences_error(unsplit(name), [30, 7, 52, 1, 18], slices=3) < BOUND
+
+
+@since("5.21")
+@pytest.mark.parametrize(("slices", "every"), first_of([([20, 1, 19], 6), ([40], 6), ([17, 23], 2), ([9, 31], 1)], 2))
+def test_rwkv_evaluates_as_in_evaluation_mode(slices: list[int], every: int) -> None:
+    """There it halves hidden states every few layers, before norms whose epsilon stays."""
+    config = copy.deepcopy(HYBRIDS["rwkv"])
+    config.num_hidden_layers, config.rescale_every = 13 if every == 6 else 5, every
+    model, inputs = build(config).train(), tokens(length=40)
+    evaluated = copy.deepcopy(model).eval()
+    with no_rounding_inside(), torch.no_grad():
+        expected = causal_cross_entropy(evaluated(input_ids=inputs).logits[:, :-1], inputs[:, 1:])
+    pipe = Pipeline(copy.deepcopy(model), slices=slices, num_ranks=2)
+    for _ in range(2):  # a step changes nothing
+        with no_rounding_inside():
+            assert float(pipe.evaluate(inputs, inputs)) == pytest.approx(float(expected[0] / expected[1]), rel=1e-12)
+            pipe.step(inputs, inputs)
+            unsplit_step(model, inputs, inputs)
+    assert gradient_error(model, pipe) < BOUND
+
+
+@pytest.mark.more
+@since("5.21")
+def test_costs_are_counted_and_measured_while_it_trains() -> None:
+    config = HYBRIDS["qwen3_5_text"]
+    assert len(count_model(config, LENGTH).layers) == 2
+    settings: dict[str, Any] = {"schedule": "auto", "slices": "auto", "seq_len": LENGTH, "num_ranks": 2}
+    pipe, inputs = Pipeline.from_config(config, num_microbatches=2, **settings), tokens(length=LENGTH)
+    losses = [pipe.step(inputs, inputs) for _ in range(4)]
+    assert max(losses) - min(losses) < 1e-5 * max(losses)
+
+
+@since("5.21")
+@pytest.mark.parametrize("name", first_of(["mamba", "mamba2"]))
+def test_a_residual_in_float32_goes_to_the_next_stage(name: str) -> None:
+    """Mamba's residual connections stay float32 in bfloat16."""
+    inputs, losses = tokens(length=LENGTH), []
+    for ranks, partition in ((1, "auto"), (2, "auto"), (2, [0, HYBRIDS[name].num_hidden_layers])):
+        settings = {"slices": SLICES, "num_ranks": ranks, "partition": partition, "dtype": torch.bfloat16}
+        pipe = Pipeline.from_config(HYBRIDS[name], **grouped(self_check=False, **settings))
+        losses.append(pipe.step(inputs, inputs))
+    assert losses[1] == losses[2] == losses[0]
+
+
+def test_where_nothing_crosses_one_run_goes_beyond_the_first_layer() -> None:
+    """A run of a deep model takes seconds, though nothing is computed."""
+    model = shapes_model(llama())
+    layers = list(model.model.layers)
+    entered: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: entered.append(number))
+    found = find_layer_tensors(model, layers)
+    assert (found.hidden.row_dim, found.hidden.token_dim, found.crossing) == (0, 1, ())
+    assert entered == [*range(len(layers)), 0]
+
+
+@pytest.mark.more
+def test_what_is_not_counted_or_cut_is_refused() -> None:
+    pipe = Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, memory=Memory(limit=1e9))
+    inputs = tokens(length=LENGTH)
+    with pytest.raises(SlipstreamError, match=r"take more than hidden states.*give no memory\.limit"):
+        pipe.step(inputs, inputs)
+    with pytest.raises(SlipstreamError, match="can't be cut inside layers: they take more than hidden states"):
+        Pipeline(unsplit("gemma4_text"), slices=4, num_ranks=2, partition=[2.5, 3.5])
+
+
+def test_kernels_of_their_own_are_refused() -> None:
+    config = copy.deepcopy(OWN_ATTENTION["bloom"])
+    config._attn_implementation_internal = "flash_attention_2"  # as when it was loaded with that
+    with pytest.raises(SlipstreamError, match=r"'flash_attention_2'.*Load it with attn_implementation='eager'"):
+        find_anatomy(config)
+
+
+def test_documents_are_exact_at_any_length() -> None:
+    assert check_sliceable(OWN_ATTENTION["falcon, alibi"]).longest_packed == float("inf")

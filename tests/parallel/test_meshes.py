@@ -1,0 +1,153 @@
+"""Real processes keep what is promised of meshes, axes, replicas and tensor ranks, and train as one process does."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from functools import cache
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from support.forked import launch
+from support.paths import ROOT, WORKERS
+from workers.parallel import data_parallel, mesh, tensor_parallel, token_parts, zero3
+
+BOUND = 1e-9
+Runs = Callable[[str, int], CompletedProcess[str]]
+
+
+def cases(program: Any, num_processes: int, left_out: Collection[str] = (), grid: Collection[str] = ()) -> list[Any]:
+    """A row for each case of a program; `make test` leaves some out, and `make test-more` those of `grid` too."""
+    name = program.__name__.rpartition(".")[2]
+    return [
+        pytest.param(
+            *(name, num_processes, case),
+            marks=[pytest.mark.grid] * (case in grid) or [pytest.mark.more] * (case in left_out),
+            id=f"{name} {num_processes}-{case}",
+        )
+        for case in program.CASES
+    ]
+
+
+ZERO3 = {"sharded_parameters_train_as_the_whole_model", "what_cant_be_sharded_is_refused"}
+# Models that have only what others have too.
+LIKE_OTHERS = {"llama", "qwen3", "gemma2", "gemma3", "olmo2", "gpt_neox", "glm4", "qwen3_moe", "starcoder2, biases"}
+LIKE_OTHERS |= {"llama, padding", "llama, as many keys as queries"}
+CASES = [
+    *cases(mesh, 4, mesh.CASES.keys() - {"dropout", "packed_rows", "refusals"}, grid=("auto", "planned_halves")),
+    *cases(token_parts, 2),
+    *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
+    *cases(zero3, 4, grid=zero3.CASES),
+    *cases(data_parallel, 2),
+    *cases(data_parallel, 4, data_parallel.CASES),
+    *cases(tensor_parallel, 2, LIKE_OTHERS),
+    *cases(tensor_parallel, 4, tensor_parallel.CASES),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, compiled_search: None) -> Runs:
+    """Runs the selected cases of a program in one set of processes, which take longer to start than to run them; the
+    first case that fails ends them."""
+    chosen: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+    for item in request.session.items:
+        if item.path == request.path and "case" in item.fixturenames:
+            given = item.callspec.params
+            chosen[given["program"], given["num_processes"]].append(given["case"])
+
+    @cache
+    def run(program: str, num_processes: int) -> CompletedProcess[str]:
+        return launch(num_processes, WORKERS / f"parallel/{program}.py", *chosen[program, num_processes])
+
+    return run
+
+
+@pytest.mark.parametrize(("program", "num_processes", "case"), CASES)
+def test_processes_keep_what_is_promised(runs: Runs, program: str, num_processes: int, case: str) -> None:
+    ended = runs(program, num_processes)
+    assert f"passed {case}\n" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-4000:]
+
+
+def test_no_source_names_the_axis_that_splits_tokens() -> None:
+    sources = (ROOT / "src" / "slipstream").rglob("*.py")
+    assert [path for path in sources if f'"{token_parts.NAME}"' in path.read_text(encoding="utf-8")] == []
+
+
+def test_a_rank_that_is_killed_in_the_self_check_says_nothing_about_the_model(tmp_path: Path) -> None:
+    ended = launch(2, WORKERS / "parallel/lost_in_the_check.py", tmp_path / "said")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "said").read_text().startswith("rank 0 waited in an all-reduce for rank 1, which has ended")
+
+
+# Some of the six models of parallel/exactness.py on each mesh. `make test` has the first one on the meshes with a
+# pipeline, `make exactness` all models on every mesh of up to eight processes.
+MODELS = {
+    (2, 2, 1): ("llama, tied", "mixtral"),
+    (2, 1, 2): ("qwen3", "mixtral", "llama, adapted"),
+    (1, 2, 2): ("gpt2", "llama", "llama, adapted"),
+}
+
+
+def steps_of(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
+    ended = launch(num_processes, WORKERS / "parallel/exactness.py", *arguments)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("axes", "model"),
+    [
+        pytest.param(
+            axes,
+            model,
+            marks=[pytest.mark.more] * (number > 0 or axes == (1, 2, 2)),
+            id="pp{} dp{} tp{}, {}".format(*axes, model),
+        )
+        for axes, models in MODELS.items()
+        for number, model in enumerate(models)
+    ],
+)
+def test_a_mesh_trains_as_one_process(axes: tuple[int, int, int], model: str) -> None:
+    results = steps_of(4, *map(str, axes), model)
+    assert len(results) == (3 if axes[0] > 1 else 2)
+    for result in results:
+        assert result["model"] == model
+        assert result["error"] < BOUND, result
+
+
+@pytest.mark.more
+def test_pipelines_of_three_ranks_beside_each_other_connect() -> None:
+    """The middle rank is in more groups than the others, so groups can't be told apart by how many a rank is in."""
+    results = steps_of(6, "3", "1", "2", "llama, tied")
+    assert len(results) == 3
+    assert max(result["error"] for result in results) < BOUND
+
+
+@pytest.fixture(scope="module")
+def predicted() -> list[dict[str, Any]]:
+    report = json.loads((ROOT / "benchmarks" / "results" / "papers.json").read_text())
+    rows: list[dict[str, Any]] = report["megatron table 2"]["rows"]
+    return rows
+
+
+def test_zero3_in_the_paper_lies_between_all_and_no_overlap(predicted: list[dict[str, Any]]) -> None:
+    rows = [row for row in predicted if row["scheme"] == "zero3"]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["seconds"] < row["paper seconds"] < row["seconds without overlap"]
+
+
+def test_zero3_sends_as_much_on_any_number_of_gpus_and_ptdp_less(predicted: list[dict[str, Any]]) -> None:
+    """3 (n-1)/n of the parameters' bytes; and the order of the two systems is the paper's in every pair of rows."""
+    zero3, ptdp = ([row for row in predicted if row["scheme"] == scheme] for scheme in ("zero3", "ptdp"))
+    for row in zero3:
+        assert row["sent"] == pytest.approx(6 * row["parameters"] * (row["gpus"] - 1) / row["gpus"], rel=1e-12)
+    for one, other in zip(zero3, ptdp, strict=True):
+        assert other["out of a node"] < one["out of a node"] / 5
+        if one["gpus"] >= 768:
+            assert other["predicted"] > one["predicted"]
+            assert other["paper"] > one["paper"]
