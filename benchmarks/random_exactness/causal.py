@@ -150,6 +150,8 @@ class CausalCase:
         for _ in range(2):
             with torch.random.fork_rng(devices=[]):
                 model = self.build()
+                if self.source == "from_pretrained":
+                    model.config.save_pretrained(self.folder)  # which some configurations that train refuse
                 if self.trained == "adapter" and not isinstance(model, peft.PeftModel):
                     model = _adapted(model, self.adapter_seed)
             if self.trained == "frozen":
