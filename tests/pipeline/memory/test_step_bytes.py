@@ -32,7 +32,7 @@ def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
         schedule = add_reductions(schedule)
     assert covers(schedule)
     full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert step_bytes(rows, placement, slices).rank_peaks(schedule) == pytest.approx(full, rel=1e-12)
+    assert step_bytes(rows, placement, slices).of_order(schedule).rank_peaks() == pytest.approx(full, rel=1e-12)
 
 
 def test_long_waits_fill_the_buffers_of_messages() -> None:
@@ -46,7 +46,7 @@ def test_long_waits_fill_the_buffers_of_messages() -> None:
     actions = tuple((*first, *then) for first, then in zip(forwards, rest, strict=True))
     schedule = Schedule("flush", actions, placement, 2, 12, slice_counts=(12, 3))
     full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert step_bytes(rows, placement, slices).rank_peaks(schedule) == pytest.approx(full, rel=1e-12)
+    assert step_bytes(rows, placement, slices).of_order(schedule).rank_peaks() == pytest.approx(full, rel=1e-12)
 
 
 def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:

@@ -95,7 +95,7 @@ class MemoryLimit:
         """
         assert self.rows is not None
         if covers(schedule):
-            peaks = step_bytes(self.rows, schedule.placement, slices).rank_peaks(schedule)
+            peaks = step_bytes(self.rows, schedule.placement, slices).of_order(schedule).rank_peaks()
             if np.isfinite(peaks).all():
                 return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks.tolist()]
         ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
