@@ -223,7 +223,7 @@ _FORWARD = (
 )
 _COMPILE = "for fused norms and activations give Pipeline(runtime=slipstream.Runtime(fused=True))"
 
-ANSWERS = {
+UNSUPPORTED_CALLS = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), _PLACE),
     **dict.fromkeys(("modules", "named_modules", "children"), _LAYERS),
     **dict.fromkeys(("gradient_checkpointing_enable", "activation_checkpointing_enable"), _RECOMPUTE),

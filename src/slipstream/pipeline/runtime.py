@@ -43,7 +43,7 @@ from slipstream.pipeline.execution import (
 )
 from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
 from slipstream.pipeline.families.model_family import causal_lm
-from slipstream.pipeline.families.stage_layout import FrozenStages
+from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
@@ -100,9 +100,12 @@ class PipelineRuntime:
         self.tensor_parallel: TensorParallel | None
         with counted_off("loading the model", uses_disk=True):
             self.stages, self.tensor_parallel = self.family.make_stages(self.layout)
-        self._frozen = FrozenStages(self.stages, self.ranks, self.layout.order)
-        if isinstance(self.family, CausalLMFamily) and self._frozen.may_be_left_out(self.layout, options.schedule):
-            self.layout = replace(self.layout, num_frozen_stages=self._frozen.number)
+        num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
+        # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
+        # nor where gradients go past stages.
+        keeps_all = self.settings.reorders or self.layout.order.is_lowered or self.layout.spreads_embedding
+        if isinstance(self.family, CausalLMFamily) and not keeps_all:
+            self.layout = replace(self.layout, num_frozen_stages=num_frozen)
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.parameters = Parameters(self.stages, self.ranks, self.tensor_parallel, holders, options)
@@ -315,7 +318,7 @@ class PipelineRuntime:
 
         def checked() -> SplitBatch:
             if self.layout.num_frozen_stages:
-                self._frozen.check(self.layout)
+                check_frozen(self.stages, self.layout)
             batch = cut()
             if isinstance(self._losses, GivenLosses) and len(self.layout.layers) - 1 in self.stages:
                 self._losses.try_on(batch, self.family.output_forms, trains is not None)

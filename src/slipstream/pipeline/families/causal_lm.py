@@ -61,7 +61,7 @@ from slipstream.pipeline.families.causal_lm_layout import (
     spread_heads,
 )
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.families.weighed_model import WeighedModel, weighed_rates
+from slipstream.pipeline.families.weighed_model import FlopEstimate, flop_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
 from slipstream.pipeline.weights import WeightSource
@@ -310,8 +310,8 @@ class CausalLMFamily:
     def rates(self, layout: StageLayout) -> StageRates:
         """Returns what the stages cost, by their multiplications."""
         has_head = not layout.spreads_vocabulary
-        model = WeighedModel(self.config, self._anatomy, None, has_head, self._outline)
-        return weighed_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
+        model = FlopEstimate(self.config, self._anatomy, None, has_head, self._outline)
+        return flop_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""

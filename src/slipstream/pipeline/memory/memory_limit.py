@@ -20,9 +20,8 @@ from slipstream.pipeline.families import CausalLMFamily, StageLayout
 from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.memory.row_account import (
-    RowAccount,
+    LinearMemoryModel,
     both_backwards,
-    compiled_account,
     covers,
     rows_to_rehearse,
 )
@@ -68,7 +67,7 @@ class MemoryLimit:
         self._layout, self._lay_out, self._rehearsal = layout, lay_out, rehearsal
         self._memory_of = partial(memory_of, frees_late=records)
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
-        self.rows: RowAccount | None = None  # of batches whose sequences differ in length
+        self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
         self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
@@ -95,7 +94,7 @@ class MemoryLimit:
         """
         assert self.rows is not None
         if covers(schedule):
-            peaks = compiled_account(self.rows, schedule.placement, slices).peaks(schedule)
+            peaks = self.rows.compiled(schedule.placement, slices).peaks(schedule)
             if np.isfinite(peaks).all():
                 return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks]
         ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
@@ -172,7 +171,7 @@ class MemoryLimit:
         found: dict[tuple[int, ...], list[MemoryTable]] = {}
         for slices, step in steps:
             found.setdefault(slices, []).extend(self._ranks.pipeline.gather(rehearse(step)))
-        self.rows = RowAccount(tuple((slices, _merged(tables)) for slices, tables in found.items()))
+        self.rows = LinearMemoryModel(tuple((slices, _merged(tables)) for slices, tables in found.items()))
 
     def check_sequences(
         self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], whole: Sequences
