@@ -16,8 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
-from slipstream.pipeline.families import CausalLMFamily, StageLayout
-from slipstream.pipeline.families.model_family import ModelFamily
+from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.memory.row_account import (
     LinearMemoryModel,
@@ -153,7 +152,6 @@ class MemoryLimit:
     def _rehearse_rows(self, splits: bool) -> None:
         """Rehearses a few short rows, so that what any rows hold is known; not of a model whose rows can't be cut.
         `splits` is whether weight gradients may be computed apart. Collective."""
-        assert isinstance(self._family, CausalLMFamily)  # sequences of layers have no memory limit
         config, device = self._family.config.get_text_config(), self._device
         steps = []
         for slices in rows_to_rehearse(getattr(config, "max_position_embeddings", None)):
