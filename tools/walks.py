@@ -7,6 +7,7 @@ is the station from which it was called first. A picture shows that, and the fir
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,6 @@ WALKS = {
             "planning/plan_model.py:choose_costs",
             "profile/counting.py:count_model",
             "planner/search/plan_search.py:search_plans",
-            "planner/search/bounds.py:MemoryBound.__init__",
             "planner/search/plan_search.py:joint_candidates",
             "planner/joint/joint_search.py:find_joint_plan",
             "planner/search/simulated_configuration.py:predict",
@@ -237,8 +237,7 @@ def sentence_of(station: str) -> str:
     for part in name.split("."):
         node = next(each for each in node.body if getattr(each, "name", None) == part)
     text = " ".join((ast.get_docstring(node) or "").split())
-    head, stop, _ = text.partition(". ")
-    return head + stop.rstrip() if stop else text
+    return re.split(r"(?<=[^.]\.) ", text, maxsplit=1)[0]
 
 
 def picture(name: str) -> Path:

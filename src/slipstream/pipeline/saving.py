@@ -27,8 +27,6 @@ from slipstream.checkpoint import (
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks
-from slipstream.pipeline.families import CausalLMFamily
-from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.weights import merged_state, save_on_leader, write_adapter, write_model
@@ -149,7 +147,8 @@ class PipelineSaving(PipelineFacts):
         Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
         `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
         """
-        family = causal_lm(self._runtime.family, "save_pretrained")
+        family = self._runtime.family
+        family.check_has("save_pretrained")
         state, config, adapter = self._runtime.state_dict("save_pretrained"), family.config, family.adapter
         stage = next(iter(self._runtime.stages.values()))
         generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
@@ -186,13 +185,13 @@ def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[s
 
 
 def _kept(runtime: PipelineRuntime) -> Iterator[ParameterShard]:
-    return kept_parts(runtime.parameters.shards(), _adapter(runtime) is not None)
+    return kept_parts(runtime.parameters.shards(), runtime.family.adapter is not None)
 
 
 def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard]:
     """Returns the model's state that isn't parameters, such as the statistics of batch norms. Collective if it is to be
     written: each by the first rank of those that have it."""
-    if _adapter(runtime) is not None:
+    if runtime.family.adapter is not None:
         return []
     stages = runtime.stages.values()
     weights = {storage_id(each) for stage in stages for _, each in stage.named_parameters()}
@@ -215,12 +214,9 @@ def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard
     ]
 
 
-def _adapter(runtime: PipelineRuntime) -> object:
-    return runtime.family.adapter if isinstance(runtime.family, CausalLMFamily) else None
-
-
 def _described(runtime: PipelineRuntime) -> dict[str, Any]:
-    return describe_model(runtime.family.config) if isinstance(runtime.family, CausalLMFamily) else {}
+    config = runtime.family.config
+    return {} if config is None else describe_model(config)
 
 
 def _check_step(folder: Path, step: int, replace: bool) -> None:

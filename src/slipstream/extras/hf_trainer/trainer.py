@@ -24,7 +24,7 @@ from slipstream.model import IGNORED, meta_model
 from slipstream.model.adapters import adapted_model
 from slipstream.parallel import end_group_at_exit
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.introspection import ANSWERS
+from slipstream.pipeline.introspection import UNSUPPORTED_CALLS
 
 _log = logging.getLogger(__name__)
 FOLDER = "slipstream"
@@ -249,7 +249,7 @@ class PipelineModel(nn.Module):
 
     def forward(self, labels: object = None, **columns: object) -> Never:
         """Raises SlipstreamError: a Pipeline's forward and backward are one call."""
-        raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {ANSWERS['forward']}")
+        raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {UNSUPPORTED_CALLS['forward']}")
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names."""
@@ -279,7 +279,7 @@ class PipelineModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if (answer := ANSWERS.get(name)) is None:
+            if (answer := UNSUPPORTED_CALLS.get(name)) is None:
                 raise
             raise AttributeError(f"the model of a SlipstreamTrainer has no attribute {name!r}: {answer}") from error
 

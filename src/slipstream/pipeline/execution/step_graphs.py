@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from slipstream.comm import MadeUpTransport, Transport
+from slipstream.comm import FakeTransport, Transport
 from slipstream.keyed_draws import drawing
 from slipstream.model import CausalLMStage, Tensors
 from slipstream.parallel import Ranks
@@ -135,7 +135,7 @@ class StepGraphs:
         recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
         assert recorder is not None
         step = RecordedStep(recorder, batch, self._device, self._num_seeds)
-        executor = self._make_executor(rank, MadeUpTransport(self._device), _nothing)
+        executor = self._make_executor(rank, FakeTransport(self._device), _nothing)
         for _ in executor.start(schedule, step.batch, step.record, step.state, step.moves):
             raise RuntimeError(f"rank {rank} waits for another rank's message while it is recorded")
         executor.finish()

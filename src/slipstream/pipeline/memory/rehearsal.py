@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.comm import HEADER_BYTES, MadeUpTransport, SkipSend, Transport, message_bytes, part_size
+from slipstream.comm import HEADER_BYTES, FakeTransport, SkipSend, Transport, message_bytes, part_size
 from slipstream.model import CausalLMStage, Tensors, storage_bytes, storage_id, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies
@@ -51,7 +51,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
     on CUDA what its allocator has allocated. Not for rows of several documents.
     """
-    batch, transport = step.batch, step.scatter(MadeUpTransport(step.device))
+    batch, transport = step.batch, step.scatter(FakeTransport(step.device))
     step = replace(step, batch=batch.twice(number))
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
