@@ -83,7 +83,7 @@ class PipelineSaving(PipelineFacts):
             checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
             checkpoints.prepare()
             ranks.decided(lambda: _check_step(folder, step, replace))
-            described = {"loop": {**rule, "facts": kept, "random_state": list(runtime.random_state)}}
+            described = loop_facts(rule, kept, runtime.random_state)
             checkpoints.save(step, shards, described | {"model": _described(runtime)})
             checkpoints.close()
 
@@ -168,12 +168,10 @@ class PipelineSaving(PipelineFacts):
 
 
 def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[str]) -> str:
-    """Returns why the checkpoint isn't of this model, or not of a loop; "" where it is.
+    """Returns why the checkpoint isn't of this model; "" where it is.
 
     `everywhere` are the keys of the tensors that any rank can load.
     """
-    if "loop" not in saved.facts:
-        return "was saved by `slipstream train`, which goes on from it with --checkpoint.resume=latest"
     if differences := saved.describe_other_model(_described(runtime)):
         return f"is a checkpoint of another model: {differences}"
     names = (name for name in saved.manifest.tensors if name.startswith("model."))
@@ -266,6 +264,12 @@ def describe_rule(optimizer: Optimizer | None, scheduler: Scheduler | None) -> d
         "optimizer": None if optimizer is None else _described_rule(optimizer, _options(optimizer)),
         "scheduler": None if scheduler is None else _described_rule(scheduler, scheduler.state_dict()),
     }
+
+
+def loop_facts(rule: Mapping[str, Any], facts: Any, random_state: tuple[int, int]) -> dict[str, Any]:
+    """Returns what every checkpoint keeps, by which `Pipeline.load` goes on: what `describe_rule` returned, encoded
+    facts of the loop, and the state of dropout."""
+    return {"loop": {**rule, "facts": facts, "random_state": list(random_state)}}
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -232,6 +232,8 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     saved = find_saved(config)
     if saved is None:
         return False
+    if "settings" not in saved.facts:
+        raise saved.unfit("was saved by pipe.save, and doesn't say on what it was trained: pipe.load goes on from it")
     _check_adapter(saved, config)
     if changes := list(_changes(saved.facts["settings"], config)):
         progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
