@@ -48,4 +48,3 @@ from slipstream.model.tensors import (
     storage_id,
     storage_ids,
 )
-from slipstream.model.vocabulary import TiedWeight

@@ -85,8 +85,7 @@ class CausalLMStage:
         fix_length_dependent_rope(model)
         self._shared, self._device = shared, device
         self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
-        if shared is not None:
-            self._seeds.install(model, shared, self.is_first)
+        self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
