@@ -1,9 +1,7 @@
 """What autograd saves of a forward: kept, recomputed just before the backward (rule 4), or moved to the host.
 
-Recomputation (rule 4): what a forward keeps, and the replay that restores the rest just before the backward.
-
-GPipe section 2.3 calls it re-materialization. Keys and values stay in the context store, and a replay reads them there,
-so recomputing a slice never recomputes the slices before it.
+GPipe section 2.3 calls the second re-materialization. Keys and values stay in the context store, and a replay reads
+them there, so recomputing a slice never recomputes the slices before it.
 """
 
 from __future__ import annotations

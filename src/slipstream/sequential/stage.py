@@ -1,8 +1,7 @@
 """Runs one stage of an nn.Sequential, some consecutive layers, on a microbatch or a token slice at a time.
 
-Recomputation in segments: a stage keeps what enters each of them, and computes the rest again in its backward.
-
-Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
+Where it recomputes, a stage keeps what enters each of some segments of its layers, and computes the rest again in its
+backward. Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
 A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
 """
 
