@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, CausalLMStage, Tensors
+from slipstream.model import IGNORED, PipelineStage, Tensors
 from slipstream.model.hooks import TokenSlice
 from slipstream.schedule import SlicedMicrobatch
-from slipstream.sequential import SequentialStage
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 
@@ -279,4 +278,4 @@ def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
     return shifted
 
 
-Stage = CausalLMStage | SequentialStage
+Stage = PipelineStage
