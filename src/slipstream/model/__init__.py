@@ -28,6 +28,7 @@ from slipstream.model.layer_range import (
     are_allowed_layer_counts,
 )
 from slipstream.model.loading import meta_model, model_for_timing, pretrained_model, random_model
+from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.self_check import (
     TOLERANCE,
     LabelLoss,
@@ -47,4 +48,3 @@ from slipstream.model.tensors import (
     storage_id,
     storage_ids,
 )
-from slipstream.model.vocabulary import TiedWeight

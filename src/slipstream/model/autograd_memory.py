@@ -1,9 +1,7 @@
 """What autograd saves of a forward: kept, recomputed just before the backward (rule 4), or moved to the host.
 
-Recomputation (rule 4): what a forward keeps, and the replay that restores the rest just before the backward.
-
-GPipe section 2.3 calls it re-materialization. Keys and values stay in the context store, and a replay reads them there,
-so recomputing a slice never recomputes the slices before it.
+GPipe section 2.3 calls the second re-materialization. Keys and values stay in the context store, and a replay reads
+them there, so recomputing a slice never recomputes the slices before it.
 """
 
 from __future__ import annotations
@@ -251,19 +249,15 @@ class SliceReplay:
     @contextmanager
     def forward(self, store: ContextStore) -> Iterator[None]:
         """Surrounds F."""
-        with self._checks.keeping() if self._checks else nullcontext(), self._saving(store):
-            yield
-
-    @contextmanager
-    def _saving(self, store: ContextStore) -> Iterator[None]:
-        if self.what is None or not self.what.keeps_products:
-            with self.saved.saving(self._keeps):
+        with self._checks.keeping() if self._checks else nullcontext():
+            if self.what is None or not self.what.keeps_products:
+                with self.saved.saving(lambda _: not self._is_recomputed()):
+                    yield
+                return
+            products = _KeepProducts(self.saved)
+            with products, store.wrapped_attention(products.attention), self.saved.saving(products.is_kept):
                 yield
-            return
-        products = _KeepProducts(self.saved)
-        with products, store.wrapped_attention(products.attention), self.saved.saving(products.is_kept):
-            yield
-        self._products = products.kept
+            self._products = products.kept
 
     def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
         """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""
@@ -276,10 +270,6 @@ class SliceReplay:
                 stack.enter_context(store.wrapped_attention(products.attention))
             replay_checked(self.saved, partial(run, inputs), self._checks)
         self._products, self._inputs, self.needs_gradient = [], [], []
-
-    def _keeps(self, _: Tensor) -> bool:
-        """Returns whether F keeps what is saved now: all of it, nothing, or what the stage's last layers save."""
-        return not self._is_recomputed()
 
     def _is_recomputed(self) -> bool:
         """Returns whether R repeats what runs now."""

@@ -1,15 +1,13 @@
-"""Layers that add their weight's gradient in place, immediately or later: what I leaves to W.
+"""Adds weights' gradients in place, in a backward or later: what I leaves to W.
 
 Autograd makes a new weight-sized tensor for every slice and adds it to `.grad`: several passes over memory where a
 matrix product that accumulates needs one, and an embedding touches a few rows. With short slices those passes cost as
 much as the arithmetic. Gradients are added in the parameter's `grad_dtype`: its own dtype, or float32 for a bfloat16
 parameter with a float32 master.
 
-Experts held as one 3-D weight: their products in any dtype, and their gradients in place, immediately or as W.
-
-transformers sorts the tokens by expert and multiplies each group with its expert's matrix in one call, its default
-implementation "grouped_mm". PyTorch's kernel for that has no float64, and its backward makes a gradient of the size of
-all experts for every slice, of which a short slice fills few.
+Experts held as one 3-D weight are multiplied in one call that transformers calls "grouped_mm". PyTorch's kernel for it
+has no float64, and its backward makes a gradient of the size of all experts for every slice, of which a short slice
+fills few. So they have products and gradients of their own here, too.
 """
 
 from __future__ import annotations
