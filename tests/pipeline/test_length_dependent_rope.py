@@ -25,6 +25,7 @@ from support.architectures import (
 )
 from support.forked import launch
 from support.options import grouped
+from support.parameters import each_once, first_of
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.ragged_batches import batch_of
@@ -86,8 +87,7 @@ def padded(lengths: list[int], width: int) -> dict[str, Tensor]:
     return dict(zip(("input_ids", "attention_mask", "labels"), (*rows, targets), strict=True))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "num_microbatches"), each_once(NAMES, [1, 3]))
 def test_each_sequence_of_a_list_is_alone(name: str, num_microbatches: int) -> None:
     inputs, labels = batch_of(LENGTHS)
     check(pipeline(name, num_microbatches=num_microbatches), alone(name, inputs, labels), inputs, labels)
@@ -108,8 +108,7 @@ def test_a_sequence_of_documents_has_the_frequencies_of_its_longest(name: str) -
     check(pipeline(name), alone(name, inputs, labels, cuts), inputs, labels, document_ids=ids)
 
 
-@pytest.mark.parametrize("positions", ["none", "counted", "beyond the padding"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "positions"), each_once(NAMES, ["none", "counted", "beyond the padding"]))
 def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
     """All its rows would have other frequencies without it."""
     batch = padded([20, 13], width=22 if positions == "beyond the padding" else 32)
@@ -120,7 +119,7 @@ def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
     check(pipeline(name, num_microbatches=2), together(copy.deepcopy(MODELS[name]), batch), batch)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_of(NAMES))
 def test_frequencies_follow_the_batches_of_a_training(name: str) -> None:
     """Type dynamic keeps those of the longest batch: sequences that are alone, rehearsals and the search for what
     carries states change nothing."""
@@ -145,8 +144,7 @@ def test_a_rotary_forward_of_the_users_own_runs() -> None:
     check(pipe, together(models[1], {"input_ids": ids, "labels": ids}), ids, ids)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", ["rows", "padded", "lists"])
+@pytest.mark.parametrize(("name", "case"), each_once(NAMES, ["rows", "padded", "lists"]))
 def test_replicas_have_what_one_device_would(name: str, case: str) -> None:
     ended = launch(2, WORKERS / "pipeline/length_dependent_rope.py", name, case)
     assert ended.returncode == 0, ended.stderr[-3000:]
