@@ -326,6 +326,7 @@ class TestRefusals:
             check_compiler("cpu")
 
 
+@pytest.mark.more
 def test_few_kinds_of_inputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents have ever new lengths; what is forgotten is found again."""
     met: list[int] = []

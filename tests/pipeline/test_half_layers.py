@@ -17,19 +17,16 @@ from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.model import LayerRange
 from support.architectures import (
     ARCHITECTURES,
-    BOUND,
     LENGTH,
     VOCABULARY,
     build,
-    gradient_error,
     gradients,
     labels_of,
     llama,
-    no_rounding_inside,
     tokens,
-    unsplit_step,
     with_dropout,
 )
+from support.exact_steps import exact_pipe
 from support.examples import examples
 from support.options import grouped
 from support.parameters import each_once, first_of
@@ -40,18 +37,8 @@ CUT = [name for name in ARCHITECTURES if name != "gpt_neox"]  # its branches run
 
 
 def assert_exact(model: PreTrainedModel, **settings: object) -> Pipeline:
-    """A step of the pipeline has loss and gradients of the unsplit model."""
-    whole, inputs = copy.deepcopy(model), tokens()
-    labels = labels_of(inputs)
-    with no_rounding_inside():
-        expected = unsplit_step(whole, inputs, labels)
-        pipe = Pipeline(model, **grouped(**{"slices": SLICES, "num_microbatches": 2, "self_check": False} | settings))
-        loss = pipe.step(inputs, labels)
-    assert abs(loss - expected) < BOUND * expected
-    found, wanted = gradients(pipe), gradients(whole)
-    assert set(found) == set(wanted)
-    assert gradient_error(wanted, found) < BOUND
-    return pipe
+    inputs = tokens()
+    return exact_pipe(model, inputs, labels_of(inputs), **{"slices": SLICES, "num_microbatches": 2} | settings)
 
 
 @pytest.mark.parametrize("name", first_of(CUT, 4))
