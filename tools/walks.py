@@ -77,6 +77,7 @@ def run_plan(folder: Path) -> None:
     model += '"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 512}'
     (folder / "config.json").write_text(model)
     options = ["--seq-len", "512", "--global-batch", "8", "--output", str(folder / "plan.yaml")]
+    options += ["--pipeline-parallel", "2", "--tensor-parallel", "1", "--recompute", "none", "--offload", "0"]
     options += ["--report", str(folder / "plan.html")]
     _command("plan", str(folder / "config.json"), "a100-dgx", *options)
 

@@ -54,7 +54,7 @@ class Executor:
         """`recompute` says what the schedule's R actions recompute, None all. `reduce_gradients` is what REDUCE_GRAD
         does to a stage."""
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
-        self._losses, self._reduce_gradients = losses, reduce_gradients
+        self._losses = losses
         self._saved = SavedActivations(stages, recompute, device)
         self._schedule: Schedule | None = None
         self._head: SpreadHeadActions | None = None  # where the vocabulary is spread
