@@ -419,6 +419,13 @@ def test_a_checkpoint_that_is_not_there(refuse: Refuse, values: dict[str, Any], 
     assert f"there is no checkpoint 7 in {earlier.checkpoints}; give one of its steps (3), latest" in refuse(values)
 
 
+def test_a_checkpoint_of_a_loop_of_ones_own(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:
+    place = CheckpointFolder(earlier.checkpoints).complete(3)
+    Manifest(format=1, step=3, facts={"loop": {}, "model": {}}, files={}, tensors={}).write(place)
+    values["checkpoint"] = {"resume": "latest"}
+    assert "was saved by pipe.save, and doesn't say on what it was trained: pipe.load goes on from it" in refuse(values)
+
+
 def test_what_ranks_that_share_a_gpu_cannot_do(
     refuse: Refuse, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
