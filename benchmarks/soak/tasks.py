@@ -17,8 +17,13 @@ from typing import Any
 
 from benchmarks.hosts import Hosts
 
-_IMPORTED = ("cli.train", "training.training_rank", "pipeline.pipeline")
-_ALSO_IMPORTED = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+_IMPORTED = (
+    "slipstream.cli.train",
+    "slipstream.train.training_rank",
+    "slipstream.pipeline.pipeline",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+)
 _PROGRAM = "from benchmarks.soak.tasks import main; main()"
 _PATIENCE = 1800.0  # seconds until a host is ready, on a machine that has much else to do
 
@@ -93,7 +98,7 @@ class TaskHost:
 def main() -> None:
     from slipstream.launch.forked_ranks import ForkedRank, fork_server
 
-    for name in (*(f"slipstream.{each}" for each in _IMPORTED), *_ALSO_IMPORTED):
+    for name in _IMPORTED:
         import_module(name)
     read, write = (Connection(int(each)) for each in sys.argv[1:])
     with fork_server() as server:

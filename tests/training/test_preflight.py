@@ -242,21 +242,16 @@ def test_a_tokenizer_larger_than_the_model(refuse: Refuse, values: dict[str, Any
     assert "vocabulary has 258 tokens (0 to 257), but the text needs token id " in message
 
 
-def test_empty_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\n", "holds no text"), (b"\xff\xfe", "0.txt isn't UTF-8 text"), (b"few", "less than one sequence of 32")],
+)
+def test_text_that_no_run_could_learn_from(
+    refuse: Refuse, values: dict[str, Any], text: Path, content: bytes, message: str
+) -> None:
     for path in text.iterdir():
-        path.write_text("\n")
-    assert "holds no text" in refuse(values)
-
-
-def test_unreadable_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
-    (text / "9.txt").write_bytes(b"\xff\xfe")
-    assert "9.txt isn't UTF-8 text" in refuse(values)
-
-
-def test_too_little_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
-    for path in text.iterdir():
-        path.write_text("few")
-    assert "less than one sequence of 32" in refuse(values)
+        path.write_bytes(content)
+    assert message in refuse(values)
 
 
 OWN = [
