@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig
 
 from slipstream.cli import main
 from slipstream.launch import Progress
@@ -84,6 +84,8 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--sample.prompt=hello", ["sample.max_new_tokens=64", "64 positions", "--sample.max_new_tokens=59"]),
     ("--data.tokenizer=nope", ["no tokenizer at 'nope'", "no such folder here", "--data.tokenizer=..."]),
     ("--data.tokenizer=model", ["no tokenizer in 'model'", "no tokenizer.json", "--data.tokenizer=..."]),
+    ("--model={path: bare, init: random}", ["no tokenizer in 'bare'", "no tokenizer.json", "--data.tokenizer=..."]),
+    ("--model={path: hollow, init: random}", ["no tokenizer in 'hollow'", "special tokens", "--data.tokenizer=..."]),
     ("--data.suffixes=[txt]", ["'txt' has no dot", "give [.txt]"]),
     ("--model.config.num_layers=3", ["unknown key model.config.num_layers", "'model.config.num_hidden_layers'"]),
     ("--model.config.model_type=bert", ["'bert'", "a mask that is not causal", "slices=1"]),
@@ -116,6 +118,9 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("plan model h100-dgx --seqlen=32", ["--seqlen", "--seq-len"]),
     ("check books", ["no model at 'books'", "config.json"]),
     ("eval model nope.txt", ["no tokenizer", "tokenizer.json"]),
+    ("eval bare note.txt", ["no tokenizer in 'bare'", "no tokenizer.json", "Copy the files"]),
+    ("generate bare hello", ["no tokenizer in 'bare'", "no tokenizer.json", "Copy the files"]),
+    ("generate hollow hello", ["no tokenizer in 'hollow'", "special tokens", "Copy the files"]),
     ("generate ./modle hello", ["no folder ./modle", "a run's output folder"]),
     ("export books --output=x", ["no checkpoints in books", "runs/a"]),
     ("timeline 1f1p", ["'1f1p'", "did you mean '1f1b'"]),
@@ -155,6 +160,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(["a few words"], 300, Progress(None)).save_pretrained(place / "tok")
     settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
     AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(place / "model")
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    for folder in ("bare", "hollow"):
+        GemmaConfig(**small, num_key_value_heads=1, vocab_size=300).save_pretrained(place / folder)
+    AutoTokenizer.from_pretrained(place / "bare").save_pretrained(place / "hollow")  # with nothing but <pad> and such
     return place
 
 
