@@ -29,7 +29,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import interleaved, medians, setting, wait_for, write
-from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend, kernel_choice, kernels, slice_attention
+from slipstream.attention import (
+    AttentionSite,
+    ContextStore,
+    KeyRanges,
+    attend,
+    kernel_choice,
+    kernel_passes,
+    kernels,
+    slice_attention,
+)
 from slipstream.pipeline.execution.action_graphs import CUDAGraphs
 
 MODELS = {"Llama-3-8B": (32, 8), "Llama-3-70B": (64, 8)}  # heads, key heads
@@ -127,7 +136,7 @@ def measure(heads: int, key_heads: int, length: int, repeats: int, device: torch
     sliced(inputs, grad, cut)
     if device.type == "cuda":
         contenders["8 slices as a graph"] = recorded(contenders["8 slices"], device)
-        with patch.object(kernels, "_passes", lambda device: kernels._PLAIN):
+        with patch.object(kernel_passes, "_passes", lambda device: kernel_passes._PLAIN):
             contenders["8 slices as a graph, uncompiled"] = recorded(contenders["8 slices"], device)
     rounds, steps = (repeats, 3) if length < LENGTHS[-1] else (1, 2)
     seconds = medians(

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend, kernels, slice_attention
 from slipstream.attention import masks as key_ranges
 from slipstream.attention.backend import QueryState
-from slipstream.attention.kernels import FusedCUDA, KeyGradients, MaskedMath
+from slipstream.attention.kernel_passes import KeyGradients
+from slipstream.attention.kernels import FusedCUDA, MaskedMath
 from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, kernel_choice, slice_attention
 from slipstream.attention.flex import FlexCUDA
-from slipstream.attention.kernels import _PLAIN, HeadsApart, _passes, _tried
+from slipstream.attention.kernel_passes import _PLAIN, _passes, _tried
+from slipstream.attention.kernels import HeadsApart
 from support.attention import distance, make_case
 
 pytestmark = [

@@ -11,8 +11,9 @@ import torch._inductor.metrics
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import kernel_choice, kernels, slice_attention, store
-from slipstream.attention.kernels import HeadsApart, KeyGradients, add_gradients
+from slipstream.attention import kernel_choice, kernel_passes, kernels, slice_attention, store
+from slipstream.attention.kernel_passes import KeyGradients, add_gradients
+from slipstream.attention.kernels import HeadsApart
 from support.attention import AttentionCase, distance, make_case
 
 LENGTH = 40
@@ -130,8 +131,8 @@ def test_slices_equal_the_whole(
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
 def test_slices_equal_the_whole_with_compiled_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merges and sums of heads, compiled as on a GPU, are those uncompiled; one kernel for each, whatever the slice."""
-    compiled = kernels._Passes(*(torch.compile(each, dynamic=True) for each in kernels._PLAIN))  # type: ignore[arg-type]
-    monkeypatch.setattr(kernels, "_passes", lambda device: compiled)
+    compiled = kernel_passes._Passes(*(torch.compile(each, dynamic=True) for each in kernel_passes._PLAIN))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernel_passes, "_passes", lambda device: compiled)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     case = make_case((1, 4, 2, LENGTH, 16, 16), CAUSAL, [0, 3, 12, 29, LENGTH], sinks=True)
@@ -142,7 +143,9 @@ def test_slices_equal_the_whole_with_compiled_passes(monkeypatch: pytest.MonkeyP
     assert 3 <= graphs <= 6  # far from as many as are compiled at most
     assert torch._inductor.metrics.generated_kernel_count <= 2 * graphs  # merged outputs, and log-sum-exps
     device = torch.device("cpu")
-    for mine, plain in zip(kernels._tried(compiled, device), kernels._tried(kernels._PLAIN, device), strict=True):
+    for mine, plain in zip(
+        kernel_passes._tried(compiled, device), kernel_passes._tried(kernel_passes._PLAIN, device), strict=True
+    ):
         torch.testing.assert_close(mine, plain, rtol=0.01, atol=0.01)
 
 

@@ -22,14 +22,8 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import QueryState
-from slipstream.attention.kernels import (
-    CudnnKernel,
-    FlashKernel,
-    FusedKernel,
-    HeadsApart,
-    add_gradients,
-    package_kernels,
-)
+from slipstream.attention.kernel_passes import add_gradients
+from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, HeadsApart, package_kernels
 from slipstream.attention.masks import RegularMask
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from torch import Tensor
 from slipstream.attention.backend import AttentionSite, QueryState, TileGradients
 from slipstream.attention.flex import FlexCUDA, flex_works
 from slipstream.attention.kernel_choice import choose_kernel
-from slipstream.attention.kernels import FlashCPU, FusedCUDA, MaskedMath, add_gradients
+from slipstream.attention.kernel_passes import add_gradients
+from slipstream.attention.kernels import FlashCPU, FusedCUDA, MaskedMath
 from slipstream.attention.masks import KeyRanges, RegularMask, ScoreTile
 from slipstream.attention.store import AttentionResult, ContextStore
 from slipstream.autograd_calls import differentiable_once, direct_apply
