@@ -179,6 +179,12 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         """Keeps the columns that the unsplit model takes, so that a Pipeline, which may not take them, can say so."""
         self._signature_columns = [*inspect.signature(self.model.unsplit.forward).parameters, "label", "label_ids"]
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes what `from_pretrained` loads. Collective; transformers before 5.23 would call `_save` on one rank."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Writes the whole model, the tokenizer and the arguments."""
         folder = output_dir or self.args.output_dir
