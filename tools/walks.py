@@ -162,8 +162,6 @@ WALKS = {
             "planner/search/simulated_configuration.py:predict",
             "simulator/time_kernel.py:end_times",
             "simulator/memory_account.py:rank_memory",
-            "planning/plan_file.py:write_plan_file",
-            "planner/report.py:write_report",
         ),
     ),
 }
