@@ -5,6 +5,7 @@ Each ends with exit code 2 and without a traceback, and nothing is started or wr
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig
 
 from slipstream.cli import main
+from slipstream.cli.options import with_output_options
+from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.timeouts import LIMIT
@@ -246,3 +249,20 @@ def test_a_command_in_a_process(answers: dict[str, subprocess.CompletedProcess[s
     assert [word for word in words if word not in answer.stderr] == [], answer.stderr
     assert "Traceback" not in answer.stderr
     assert "\x1b" not in answer.stdout + answer.stderr
+
+
+def test_what_may_not_be_read(tmp_path: Path) -> None:
+    (locked := tmp_path / "locked").touch(mode=0o000)
+
+    def command() -> None:
+        is_root = os.geteuid() == 0  # who may read anything
+        if is_root:
+            os.seteuid(65534)
+        try:
+            locked.read_text()
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+    with pytest.raises(SlipstreamError, match=r"locked: Permission denied; name what you may read"):
+        with_output_options(command)(quiet=False, log_level=None)

@@ -57,6 +57,12 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
                 if shows("debug"):
                     traceback.print_exc(file=sys.stderr)
                 raise
+            except PermissionError as error:
+                if shows("debug"):
+                    raise
+                raise SlipstreamError(
+                    f"{error.filename}: {error.strerror}; name what you may read and write"
+                ) from error
 
     types = get_type_hints(command, include_extras=True)
     parameters = [each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()]

@@ -9,6 +9,7 @@ from slipstream.model.config import (
     check_is_causal_lm,
     check_length,
     check_router_loss,
+    check_unquantised,
     config_from_settings,
     load_config,
     longest_sequence,
