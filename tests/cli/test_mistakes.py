@@ -42,6 +42,14 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--optimizer.learning_rate=1e-3", ["optimizer.learning_rate", "'optimizer.lr'"]),
     ("--batch_size=4", ["unknown key batch_size", "'training.batch_size'"]),
     ("--lora.rank=4", ["lora.rank", "'lora.r'"]),
+    ("--training.logging_steps=1", ["unknown key training.logging_steps; there is no such", "metrics.jsonl"]),
+    ("--gradient_accumulation_steps=4", ["'training.batch_size': multiply it", "cuts the same batch"]),
+    ("--per_device_train_batch_size=2", ["'training.batch_size': sequences of a step on all devices together"]),
+    ("--save_total_limit=2", ["did you mean 'checkpoint.keep'?"]),
+    ("--data.max_samples=100", ["unknown key data.max_samples; there is no such setting", "head -n"]),
+    ("--lora.load_in_4bit=true", ["unknown key lora.load_in_4bit; weights can't be quantised"]),
+    ("--adapter=lora", ["unknown key adapter; here it is 'lora': a section"]),
+    ("--training.unlike_anything=1", ["unknown key training.unlike_anything; training has: bad_numbers"]),
     ("--optim.lr=1", ["unknown key optim", "'optimizer'"]),
     ("--training.steps=ten", ["training.steps='ten'", "a whole number from 1"]),
     ("--training.steps=1.5", ["training.steps=1.5", "a whole number from 1"]),
@@ -99,6 +107,14 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ),
 ]
 
+# Configurations of other tools, and how they are recognised.
+FOREIGN = {
+    "axolotl": "base_model: m\nload_in_4bit: true\nadapter: qlora\nmicro_batch_size: 2\nlearning_rate: 0.0002\n",
+    "LLaMA-Factory": "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\noutput_dir: o\n",
+    "TRL": "model_name_or_path: m\ndataset_name: d\nlearning_rate: 2.0e-4\noutput_dir: o\n",
+    "torchtitan": '[job]\ndump_folder = "o"\n[model]\nname = "llama3"\n[training]\nsteps = 10\n[parallelism]\n',
+}
+
 # Whole commands
 COMMANDS: list[tuple[str, list[str]]] = [
     ("train nope.yaml", ["nope.yaml", "No such file"]),
@@ -137,6 +153,10 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("profile model --seq-len=32 --longest-slice=64", ["longest_slice=64", "Give 1 to 32"]),
     ("profile model --seq-len=32 --budget=0", ["--budget", "'0': give a number of seconds above 0, such as 60"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80GB", ["'80GB'", "bytes above 0", "70e9"]),
+    *(
+        (f"train {tool}.{'toml' if tool == 'torchtitan' else 'yaml'}", [f"a configuration of {tool} ("])
+        for tool in FOREIGN
+    ),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
     ("train broken.yaml --data.dataset=sharegpt.jsonl", ["'text'", "ShareGPT", "from and value", "messages_column"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
@@ -156,6 +176,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
     (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
     (place / "twice.yaml").write_text("model: {path: model}\ntraining:\n  steps: 2\n  steps: 3\n")
+    for tool, text in FOREIGN.items():
+        (place / f"{tool}.{'toml' if tool == 'torchtitan' else 'yaml'}").write_text(text)
     (place / "sharegpt.jsonl").write_text('{"conversations": [{"from": "human", "value": "hello"}]}\n')
     (place / "empty.jsonl").write_text("\n\n")
     (place / "list.jsonl").write_text('["a"]\n["b"]\n')
