@@ -144,8 +144,10 @@ class ContextStore:
     def finish(self, call: Hashable, ranges: KeyRanges) -> None:
         """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5)."""
         context = self._contexts[call]
-        context.slices[ranges.start].done = True
-        context.num_done += ranges.end - ranges.start
+        stored = context.slices[ranges.start]
+        if not stored.done:
+            stored.done = True
+            context.num_done += ranges.end - ranges.start
         if context.num_done == self.length:
             del self._contexts[call]
 
