@@ -15,7 +15,7 @@ from slipstream.comm import Message, Transport, TransportError
 from slipstream.model import Tensors, copied_from_messages
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import note_output
-from slipstream.model.weight_gradients import defer_weight_gradients
+from slipstream.model.weight_gradients import WeightGradient, defer_weight_gradients, factors_of
 from slipstream.pipeline.cut_batch import SplitBatch, Stage
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation
 from slipstream.pipeline.execution.losses import Losses
@@ -265,29 +265,33 @@ class Executor:
         received = self._messages.received(step)
         return received if step.is_offloaded else received + self._messages.received(step, of_forward=True)
 
-    def _compute_backward(self, key: SliceKey, gradients: Tensors) -> Tensors:
-        """Returns the gradients of a slice's inputs on its stage, given those of its outputs."""
+    def _compute_backward(
+        self, key: SliceKey, gradients: Tensors, deferred: Sequence[WeightGradient] | None = None
+    ) -> Tensors:
+        """Returns the gradients of a slice's inputs on its stage, given those of its outputs; of an I, `deferred` gets
+        the weight gradients that it leaves to W."""
         g, m, i = key
         stage, state = self._stages[g], self._state
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
         needing = [index for index, spec in enumerate(self._messages.specs(Op.SEND_F, key)) if spec.needs_gradient]
-        begun = [each for each in self._parameters[g] if each.grad is None] if gradients else []
+        begun = [parameter for parameter in self._parameters[g] if parameter.grad is None]
         # with what the backward of a slice's sum of losses begins, (), or that of whole sequences' sums, (n,)
         of_loss = {0: state.loss_gradients.get(m, state.loss_weight)}
         backward(roots, of_loss if stage.has_loss else dict(zip(needing, gradients, strict=True)))
-        keep_apart(begun, gradients)
         del roots  # their graph
         if i == 0:
             state.stores.pop((g, m)).free()
             if stage.has_loss:
                 state.loss_gradients.pop(m, None)
         # taken out, as W may hold the graph that left them
-        return with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
+        found = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
+        keep_apart(begun, (*gradients, *found, *factors_of(deferred or ())))
+        return found
 
     def _compute_input_gradients(self, key: SliceKey, gradients: Tensors) -> Tensors:
         with defer_weight_gradients() as work:
-            found = self._compute_backward(key, gradients)
+            found = self._compute_backward(key, gradients, work)
         self._state.weights[key] = work
         return found
 

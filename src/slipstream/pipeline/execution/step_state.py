@@ -122,16 +122,19 @@ def roots_of(outputs: Tensors) -> Roots:
     return roots
 
 
-def keep_apart(parameters: Iterable[Tensor], messages: Tensors) -> None:
-    """Copies gradients that autograd has left in the memory of messages, which goes back to the pool: the first of a
-    sparse embedding, or of a parameter that was viewed, may be what came in."""
-    received = storage_ids(messages)
+def keep_apart(parameters: Iterable[Tensor], others: Tensors) -> None:
+    """Copies gradients that autograd has left in the memory of a message, received or to be sent, of what W multiplies,
+    or of one another, as later gradients are added to them in place: the first of a sparse embedding, or of a parameter
+    that was viewed, may be what a layer's output or input gets too."""
+    used = set(storage_ids(others))
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             values = gradient._values() if gradient.is_sparse else gradient
-            if storage_id(values) in received:
+            if storage_id(values) in used:
                 parameter.grad = gradient.clone()
+            else:
+                used.add(storage_id(values))
 
 
 def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
