@@ -61,8 +61,9 @@ def no_rounding_in_trl() -> Iterator[None]:
     wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
     with pytest.MonkeyPatch.context() as patch, no_rounding_inside():
         patch.setattr("trl.kernels.chunked_logprob.torch", wide)
-        # Backwards run without the modes of their thread.
-        patch.setattr("trl.kernels.chunked_logprob._addmm_fp32", lambda total, a, b: total.addmm_(a, b))
+        # Backwards run without the modes of their thread, by which nothing rounds otherwise.
+        narrow = torch.Tensor.float
+        patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x))
         yield
 
 
