@@ -34,10 +34,10 @@ from slipstream.attention import (
     ContextStore,
     KeyRanges,
     attend,
+    fused_cuda,
     kernel_choice,
     kernel_passes,
     kernels,
-    slice_attention,
 )
 from slipstream.pipeline.execution.action_graphs import CUDAGraphs
 
@@ -106,7 +106,7 @@ def errors(heads: int, key_heads: int, device: torch.device) -> dict[str, list[f
     wanted = exact(inputs, grad)
     found = {name: unsliced(inputs, grad, kernel) for name, kernel in kernels_of(device).items()}
     for name, choose in (("8 slices", kernel_choice.choose_kernel), ("8 slices, heads together", choose_together)):
-        with patch.object(slice_attention, "choose_kernel", choose):
+        with patch.object(fused_cuda, "choose_kernel", choose):
             slices = sliced(inputs, grad, UNEQUAL)
         found[name] = [torch.cat(parts, dim=2) for parts in zip(*slices, strict=True)]
     return {
