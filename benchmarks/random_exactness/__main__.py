@@ -55,7 +55,7 @@ from benchmarks.zoo.workers import Limits, Result, Send, run_forked
 from slipstream import SlipstreamError
 from slipstream.comm import TransportError
 from slipstream.errors import LostRankError
-from slipstream.model.toy import full_precision, quiet_transformers
+from slipstream.model.toy import float64_masks, full_precision, quiet_transformers
 
 NAME = "random_exactness"
 KEPT = Path(__file__).with_name("kept_seeds.txt")
@@ -161,7 +161,7 @@ def try_case(seed: str, send: Send, rank: int, folder: str) -> None:
     place = place_of(seed)
     began = time.process_time()
     warnings.simplefilter("ignore")
-    with quiet_transformers():
+    with float64_masks(), quiet_transformers():
         try:
             found = _outcome(seed, place, rank, f"{folder}/{seed}", send)
         except Exception as error:

@@ -22,12 +22,13 @@ from slipstream.comm import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
+from slipstream.model import PipelineStage
 from slipstream.model.autograd_memory import take_differing_layers
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
 from slipstream.pipeline.batch import Inputs, Sequences, WholeBatch, given_batch
-from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch, Stage
+from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import (
     CollectedOutputs,
     Executor,
@@ -95,7 +96,7 @@ class PipelineRuntime:
 
         # 3. The stages of this process, and their parameters.
         self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
-        self.stages: Mapping[int, Stage]
+        self.stages: Mapping[int, PipelineStage]
         self.tensor_parallel: TensorParallel | None
         with counted_off("loading the model", uses_disk=True):
             self.stages, self.tensor_parallel = self.family.make_stages(self.layout)

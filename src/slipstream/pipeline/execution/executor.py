@@ -12,11 +12,11 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.comm import Message, Transport, TransportError
-from slipstream.model import Tensors, copied_from_messages
+from slipstream.model import PipelineStage, Tensors, copied_from_messages
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import note_output
 from slipstream.model.weight_gradients import WeightGradient, defer_weight_gradients, factors_of
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation
 from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey, program_of
@@ -44,7 +44,7 @@ class Executor:
     def __init__(
         self,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         transport: Transport,
         losses: Losses,
         device: torch.device,
@@ -286,7 +286,8 @@ class Executor:
                 state.loss_gradients.pop(m, None)
         # taken out, as W may hold the graph that left them
         found = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
-        keep_apart(begun, (*gradients, *found, *factors_of(deferred or ())))
+        if begun:
+            keep_apart(begun, (*gradients, *found, *factors_of(deferred or ())))
         return found
 
     def _compute_input_gradients(self, key: SliceKey, gradients: Tensors) -> Tensors:

@@ -11,9 +11,9 @@ import torch
 
 from slipstream.comm import FakeTransport, Transport
 from slipstream.keyed_draws import drawing
-from slipstream.model import Tensors
+from slipstream.model import PipelineStage, Tensors
 from slipstream.parallel import Ranks
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import (
     ActionRunner,
     Computation,
@@ -48,7 +48,11 @@ class StepGraphs:
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], make_executor: MakeExecutor, device: torch.device, refusal: str | None
+        self,
+        stages: Mapping[int, PipelineStage],
+        make_executor: MakeExecutor,
+        device: torch.device,
+        refusal: str | None,
     ) -> None:
         """`refusal` says why this pipeline's steps can't be recorded at all."""
         self._stages, self._make_executor, self._device = stages, make_executor, device

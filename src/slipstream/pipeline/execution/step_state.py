@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
 from slipstream.comm import Message, SkipMessages, Transport
-from slipstream.model import Tensors, TensorSpec, storage_id, storage_ids
+from slipstream.model import PipelineStage, Tensors, TensorSpec, storage_id, storage_ids
 from slipstream.model.autograd_memory import SliceReplay
 from slipstream.model.weight_gradients import WeightGradient
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.schedule import Action, Op, Schedule
 from slipstream.timeline import Span
@@ -181,7 +181,7 @@ class StageMessages:
         self,
         rank: int,
         schedule: Schedule,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         transport: Transport,
         state: StepState,
         stopwatch: Stopwatch,
@@ -249,7 +249,7 @@ class StageMessages:
 
 
 def _specs(
-    schedule: Schedule, stages: Mapping[int, Stage], state: StepState, op: Op, key: SliceKey
+    schedule: Schedule, stages: Mapping[int, PipelineStage], state: StepState, op: Op, key: SliceKey
 ) -> Sequence[TensorSpec]:
     """Returns the specs of what a stage receives or sends in such a message, with skips for SEND_F and SEND_B."""
     g, m, i = key

@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from slipstream.model import PipelineStage
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.parallel import Ranks
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.batch import Sequences, WholeBatch
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses, OutputForms
 from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.layer_sequence import Balance, SequenceFamily
@@ -94,7 +95,7 @@ class ModelFamily(Protocol):
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
 
-    def make_stages(self, layout: StageLayout) -> tuple[Mapping[int, Stage], TensorParallel | None]:
+    def make_stages(self, layout: StageLayout) -> tuple[Mapping[int, PipelineStage], TensorParallel | None]:
         """Returns the stages of this process, and how ranks share them. Collective."""
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:

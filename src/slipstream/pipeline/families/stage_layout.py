@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange
+from slipstream.model import LayerRange, PipelineStage
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.parallel import Ranks
-from slipstream.pipeline.cut_batch import Stage
 from slipstream.schedule import (
     Op,
     Schedule,
@@ -142,7 +141,7 @@ def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, off
     return add_offload(schedule, offload) if offload else schedule
 
 
-def count_frozen(stages: Mapping[int, Stage], ranks: Ranks, schedule: Schedule) -> int:
+def count_frozen(stages: Mapping[int, PipelineStage], ranks: Ranks, schedule: Schedule) -> int:
     """Returns how many of the first stages have no trained parameter. Collective. `schedule` may have frozen stages by
     itself; raises SlipstreamError where these are trained."""
     trained = [number for number, stage in stages.items() if _is_trained(stage)]
@@ -156,7 +155,7 @@ def count_frozen(stages: Mapping[int, Stage], ranks: Ranks, schedule: Schedule) 
     return first
 
 
-def check_frozen(stages: Mapping[int, Stage], layout: StageLayout) -> None:
+def check_frozen(stages: Mapping[int, PipelineStage], layout: StageLayout) -> None:
     """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""
     for number in range(layout.num_frozen_stages):
         if number in stages and _is_trained(stages[number]):
@@ -168,5 +167,5 @@ def check_frozen(stages: Mapping[int, Stage], layout: StageLayout) -> None:
             )
 
 
-def _is_trained(stage: Stage) -> bool:
+def _is_trained(stage: PipelineStage) -> bool:
     return any(parameter.requires_grad for _, parameter in stage.named_parameters())

@@ -336,7 +336,7 @@ def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
         if len(found := [key for key in keys if key in values]) > 1:
             raise SlipstreamError(
                 f"{path} is a configuration of {tool} ({', '.join(found[:3])}); `slipstream init MODEL DATA` writes "
-                "one of Slipstream's, and docs/coming-from.md says what each setting is called there"
+                "one of Slipstream's, and the page 'Coming from other tools' says what each setting is called here"
             )
 
 
