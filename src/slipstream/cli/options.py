@@ -23,14 +23,14 @@ def _level(name: str) -> str:
         raise BadParameter(f"{name!r}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}") from None
 
 
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Say the result, warnings and errors alone.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the result, warnings and errors.")]
 LogLevel = Annotated[
     str | None,
     Option(
         parser=_level,
         autocompletion=lambda: [*LEVELS],
         metavar="LEVEL",
-        help="The least that is said: debug, info, warning (as --quiet) or error. Default: info.",
+        help="Minimum log level: debug, info, warning (same as --quiet) or error. Default: info.",
         show_default=False,
     ),
 ]
@@ -40,7 +40,7 @@ _OPTIONS = {"quiet": (Quiet, False), "log_level": (LogLevel, None)}
 def chosen_level(quiet: bool, log_level: str | None) -> Level | None:
     """Returns the level that the options say; None where neither is given. Raises SlipstreamError where both are."""
     if quiet and log_level is not None:
-        raise SlipstreamError(f"--quiet and --log-level={log_level} both say how much is said; give one of the two")
+        raise SlipstreamError(f"--quiet and --log-level={log_level} both set the log level; give one of the two")
     if quiet:
         return "warning"
     return None if log_level is None else level_named(log_level, "--log-level")
@@ -61,7 +61,7 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
                 if shows("debug"):
                     raise
                 raise SlipstreamError(
-                    f"{error.filename}: {error.strerror}; name what you may read and write"
+                    f"{error.filename}: {error.strerror}; give a path that you may read and write"
                 ) from error
 
     types = get_type_hints(command, include_extras=True)
@@ -117,7 +117,7 @@ Best = Annotated[
     bool,
     Option(
         "--best",
-        help="Of a run with --checkpoint.keep_best=true: the checkpoint of its lowest validation loss.",
+        help="Use the checkpoint with the lowest validation loss, of a run with --checkpoint.keep_best=true.",
     ),
 ]
 
@@ -125,7 +125,7 @@ TrustRemoteCode = Annotated[
     bool,
     Option(
         "--trust-remote-code",
-        help="Run Python code that comes with the model. It can do whatever you can: read it first.",
+        help="Run Python code that comes with the model. It has all your permissions: read it first.",
     ),
 ]
 

@@ -89,12 +89,15 @@ def init(
 
 
 def runs(
-    folder: Annotated[Path, Argument(help="A run's output folder, also while it is going on, or a folder of runs.")],
+    folder: Annotated[
+        Path, Argument(help="The output folder of a run, which may still be going on, or a folder of runs.")
+    ],
     output: Annotated[
-        Path | None, Option(help="The file to write. Default: FOLDER/run.html, and runs.html for a folder of runs.")
+        Path | None,
+        Option(help="The file to write. Default: FOLDER/run.html, or FOLDER/runs.html for a folder of runs."),
     ] = None,
     overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace a file that isn't such a page; one that is is replaced in any case.")
+        bool, Option("--overwrite", help="Replace the file even if it isn't a run page; run pages are always replaced.")
     ] = False,
 ) -> None:
     """Write an HTML page of the runs in FOLDER: curves, the last step, what happened, settings. It needs no network."""

@@ -140,7 +140,7 @@ def test_a_check_of_the_configuration_says_the_same(
     assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
     assert checked(ENDED) == ["those that count have an end, and none has an empty <think> block"]
     (said,) = checked(ENDED, data={"dataset": str(tmp_path / "missing.jsonl")})
-    assert said.startswith("not looked at: ")
+    assert said.startswith("not checked: ")
     (said,) = checked(ENDED, exit_code=1, what="tokenizer", data={"tokenizer": str(tmp_path / "run")})
     assert said.startswith("no tokenizer at ")
 

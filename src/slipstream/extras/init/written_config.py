@@ -75,8 +75,8 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
         known = {part.name for part in parts}
         parts += [ConfigPart(name, "As given.", ()).with_values(given[name]) for name in given if name not in known]
         _check(parts, first.model_config)
-    head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: take away"]
-    head += ["the #. All are in docs/configuration.md.", "", f"slipstream train {output}"]
+    head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: uncomment"]
+    head += ["one to use it. All settings are in docs/configuration.md.", "", f"slipstream train {output}"]
     return WrittenConfig(config_text(head, parts), (*_lines(choices),))
 
 
