@@ -208,7 +208,7 @@ SUBJECTS = {
         "zoo",
         sources=_room("attention", "model", "sequential"),
     ),
-    "same_numbers": Subject("losses and gradients of ten trainings, to the bit", "same_numbers", "--record"),
+    "same_numbers": Subject("losses and gradients of ten trainings, bit for bit", "same_numbers", "--record"),
 }
 
 

@@ -121,7 +121,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train books", ["books", "Is a directory"]),
     ("train note.txt", ["note.txt holds no settings", "model, data, training"]),
     ("train config.yaml --training.steps 3", ["'--training.steps'", "--training.steps=100"]),
-    ("train broken.yaml", ["broken.jsonl, line 2", "isn't JSON", "Mend it"]),
+    ("train broken.yaml", ["broken.jsonl, line 2", "isn't JSON", "Fix the line"]),
     ("train broken.yaml --data.streaming=true --training.steps=1 --data.tokenizer=tok", ["broken.jsonl, line 2"]),
     ("train broken.yaml --data.dataset=empty.jsonl", ["empty.jsonl is empty", "at least one row"]),
     ("train broken.yaml --data.dataset=list.jsonl", ["list.jsonl, line 1 is no row", '{"text": ...}']),

@@ -58,7 +58,7 @@ def timeline(
     model: Annotated[
         str | None,
         Option(
-            help="The costs of a model's folder, hub name, config.json, or training configuration (.yaml), in place of "
+            help="The costs of a model's folder, hub name, config.json, or training configuration (.yaml), instead of "
             "the seconds above."
         ),
     ] = None,

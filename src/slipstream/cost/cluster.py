@@ -16,7 +16,7 @@ import numpy as np
 from slipstream.errors import SlipstreamError, did_you_mean
 
 SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx")
-"""The clusters that `load_cluster` knows by name."""
+"""The names of clusters that `load_cluster` knows."""
 
 
 @dataclass(frozen=True)

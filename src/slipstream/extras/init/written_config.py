@@ -256,7 +256,7 @@ def _used(values: dict[str, Any], **comments: str) -> Iterator[Setting]:
 def _model(choices: Choices) -> ConfigPart:
     settings = [*_used(choices.model, init="random weights; give a folder with .safetensors files to fine-tune it")]
     if not (choices.purpose.from_random or choices.purpose.is_adapter):
-        settings.append(_tip("init", "random", "random weights in place of the trained ones"))
+        settings.append(_tip("init", "random", "random weights instead of the trained ones"))
     return ConfigPart("model", f"The model: {choices.purpose.num_parameters:,} parameters.", tuple(settings))
 
 
@@ -269,7 +269,7 @@ def _data(choices: Choices) -> ConfigPart:
     settings.append(Setting("validation_fraction", training.held_out, share))
     settings.append(_tip("validation", "held-out.jsonl", "a file that is held out in place of that share"))
     if data.opened.has_messages:
-        settings.append(_tip("chat_template", "chat.jinja", "in place of the tokenizer's"))
+        settings.append(_tip("chat_template", "chat.jinja", "instead of the tokenizer's"))
     if not (data.is_text or data.are_pairs):
         settings.append(_tip("loss", "all", "every token counts, not the answers alone"))
     return ConfigPart("data", f"What it is trained on. {data.opened.describe().capitalize()}.", tuple(settings))
@@ -312,7 +312,7 @@ def _lora(choices: Choices) -> Iterator[ConfigPart]:
         Setting("alpha", 32.0, "an update is scaled by alpha / r", is_used),
         Setting("target_modules", "all-linear", "or a list, such as [q_proj, v_proj]", is_used),
     )
-    yield ConfigPart("lora", f"An adapter in place of the weights, {why}.", settings)
+    yield ConfigPart("lora", f"An adapter instead of the weights, {why}.", settings)
 
 
 def _optimizer(choices: Choices) -> ConfigPart:

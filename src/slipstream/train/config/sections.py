@@ -308,7 +308,7 @@ class OptimizerSection(Record):
 
 
 class LoraSection(Record):
-    """An adapter by LoRA that is trained in place of the model's weights, with the settings of PEFT's LoraConfig."""
+    """An adapter by LoRA that is trained instead of the model's weights, with the settings of PEFT's LoraConfig."""
 
     path: str | None = None
     """Folder of an adapter, saved by PEFT or exported by an earlier run, to train further with its own settings; of the

@@ -139,7 +139,7 @@ def _bad_line_of(path: Path) -> str:
             try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError as error:
-                return f"{path}, line {number} isn't JSON ({error}): {shown}. Mend it, or leave it out"
+                return f"{path}, line {number} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
             if not isinstance(row, dict):
                 return f'{path}, line {number} is no row: {shown}. Write each line as {{"text": ...}}'
     return ""
