@@ -461,7 +461,7 @@ class PipelineRuntime:
             return None
         request = self.family.start_request(self.layout.num_ranks, length, num_rows)
         partition = [stage.stop - stage.start for stage in self.layout.layers]
-        again = self.layout.recompute is not None and self.layout.recompute.setting == "full"
+        again = self.layout.recompute is not None and self.layout.recompute.setting in ("full", "stage")
         return measure_rates(self.family.config, request, partition, self.ranks, self.device, _log.info, again)
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
