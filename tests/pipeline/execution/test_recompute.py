@@ -151,16 +151,17 @@ def test_no_more_is_held_than_by_transformers() -> None:
     model, ids = build(config), tokens(batch=1, length=192)
     theirs = copy.deepcopy(model).train()
     theirs.set_attn_implementation("sdpa")
-    with no_rounding_inside():
-        plain = peak_of(lambda: unsplit_step(theirs, ids, labels_of(ids)), theirs)
-        theirs.gradient_checkpointing_enable()
-        most = peak_of(lambda: unsplit_step(theirs, ids, labels_of(ids)), theirs)
-        assert most < 0.5 * plain  # it does what it is for
-        for slices in ([192], [20, 100, 72]):
-            pipe = make_pipe(copy.deepcopy(model), slices=slices, recompute="full")
-            held = peak_of(lambda pipe=pipe: pipe.step(ids, labels_of(ids)), pipe)  # type: ignore[misc]
-            assert held <= most
-            assert gradient_error(gradients(theirs), gradients(pipe)) < BOUND
+    plain = peak_of(lambda: unsplit_step(theirs, ids, labels_of(ids)), theirs)
+    # whose name is another one in later versions
+    getattr(theirs, "activation_checkpointing_enable", theirs.gradient_checkpointing_enable)()
+    most = peak_of(lambda: unsplit_step(theirs, ids, labels_of(ids)), theirs)
+    assert most < 0.5 * plain  # it does what it is for
+    for slices in ([192], [20, 100, 72]):
+        pipe = make_pipe(copy.deepcopy(model), slices=slices, recompute="full")
+        held = peak_of(lambda pipe=pipe: pipe.step(ids, labels_of(ids)), pipe)  # type: ignore[misc]
+        assert held <= most
+        # norms round to float32; without that, which transformers' backward can't leave out, see above
+        assert gradient_error(gradients(theirs), gradients(pipe)) < 1e-7
 
 
 def test_a_layer_reads_the_modes_that_surround_the_step() -> None:
