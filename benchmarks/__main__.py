@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.records import TRIAL
+
 FOLDER = Path(__file__).parent
 PROFILE = FOLDER.parent / "examples" / "profiles" / "xeon-two-processes.json"
 # The arguments of a trial run, by program.
@@ -114,7 +116,7 @@ def main() -> None:
         return
     names = options.names or [name for name in TRIALS if options.trial or name not in ON_REQUEST]
     with tempfile.TemporaryDirectory() as folder:
-        environment = {"BENCHMARK_TRIAL": folder} if options.trial else {}
+        environment = {TRIAL: folder} if options.trial else {}
         failed = [name for name in names if not run(name, TRIALS[name] if options.trial else "", environment)]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -5,10 +5,12 @@
 
 Forward and backward over one sequence in bfloat16, with the heads of Llama-3-8B and 70B. Unsliced are PyTorch's
 `scaled_dot_product_attention` by FlashAttention-2 and by cuDNN. In eight slices every slice runs as in a pipeline, from
-the context store, and backward in reverse: by itself, and as one CUDA graph, which leaves out the host.
+the context store, and backward in reverse: by itself, and as one CUDA graph, which leaves out the host; and as a graph
+where what surrounds the kernels, the merge of two parts and the sums of gradients, is left uncompiled.
 
 The errors are those of output and gradients against float64, at 2048 tokens in 8 slices of lengths that aren't equal:
-the root mean square of the difference, relative to that of the exact numbers.
+the root mean square of the difference, relative to that of the exact numbers; also by the kernels that sum and round
+the gradients of a group's query heads themselves. The record has the milliseconds of all kernels that were compared.
 
 Targets: slices as graphs take at most 1.05 of the best unsliced kernel from 32,768 tokens, 1.15 at 8,192; and their
 errors are at most those of FlashAttention-2 unsliced.
@@ -20,14 +22,23 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import interleaved, medians, setting, wait_for, write
-from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend
-from slipstream.attention.kernel_choice import chosen_kernels
+from slipstream.attention import (
+    AttentionSite,
+    ContextStore,
+    KeyRanges,
+    attend,
+    fused_cuda,
+    kernel_choice,
+    kernel_passes,
+    kernels,
+)
 from slipstream.pipeline.execution.action_graphs import CUDAGraphs
 
 MODELS = {"Llama-3-8B": (32, 8), "Llama-3-70B": (64, 8)}  # heads, key heads
@@ -79,6 +90,12 @@ def exact(inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.double())]
 
 
+def choose_together(*arguments: object) -> kernels.FusedKernel:
+    """Returns the kernel that is chosen, without keeping heads apart."""
+    kernel = kernel_choice.choose_kernel(*arguments)
+    return kernel.kernel if isinstance(kernel, kernels.HeadsApart) else kernel
+
+
 def kernels_of(device: torch.device) -> dict[str, SDPBackend]:
     return KERNELS if device.type == "cuda" else {"FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 
@@ -88,8 +105,10 @@ def errors(heads: int, key_heads: int, device: torch.device) -> dict[str, list[f
     inputs, grad = draw_all(heads, key_heads, sum(UNEQUAL), device)
     wanted = exact(inputs, grad)
     found = {name: unsliced(inputs, grad, kernel) for name, kernel in kernels_of(device).items()}
-    slices = sliced(inputs, grad, UNEQUAL)
-    found["8 slices"] = [torch.cat(parts, dim=2) for parts in zip(*slices, strict=True)]
+    for name, choose in (("8 slices", kernel_choice.choose_kernel), ("8 slices, heads together", choose_together)):
+        with patch.object(fused_cuda, "choose_kernel", choose):
+            slices = sliced(inputs, grad, UNEQUAL)
+        found[name] = [torch.cat(parts, dim=2) for parts in zip(*slices, strict=True)]
     return {
         name: [float(f"{(a - b).norm() / b.norm():.3g}") for a, b in zip(tensors, wanted, strict=True)]
         for name, tensors in found.items()
@@ -117,6 +136,8 @@ def measure(heads: int, key_heads: int, length: int, repeats: int, device: torch
     sliced(inputs, grad, cut)
     if device.type == "cuda":
         contenders["8 slices as a graph"] = recorded(contenders["8 slices"], device)
+        with patch.object(kernel_passes, "_passes", lambda device: kernel_passes._PLAIN):
+            contenders["8 slices as a graph, uncompiled"] = recorded(contenders["8 slices"], device)
     rounds, steps = (repeats, 3) if length < LENGTHS[-1] else (1, 2)
     seconds = medians(
         interleaved({name: timed(run, device) for name, run in contenders.items()}, rounds, 0, steps=steps)
@@ -180,7 +201,9 @@ def main() -> None:
     }
     print(targets)
     more = setting(repeats=options.repeats, device=torch.cuda.get_device_name(), dtype="bfloat16", head_width=WIDTH)
-    report = {"setting": more, "targets": targets, "errors": found_errors, "chosen": chosen_kernels(), "rows": rows}
+    compared = {str(shape): times for (shape, _), times in kernel_choice._measured.items()}
+    report = {"setting": more, "targets": targets, "errors": found_errors, "rows": rows}
+    report |= {"chosen": kernel_choice.chosen_kernels(), "kernels": compared}
     print(f"wrote {write('gpu_attention', report)}")
 
 

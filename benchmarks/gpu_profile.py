@@ -30,7 +30,7 @@ SIZES: dict[str, dict[str, int]] = {
     "Llama-3-8B": COMMON | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
     "Llama-3-70B": COMMON | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
 }
-TOY = {"toy": COMMON | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}}
+TOY = {"toy": COMMON | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8}}
 LENGTH, LONGEST, GRANULARITY = 131_072, 8192, 1024  # tokens; shorter slices leave a GPU waiting for its host
 SHOWN = [(length, context) for length in (1024, 4096, 8192) for context in (0, 32_768, 122_880)]
 WORST = 0.03
@@ -88,7 +88,7 @@ def main() -> None:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --device cpu --toy shows that it runs")
-    length, longest, granularity = (4096, 2048, 256) if options.toy else (LENGTH, LONGEST, GRANULARITY)
+    length, longest, granularity = (2048, 1024, 128) if options.toy else (LENGTH, LONGEST, GRANULARITY)
     settings = ProfileSettings(
         length, dtype="bfloat16", longest_slice=longest, granularity=granularity, budget=options.budget
     )

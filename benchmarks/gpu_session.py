@@ -1,13 +1,17 @@
 """Everything that a short lease of a GPU is for, in two parts of less than ten minutes, the most valuable first.
 
     python -m benchmarks.gpu_session --list                 # the tasks, their seconds, and the records that they renew
+    python -m benchmarks.gpu_session --carry                # at home: downloads what the machine lacks, into .wheels
     python -m benchmarks.gpu_session --part 1 --output DIR  # on the machine with the GPU; then --part 2
     python -m benchmarks.gpu_session --take DIR             # at home: puts the records where they belong
     python -m benchmarks.gpu_session --dry                  # on a CPU, at toy size: could each task start?
 
 Each task is a process of its own with a limit. When it ends, or is ended, one file has what it printed and the records
-that it has written, so that a lease cut short has given something; both parts together write at most eight files. A
-task needs packages that the machine may lack, or other versions: then its file says which.
+that it has written, so that a lease cut short has given something; both parts together write at most eight files.
+
+The machine needs a Python with PyTorch and transformers, a copy of the working tree, and no network: Slipstream is
+imported from src, and what that Python lacks from the wheels in .wheels, which git ignores, so it must be copied too. A
+task whose packages are nowhere isn't run: its file says which.
 """
 
 from __future__ import annotations
@@ -23,15 +27,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
-from benchmarks.harness import TRIAL
-from benchmarks.records import RESULTS
+# nothing of Slipstream or its packages, which this Python may lack
+from benchmarks.records import RESULTS, ROOT, TRIAL
 
+WHEELS = ROOT / ".wheels"
+# Small packages that a Python with PyTorch and transformers may lack, of the lock's versions. Those that it has stay.
+CARRIED = (
+    *("accelerate", "annotated-types", "datasets", "dill", "hypothesis", "iniconfig", "multiprocess", "peft"),
+    *("pluggy", "psutil", "pydantic", "pydantic_core", "pytest", "pytest-timeout", "rich", "sortedcontainers"),
+    *("shellingham", "typer", "typing-inspection", "xxhash"),
+)
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 TAIL = 20_000  # characters of what a task printed
 MOST_FILES = 8
-PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10")
+NEEDS = ("pytest", "pytest_timeout", "hypothesis", "peft", "accelerate", "pydantic")  # of tests
 ON_A_GPU = (
     "tests/pipeline/execution/test_step_graphs.py",
     "tests/pipeline/execution/test_offload.py",
@@ -58,6 +72,15 @@ class Task:
     needs: tuple[str, ...] = ()  # packages
 
 
+NCCL = ("tests/parallel/test_nccl.py", "tests/pipeline/test_overlap.py")
+
+
+def tests(seconds: int, *arguments: str) -> tuple[str, ...]:
+    """Returns a run of pytest that ends by itself, so that it says why tests have failed, before its task's limit."""
+    names = ("-v", "-p", "no:cacheprovider", "--durations=10", "--tb=short", f"--session-timeout={seconds - 15}")
+    return ("-m", "pytest", *names, *arguments)
+
+
 TASKS = (
     Task(
         "doctor",
@@ -70,22 +93,22 @@ TASKS = (
         "nccl",
         1,
         150,
-        (*PYTEST, "-m", "nccl", "tests/parallel/test_nccl.py"),
-        (*PYTEST, "-m", "more", "-k", "unequal or killed", "tests/parallel/test_nccl.py"),
-        needs=("pytest", "pytest_timeout", "hypothesis", "peft"),
+        tests(150, "-m", "nccl", *NCCL),
+        tests(600, "-k", "unequal or trainer or killed or without_a_gpu", *NCCL),
+        needs=NEEDS,
     ),
     Task(
         "gpu_tests",
         1,
         140,
-        (*PYTEST, "-m", "gpu", *ON_A_GPU),
-        (*PYTEST, "-m", "gpu", "--collect-only", *ON_A_GPU),
-        needs=("pytest", "pytest_timeout", "hypothesis", "peft"),
+        tests(140, "-m", "gpu", *ON_A_GPU),
+        tests(140, "-m", "gpu", "--collect-only", "-q", *ON_A_GPU),
+        needs=NEEDS,
     ),
     Task(
         "host_time",
         2,
-        50,
+        60,
         ("-m", "benchmarks.host_time", "--device=cuda"),
         ("-m", "benchmarks.host_time", "--device=cpu", "--repeats=1"),
         ("host_time_cuda",),
@@ -93,7 +116,7 @@ TASKS = (
     Task(
         "attention",
         2,
-        90,
+        110,
         ("-m", "benchmarks.gpu_attention", "--longest", "8192", "32768", "--repeats=5"),
         ("-m", "benchmarks.gpu_attention", "--device=cpu", "--toy"),
         ("gpu_attention",),
@@ -111,7 +134,7 @@ TASKS = (
         2,
         60,
         ("-m", "benchmarks.gpu_profile", "--model=Llama-3-8B", "--budget=40"),
-        ("-m", "benchmarks.gpu_profile", "--device=cpu", "--toy", "--budget=20"),
+        ("-m", "benchmarks.gpu_profile", "--device=cpu", "--toy", "--budget=120"),
         ("gpu_profile",),
     ),
 )
@@ -124,10 +147,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a folder for one file of each task")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry", action="store_true", help="toy sizes on a CPU")
+    parser.add_argument(
+        "--carry", nargs="?", const="3.12", metavar="PYTHON", help="download wheels for the machine's Python (3.12)"
+    )
     parser.add_argument("--take", type=Path, metavar="FOLDER", help="copy the records in its files to results/")
     options = parser.parse_args()
     if options.take is not None:
         take(options.take)
+        return
+    if options.carry is not None:
+        carry(options.carry)
         return
     chosen = [
         task
@@ -140,8 +169,9 @@ def main() -> None:
     if not options.dry and options.output is None:
         parser.error("--output=FOLDER: where to write what each task found (--dry needs none)")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.output or Path(temporary)
+        folder = options.output or Path(temporary) / "found"
         folder.mkdir(parents=True, exist_ok=True)
+        unpack(WHEELS, Path(temporary) / "packages")
         found = [run(task, folder, options.dry) for task in chosen]
     for each in found:
         print(f"{each['task']:10} {each['outcome']:8} {each['seconds']:6.1f} s  {each['last line']}")
@@ -153,7 +183,45 @@ def show(tasks: Sequence[Task]) -> None:
     for task in tasks:
         renews = f"; renews {', '.join(task.records)}" if task.records else ""
         print(f"part {task.part}  {task.name:10} {task.seconds:4} s  python {' '.join(task.command)}{renews}")
-    print(f"{sum(task.seconds for task in tasks)} s at most, {len(tasks)} files")
+    for part in sorted({task.part for task in tasks}):
+        print(f"part {part}: {sum(task.seconds for task in tasks if task.part == part)} s at most")
+    print(carried())
+
+
+def carry(python: str) -> None:
+    """Downloads the wheels of CARRIED for Linux on x86-64."""
+    locked = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().split() if "==" in line)
+    wanted = [f"{name}=={locked[name]}" for name in CARRIED]
+    target = [f"--python-version={python}", "--implementation=cp", *(f"--platform={each}" for each in PLATFORMS)]
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", f"--dest={WHEELS}", *target]
+    for wheel in WHEELS.glob("*.whl"):
+        wheel.unlink()  # of another version
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, *wanted], check=True)
+    print(carried())
+
+
+def carried() -> str:
+    """Returns which wheels there are to take along."""
+    wheels = sorted(WHEELS.glob("*.whl"))
+    if not wheels:
+        return f"{WHEELS.name}: nothing is there yet to take along; --carry downloads it"
+    megabytes = sum(wheel.stat().st_size for wheel in wheels) / 1e6
+    return f"{WHEELS.name}, to take along: {len(wheels)} wheels, {megabytes:.1f} MB"
+
+
+def unpack(wheels: Path, folder: Path) -> None:
+    """Lets tasks import Slipstream, and of the packages in `wheels` those that this Python lacks."""
+    for wheel in sorted(wheels.glob("*.whl")):
+        name, number, *_ = wheel.name.split("-")
+        try:
+            version(name)
+        except PackageNotFoundError:
+            ZipFile(wheel).extractall(folder)
+            print(f"{name} {number} of {wheel.parent.name}")
+    sys.path[:0] = paths = [str(folder), str(ROOT / "src"), str(ROOT)]
+    importlib.invalidate_caches()
+    before = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *before])
 
 
 def run(task: Task, folder: Path, dry: bool) -> dict[str, Any]:
@@ -179,6 +247,8 @@ def run(task: Task, folder: Path, dry: bool) -> dict[str, Any]:
             _end(process)
         log.seek(0)
         printed = log.read()
+        if outcome == "failed":
+            printed += f"\nexit code {process.returncode}"
         written = [(Path(trial) if dry else RESULTS) / f"{name}.json" for name in task.records]
         records = {
             path.stem: json.loads(path.read_text())

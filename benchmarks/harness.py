@@ -18,11 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from benchmarks.records import RESULTS, is_current, provenance
+from benchmarks.records import RESULTS, TRIAL, is_current, provenance
 from slipstream.launch.local_ranks import MALLOC
 
 ENVIRONMENT = MALLOC | {"OMP_NUM_THREADS": "1"}  # what `slipstream train` gives its ranks on a CPU
-TRIAL = "BENCHMARK_TRIAL"
 T = TypeVar("T")
 
 

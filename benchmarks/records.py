@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+TRIAL = "BENCHMARK_TRIAL"  # set to a folder where programs take few cases and write there
 SUFFIXES = {".py", ".yaml"}  # of the files that can change a number
 
 

@@ -42,8 +42,10 @@ def compiled_search() -> None:
     find_order([0, 1], 1, 2, TableCost(times))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long folders come first, otherwise in the order of collection."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long folders come first, otherwise in the order of collection; where files are named, that is the order."""
+    if any(".py" in argument for argument in config.args):
+        return
 
     def place(item: pytest.Item) -> int:
         folder = item.path.relative_to(ROOT / "tests").parent.as_posix()

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the sections of a configuration: `python -m tools.configuration_page`."""
+"""Writes docs/configuration.md and docs/coming-from.md from the sections of a configuration and the names that other
+tools have for them: `python -m tools.configuration_page`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pydantic.fields import FieldInfo
 from slipstream.option_problems import allowed_text, records_in
 from slipstream.options import Record
 from slipstream.train.config import Config
+from slipstream.train.config.rules import OTHER_NAMES, OTHER_TOOLS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -32,6 +34,28 @@ A minimal file, the demo's:
 PIPELINE = "`memory`, `parallel` and `runtime` are also arguments of the [Pipeline](api.md)."
 # Settings of a Pipeline that a run takes from elsewhere
 ELSEWHERE = {"runtime.stall_limit": "`training.stall_limit`"}
+
+
+COMING_FROM = ROOT / "docs" / "coming-from.md"
+COMING_FROM_PREFACE = """\
+# Coming from other tools
+
+`slipstream init MODEL DATA` writes a configuration to begin with. A configuration of {tools} isn't read; `slipstream
+train` says so where it is given one. What their settings are called here, and what they take where that differs:
+
+| there | here | what it takes |
+| --- | --- | --- |
+"""
+
+
+def coming_from() -> str:
+    """Returns the page on other tools' names as they are now."""
+    *first, last = OTHER_TOOLS
+    preface = COMING_FROM_PREFACE.format(tools=f"{', '.join(first)} or {last}")
+    return preface + "".join(
+        f"| `{name}` | {f'`{setting}`' if setting else 'none'} | {note} |\n"
+        for name, (setting, note) in OTHER_NAMES.items()
+    )
 
 
 def page() -> str:
@@ -118,3 +142,4 @@ def _flat(text: str | None) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    COMING_FROM.write_text(coming_from(), encoding="utf-8")

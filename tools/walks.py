@@ -7,6 +7,7 @@ is the station from which it was called first. A picture shows that, and the fir
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,7 @@ def run_plan(folder: Path) -> None:
     model += '"num_attention_heads": 4, "vocab_size": 300, "max_position_embeddings": 512}'
     (folder / "config.json").write_text(model)
     options = ["--seq-len", "512", "--global-batch", "8", "--output", str(folder / "plan.yaml")]
+    options += ["--pipeline-parallel", "2", "--tensor-parallel", "1", "--recompute", "none", "--offload", "0"]
     options += ["--report", str(folder / "plan.html")]
     _command("plan", str(folder / "config.json"), "a100-dgx", *options)
 
@@ -155,14 +157,11 @@ WALKS = {
             "planning/plan_model.py:choose_costs",
             "profile/counting.py:count_model",
             "planner/search/plan_search.py:search_plans",
-            "planner/search/bounds.py:MemoryBound.__init__",
             "planner/search/plan_search.py:joint_candidates",
             "planner/joint/joint_search.py:find_joint_plan",
             "planner/search/simulated_configuration.py:predict",
             "simulator/time_kernel.py:end_times",
             "simulator/memory_account.py:rank_memory",
-            "planning/plan_file.py:write_plan_file",
-            "planner/report.py:write_report",
         ),
     ),
 }
@@ -237,8 +236,7 @@ def sentence_of(station: str) -> str:
     for part in name.split("."):
         node = next(each for each in node.body if getattr(each, "name", None) == part)
     text = " ".join((ast.get_docstring(node) or "").split())
-    head, stop, _ = text.partition(". ")
-    return head + stop.rstrip() if stop else text
+    return re.split(r"(?<=[^.]\.) ", text, maxsplit=1)[0]
 
 
 def picture(name: str) -> Path:

@@ -101,7 +101,7 @@ def seconds(model: Model, run: Run, cluster: Cluster) -> float:
 
 @cache
 def peak_bytes(model: Model, run: Run) -> float:
-    """Returns what the fullest device holds by the planner's account, with the fewest message buffers."""
+    """Returns what the fullest device holds by the planner's account."""
     return float(max(candidate(model, run, SELENE).peaks()))
 
 

@@ -383,6 +383,8 @@ class CausalCase:
 
     def own_start(self, model: nn.Module) -> nn.Module:
         """Returns the model with which a Pipeline of this source begins."""
+        if self.source == "from_pretrained":
+            model.config.save_pretrained(self.folder)  # which some configurations that train refuse
         if self.source != "from_config":
             return model
         torch.manual_seed(3)

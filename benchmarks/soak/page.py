@@ -47,7 +47,8 @@ def text_of(record: dict[str, Any]) -> str:
         f"in {record['seconds'] / 60:.0f} minutes, at a load average of {load} (at the beginning, in the middle, at "
         "the end; `soak` in [the records](benchmarks.md#all-records)):"
     )
-    return "\n\n".join(each for each in (said, table(record), record.get("goodput", "").capitalize()) if each)
+    goodput = record.get("goodput", "").replace("goodput", "Goodput", 1)
+    return "\n\n".join(part for part in (said, table(record), goodput) if part)
 
 
 def _ending(record: dict[str, Any]) -> str:

@@ -35,6 +35,9 @@ class LostRankError(RankFailedError):
     """Another rank ended, or doesn't answer; the message says what this one waited for."""
 
 
+_ALIKE = 0.65  # how alike two names must be, of 1: with less, logging_steps would be steps
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns the end of a sentence that says `name` is unknown: "; did you mean 'gpipe'?", or "." if none is similar.
 
@@ -43,5 +46,5 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
         known: the allowed names, in lower case.
         prefix: written before the suggested name, such as the section of a configuration key.
     """
-    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=_ALIKE)
     return f"; did you mean {prefix + near[0]!r}?" if near else "."

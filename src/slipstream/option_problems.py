@@ -26,7 +26,7 @@ def describe_problems(error: ValidationError, record: Any) -> list[str]:
     """Returns one line for each option that is wrong: its name, its value, and what is allowed.
 
     `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of
-    another library; `other_values` say so of an option's values.
+    another library, and what is to be minded; `other_values` say so of an option's values.
     """
     lines: dict[str, str] = {}
     for problem in error.errors():
@@ -159,13 +159,16 @@ def _meant(place: _Place, given: Any, annotation: Any, record: type[BaseModel]) 
 def _unknown(place: _Place, record: type[BaseModel]) -> str:
     """Says that there is no such option, and which was meant: of this name elsewhere, or of the nearest one here."""
     key, owner = place.path[-1], place.owner
-    others: Mapping[str, str] = getattr(record, "other_names", {})
+    others: Mapping[str, tuple[str, str]] = getattr(record, "other_names", {})
     where = ".".join(place.path[:-1])
     known = [] if owner is None else sorted(owner.model_fields)
     elsewhere = dict(_names_of_all(record))
     hint = did_you_mean(key, known, where and f"{where}.")
-    if key in others or key in elsewhere:
-        hint = f"; did you mean {others.get(key) or elsewhere[key]!r}?"
+    meant, note = others.get(key, (elsewhere.get(key), ""))
+    if note:
+        hint = f"; here it is {meant!r}: {note}" if meant else f"; {note}"
+    elif meant:
+        hint = f"; did you mean {meant!r}?"
     elif hint == ".":
         hint = f"; {where or 'the configuration'} has: {', '.join(known)}"
     return f"unknown key {place.name}{hint}"

@@ -25,7 +25,7 @@ from slipstream.attention import (
 from slipstream.attention import masks as key_ranges
 from slipstream.attention.backend import AttentionBackend, QueryState, TileGradients
 from slipstream.attention.fused_cuda import PartlyFusedCUDA
-from slipstream.attention.kernels import KeyGradients
+from slipstream.attention.kernel_passes import KeyGradients
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import RegularMask
 from slipstream.errors import SlipstreamError

@@ -11,6 +11,8 @@ from torch import Tensor
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, fused_cuda, kernel_choice, slice_attention
 from slipstream.attention.flex import FlexCUDA
 from slipstream.attention.fused_cuda import FusedCUDA
+from slipstream.attention.kernel_passes import _PLAIN, _passes, _tried
+from slipstream.attention.kernels import HeadsApart
 from support.attention import distance, make_case
 
 pytestmark = [
@@ -50,15 +52,25 @@ def test_soft_caps_take_a_compiled_kernel(first_key: Tensor) -> None:
     assert distance(case.sliced(), case.reference()) < 2e-2
 
 
-@pytest.mark.parametrize("kernel", sorted(kernel_choice.KERNELS))
+KERNELS = kernel_choice.KERNELS | {"flash, heads apart": HeadsApart(kernel_choice.KERNELS["flash"])}
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("width", [64, 128])
-def test_each_fused_kernel(kernel: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_fused_kernel(kernel: str, rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On slices of lengths for which all of them are tried."""
-    case = make_case(
-        (2, 4, 2, 704, width, width), torch.zeros(1, 704, dtype=torch.int64), [0, 64, 320, 704], torch.bfloat16, "cuda"
-    )
-    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: kernel_choice.KERNELS[kernel])
+    shape, first_key = (rows, 4, 2, 704, width, width), torch.zeros(1, 704, dtype=torch.int64)
+    case = make_case(shape, first_key, [0, 64, 320, 704], torch.bfloat16, "cuda")
+    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: KERNELS[kernel])
     assert distance(case.sliced(), case.reference()) < 2e-2
+
+
+def test_what_surrounds_kernels_is_compiled() -> None:
+    device = torch.device("cuda")
+    passes = _passes(device)
+    assert passes is not _PLAIN
+    assert distance(_tried(passes, device), [each.double() for each in _tried(_PLAIN, device)]) < 2e-2
 
 
 def test_the_fastest_kernel_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
+import torch._inductor.metrics
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.attention import fused_cuda, kernel_choice, kernels, slice_attention, store
+from slipstream.attention import fused_cuda, kernel_choice, kernel_passes, kernels, slice_attention, store
 from slipstream.attention.fused_cuda import FusedCUDA
-from slipstream.attention.kernels import KeyGradients, add_gradients
-from support.attention import distance, make_case
+from slipstream.attention.kernel_passes import KeyGradients, add_gradients
+from slipstream.attention.kernels import HeadsApart
+from support.attention import AttentionCase, distance, make_case
 
 LENGTH = 40
 POSITION = torch.arange(LENGTH)
@@ -75,6 +78,35 @@ class InFloat64:
         return self.seen(query, key, 0 if is_causal else key.shape[2], None)
 
 
+class Rounding(InFloat64):
+    """Rounds as FlashAttention-2 does: gradients of keys for each query head, and then the sum of a group's."""
+
+    def _flash_attention_forward(self, *tensors: Tensor, **settings: Any) -> Any:
+        output, lse = super()._flash_attention_forward(*(each.double() for each in tensors), **settings)
+        return output.to(tensors[0].dtype), lse
+
+    def _flash_attention_backward(self, *tensors: Tensor, **settings: Any) -> Any:
+        grad, query, key, value, out, lse = (each.double() for each in tensors)
+        group = query.shape[2] // key.shape[2]
+        wide = (each.repeat_interleave(group, 2) for each in (key, value))
+        of_query, *of_heads = super()._flash_attention_backward(grad, query, *wide, out, lse, **settings)
+        dtype = tensors[0].dtype
+        return of_query.to(dtype), *(each.to(dtype).unflatten(2, (-1, group)).sum(3) for each in of_heads)
+
+
+def run_on_kernel(
+    kernel: kernels.FusedKernel, aten: InFloat64, monkeypatch: pytest.MonkeyPatch, case: AttentionCase
+) -> list[Tensor]:
+    """Returns output and gradients of slices, computed as on a GPU."""
+    monkeypatch.setattr(kernels, "_aten", aten)
+    monkeypatch.setattr(FusedCUDA, "takes", lambda *_: True)
+    monkeypatch.setattr(slice_attention, "BACKENDS", (FusedCUDA,))
+    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(store, "_buffer", buffer_of_a_gpu)
+    return case.sliced()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "heads apart"])
 @pytest.mark.parametrize(
     ("name", "first_key"),
     [("flash", CAUSAL), ("flash", WINDOW), ("cudnn", CAUSAL)],
@@ -83,15 +115,59 @@ class InFloat64:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 3e-2)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_slices_equal_the_whole(
-    name: str, first_key: Tensor, batch: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    first_key: Tensor,
+    batch: int,
+    dtype: torch.dtype,
+    bound: float,
+    apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernels, "_aten", InFloat64())
-    monkeypatch.setattr(FusedCUDA, "takes", lambda *_: True)
-    monkeypatch.setattr(slice_attention, "BACKENDS", (FusedCUDA,))
-    monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: kernel_choice.KERNELS[name])
-    monkeypatch.setattr(store, "_buffer", buffer_of_a_gpu)
+    kernel = kernel_choice.KERNELS[name]
     case = make_case((batch, 4, 2, LENGTH, 16, 16), first_key, [0, 1, 12, 29, LENGTH], dtype, sinks=True)
-    assert distance(case.sliced(), case.reference()) < bound
+    found = run_on_kernel(HeadsApart(kernel) if apart else kernel, InFloat64(), monkeypatch, case)
+    assert distance(found, case.reference()) < bound
+
+
+@pytest.mark.more
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch.compile
+def test_slices_equal_the_whole_with_compiled_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merges and sums of heads, compiled as on a GPU, are those uncompiled; one kernel for each, whatever the slice."""
+    compiled = kernel_passes._Passes(*(torch.compile(each, dynamic=True) for each in kernel_passes._PLAIN))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernel_passes, "_passes", lambda device: compiled)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = make_case((1, 4, 2, LENGTH, 16, 16), CAUSAL, [0, 3, 12, 29, LENGTH], sinks=True)
+    kernel = HeadsApart(kernel_choice.KERNELS["cudnn"])
+    torch._inductor.metrics.reset()
+    assert distance(run_on_kernel(kernel, InFloat64(), monkeypatch, case), case.reference()) < 1e-12
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 3 <= graphs <= 6  # far from as many as are compiled at most
+    assert torch._inductor.metrics.generated_kernel_count <= 2 * graphs  # merged outputs, and log-sum-exps
+    device = torch.device("cpu")
+    for mine, plain in zip(
+        kernel_passes._tried(compiled, device), kernel_passes._tried(kernel_passes._PLAIN, device), strict=True
+    ):
+        torch.testing.assert_close(mine, plain, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "heads apart"])
+def test_slices_round_gradients_of_keys_as_often_as_the_whole(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the heads of a group apart: else a slice's share is rounded once more than in one piece."""
+    shape, length = (1, 8, 2, 256, 16, 16), 256
+    whole, cut = (
+        make_case(shape, torch.zeros(1, length, dtype=torch.int64), cuts, torch.bfloat16)
+        for cuts in ([0, length], list(range(0, length + 1, 32)))
+    )
+    flash = kernel_choice.KERNELS["flash"]
+    exact = whole.reference()[2:]
+
+    def errors(kernel: kernels.FusedKernel, case: AttentionCase) -> list[float]:
+        found = run_on_kernel(kernel, Rounding(), monkeypatch, case)[2:]
+        return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    for sliced, unsliced in zip(errors(HeadsApart(flash) if apart else flash, cut), errors(flash, whole), strict=True):
+        assert (sliced < 1.02 * unsliced) == apart, (sliced, unsliced)
 
 
 def buffer_of_a_gpu(part: Tensor, length: int) -> Tensor:

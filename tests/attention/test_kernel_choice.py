@@ -185,7 +185,7 @@ def test_the_fastest_kernel_is_measured_once_for_each_shape(
 ) -> None:
     def choose(length: int, window: int | None = None) -> str:
         query = torch.empty(1, 4, length, 64, dtype=torch.bfloat16)
-        return kernel_choice._name(kernel_choice.choose_kernel(query, 2, RegularMask(0, 64, window)))
+        return kernel_choice._name(kernel_choice.choose_kernel(query, 4, RegularMask(0, 64, window)))
 
     assert choose(60) == "Flash3"
     assert measured == ["Flash", "Flash3"]
@@ -194,12 +194,28 @@ def test_the_fastest_kernel_is_measured_once_for_each_shape(
     assert choose(64, window=16) == "Flash3"
     assert measured[3:] == ["Flash", "Flash3"]
     kept = json.loads(kernel_choice.kept_file().read_text())["a GPU"]
-    assert kept["bfloat16 4/2 heads of 64, 64 tokens, 128 keys"] == {"flash": 2.0, "flash 3": 1.0, "cudnn": None}
+    assert kept["bfloat16 4/4 heads of 64, 64 tokens, 128 keys"] == {"flash": 2.0, "flash 3": 1.0, "cudnn": None}
     monkeypatch.setattr(kernel_choice, "_measured", {})  # as in another process
     kernel_choice._choose.cache_clear()
     assert choose(64) == "Flash3"
     assert len(measured) == 5
     assert kernel_choice.chosen_kernels() == dict.fromkeys(kept, "flash 3")
+
+
+@pytest.mark.parametrize(("milliseconds", "apart"), [(1.02, True), (1.04, False), (None, False)], ids=str)
+def test_heads_stay_apart_where_that_takes_little_longer(
+    milliseconds: float | None, apart: bool, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few key heads for more query heads, unless the gradients of each would need too much memory."""
+    times = {"Flash": 1.0, "Flash, heads apart": milliseconds}
+    monkeypatch.setattr(kernel_choice, "_milliseconds", lambda kernel, *_: times[kernel_choice._name(kernel)])
+    monkeypatch.setattr(kernel_choice, "package_kernels", lambda capability: {})
+    monkeypatch.setattr(kernel_choice, "_cudnn_takes", lambda *_: False)
+    query = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16)
+    chosen = kernel_choice.choose_kernel(query, 2, RegularMask(0, 64))
+    assert kernel_choice._name(chosen) == ("Flash, heads apart" if apart else "Flash")
+    long = RegularMask(0, kernel_choice._MOST_APART // (4 * 64))
+    assert kernel_choice._name(kernel_choice.choose_kernel(query, 2, long)) == "Flash"
 
 
 def test_a_file_of_another_version_is_measured_again(measured: list[str]) -> None:

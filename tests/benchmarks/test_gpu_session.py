@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
-from benchmarks.gpu_session import MOST_FILES, TASKS, Task, run, take
+from benchmarks.gpu_session import CARRIED, MOST_FILES, ON_A_GPU, TASKS, Task, run, take
 
 from benchmarks import gpu_session
+from support.paths import ROOT
+
+# Imports nothing but the standard library, as a Python does that has no packages; says what a task then can import
+ALONE = """
+import os, sys
+sys.meta_path.insert(0, type("No", (), {"find_spec": lambda name, *_: exit(name) if name == "slipstream" else None}))
+from benchmarks import gpu_session
+sys.meta_path.pop(0)
+from pathlib import Path
+gpu_session.unpack(Path(sys.argv[1]), Path(sys.argv[2]))
+import only_there
+print(only_there.__file__, os.environ["PYTHONPATH"])
+"""
 
 
 @pytest.mark.parametrize("part", [1, 2])
 def test_a_part_fits_a_lease(part: int) -> None:
     assert sum(task.seconds for task in TASKS if task.part == part) <= 320
     assert len({task.name for task in TASKS}) == len(TASKS) <= MOST_FILES
+
+
+def test_what_a_python_lacks_comes_from_wheels(tmp_path: Path) -> None:
+    """And Slipstream from the sources; of packages that are there already the wheel isn't taken."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("only_there", "pytest"):
+        with ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+    found = subprocess.run(
+        [sys.executable, "-c", ALONE, str(wheels), str(tmp_path / "packages")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert found.returncode == 0, found.stderr
+    *unpacked, paths = found.stdout.splitlines()
+    assert unpacked == ["only_there 1.0 of wheels"]
+    place, others = paths.split(" ", 1)
+    assert place == str(tmp_path / "packages/only_there.py")
+    assert others.startswith(f"{tmp_path / 'packages'}:{ROOT / 'src'}:{ROOT}")
+
+
+def test_what_is_carried_is_in_the_lock() -> None:
+    """And has all that tests need and a Python with PyTorch and transformers may lack."""
+    lock = {line.partition("==")[0] for line in (ROOT / "requirements.lock").read_text().splitlines()}
+    assert set(CARRIED) <= lock
+    needed = {name for task in TASKS for name in task.needs}
+    assert needed <= {name.replace("-", "_") for name in CARRIED}
 
 
 def test_a_task_writes_its_file_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +90,6 @@ def test_a_task_starts_without_a_gpu(task: Task, tmp_path: Path) -> None:
         pytest.skip("tests/parallel/test_nccl.py itself runs on a CPU")
     found = run(task, tmp_path, dry=True)
     assert found["outcome"] in ("passed", "failed" if task.name == "doctor" else "passed"), found["printed"]
+    if task.name == "gpu_tests":  # the most valuable first
+        files = [line.partition("::")[0] for line in found["printed"].splitlines() if "::" in line]
+        assert [*dict.fromkeys(files)] == [file for file in ON_A_GPU if file in files]

@@ -84,7 +84,7 @@ def test_patience_counts_validations_since_the_best(losses: list[float], patienc
         if step == resumed_at:
             facts = history.facts()
             history = LossHistory(keeps_best=True, patience=patience)
-            history.restore(facts, step - 1)
+            history.restore(facts)
             assert history.facts() == facts
         assert not history.has(step)
         history.add(step, loss)
@@ -103,7 +103,7 @@ def test_one_that_another_start_left_is_not_taken(tmp_path: Path) -> None:
     facts = first.history.facts()
     first.validate(2, 2.0)
     again = Run(tmp_path, keep=9)
-    again.history.restore(facts, 1)
+    again.history.restore(facts)
     again.validate(2, 1.0, fails=True)
     again.save(3)
     assert again.folder.steps() == [3, 2, 1]
@@ -132,11 +132,3 @@ def test_a_run_that_keeps_none_has_none(tmp_path: Path) -> None:
     assert run.folder.steps() == [2]
     with pytest.raises(SlipstreamError, match=r"there is no best checkpoint in .*keep_best=true .*there \(2\)"):
         run.find()
-
-
-def test_a_history_of_an_earlier_version_begins_here() -> None:
-    history = LossHistory(keeps_best=True, patience=1)
-    history.restore({}, 10)
-    assert history.has(10)
-    assert not history.has(11)
-    assert history.describe_best() == ""

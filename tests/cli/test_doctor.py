@@ -64,7 +64,7 @@ def test_a_folder_that_cant_be_written_to_is_a_failure(tmp_path: Path) -> None:
 def test_a_torch_that_cant_be_imported_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(COMMAND), "doctor", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "slipstream", "doctor", "--folder", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "fails: OSError: libcudart.so.12: cannot open shared object file; it is broken" in ended.stdout
@@ -93,7 +93,7 @@ def _has_no_loopback() -> list[str] | None:
 @pytest.mark.more
 @pytest.mark.skipif(_has_no_loopback() is None, reason="needs network namespaces")
 def test_no_loopback_is_a_failure(tmp_path: Path) -> None:
-    command = [*(_has_no_loopback() or []), sys.executable, str(COMMAND), "doctor", "--folder", str(tmp_path)]
+    command = [*(_has_no_loopback() or []), sys.executable, "-m", "slipstream", "doctor", "--folder", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "no store answers at 127.0.0.1" in ended.stdout

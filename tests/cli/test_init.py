@@ -187,6 +187,7 @@ def test_a_mistake_is_found_before_a_file_is_written(place: Path, words: list[st
         ([{"prompt": "a", "completion": "b"}], {}, False),
         ([{"prompt": "a", "completion": "b", "text": "a b"}], {"form": "prompt-completion"}, False),
         ([{"body": "a", "stars": 3}], {"text_column": "body"}, False),
+        ([{"body": "a", "tags": ["x"], "from": {"site": "y"}}], {"text_column": "body"}, False),
         ([{"turns": TALK["messages"], "source": "x"}], {"messages_column": "turns"}, False),
         ([{"input_ids": [1, 2, 3]}], {}, False),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, True),
@@ -200,6 +201,21 @@ def test_what_rows_are_is_found(
     found = choose_data(str(table), {}, print)
     assert found.settings == {"dataset": str(table), **settings}
     assert found.are_pairs == are_pairs
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"conversations": [{"from": "human", "value": "hello"}]}, "ShareGPT's kind, whose turns have from and value"),
+        ({"tags": ["x"]}, "no column 'text'; choose data.text_column.*from: tags"),
+        ({"vector": [0.5, 1.0], "meta": {"site": "y"}}, "no column 'text'.*from: vector, meta"),
+    ],
+)
+def test_rows_without_text(tmp_path: Path, row: dict[str, object], said: str) -> None:
+    table = tmp_path / "table.jsonl"
+    table.write_text(json.dumps(row) + "\n")
+    with pytest.raises(SlipstreamError, match=said):
+        choose_data(str(table), {}, print)
 
 
 @pytest.mark.parametrize(

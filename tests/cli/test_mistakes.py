@@ -5,6 +5,7 @@ Each ends with exit code 2 and without a traceback, and nothing is started or wr
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig, LlamaConfig
 
 from slipstream.cli import main
+from slipstream.cli.options import with_output_options
+from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.timeouts import LIMIT
@@ -39,6 +42,14 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--optimizer.learning_rate=1e-3", ["optimizer.learning_rate", "'optimizer.lr'"]),
     ("--batch_size=4", ["unknown key batch_size", "'training.batch_size'"]),
     ("--lora.rank=4", ["lora.rank", "'lora.r'"]),
+    ("--training.logging_steps=1", ["unknown key training.logging_steps; there is no such", "metrics.jsonl"]),
+    ("--gradient_accumulation_steps=4", ["'training.batch_size': multiply it", "cuts the same batch"]),
+    ("--per_device_train_batch_size=2", ["'training.batch_size': sequences of a step on all devices together"]),
+    ("--save_total_limit=2", ["did you mean 'checkpoint.keep'?"]),
+    ("--data.max_samples=100", ["unknown key data.max_samples; there is no such setting", "head -n"]),
+    ("--lora.load_in_4bit=true", ["unknown key lora.load_in_4bit; weights can't be quantised"]),
+    ("--adapter=lora", ["unknown key adapter; here it is 'lora': a section"]),
+    ("--training.unlike_anything=1", ["unknown key training.unlike_anything; training has: bad_numbers"]),
     ("--optim.lr=1", ["unknown key optim", "'optimizer'"]),
     ("--training.steps=ten", ["training.steps='ten'", "a whole number from 1"]),
     ("--training.steps=1.5", ["training.steps=1.5", "a whole number from 1"]),
@@ -84,6 +95,8 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--sample.prompt=hello", ["sample.max_new_tokens=64", "64 positions", "--sample.max_new_tokens=59"]),
     ("--data.tokenizer=nope", ["no tokenizer at 'nope'", "no such folder here", "--data.tokenizer=..."]),
     ("--data.tokenizer=model", ["no tokenizer in 'model'", "no tokenizer.json", "--data.tokenizer=..."]),
+    ("--model={path: bare, init: random}", ["no tokenizer in 'bare'", "no tokenizer.json", "--data.tokenizer=..."]),
+    ("--model={path: hollow, init: random}", ["no tokenizer in 'hollow'", "special tokens", "--data.tokenizer=..."]),
     ("--data.suffixes=[txt]", ["'txt' has no dot", "give [.txt]"]),
     ("--model.config.num_layers=3", ["unknown key model.config.num_layers", "'model.config.num_hidden_layers'"]),
     ("--model.config.model_type=bert", ["'bert'", "a mask that is not causal", "slices=1"]),
@@ -93,6 +106,14 @@ SETTINGS: list[tuple[str, list[str]]] = [
         ["unknown key data.sources[0].wieght", "did you mean 'data.sources[0].weight'?"],
     ),
 ]
+
+# Configurations of other tools, and how they are recognised.
+FOREIGN = {
+    "axolotl": "base_model: m\nload_in_4bit: true\nadapter: qlora\nmicro_batch_size: 2\nlearning_rate: 0.0002\n",
+    "LLaMA-Factory": "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\noutput_dir: o\n",
+    "TRL": "model_name_or_path: m\ndataset_name: d\nlearning_rate: 2.0e-4\noutput_dir: o\n",
+    "torchtitan": '[job]\ndump_folder = "o"\n[model]\nname = "llama3"\n[training]\nsteps = 10\n[parallelism]\n',
+}
 
 # Whole commands
 COMMANDS: list[tuple[str, list[str]]] = [
@@ -116,6 +137,9 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("plan model h100-dgx --seqlen=32", ["--seqlen", "--seq-len"]),
     ("check books", ["no model at 'books'", "config.json"]),
     ("eval model nope.txt", ["no tokenizer", "tokenizer.json"]),
+    ("eval bare note.txt", ["no tokenizer in 'bare'", "no tokenizer.json", "Copy the files"]),
+    ("generate bare hello", ["no tokenizer in 'bare'", "no tokenizer.json", "Copy the files"]),
+    ("generate hollow hello", ["no tokenizer in 'hollow'", "special tokens", "Copy the files"]),
     ("generate ./modle hello", ["no folder ./modle", "a run's output folder"]),
     ("export books --output=x", ["no checkpoints in books", "runs/a"]),
     ("timeline 1f1p", ["'1f1p'", "did you mean '1f1b'"]),
@@ -129,6 +153,10 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("profile model --seq-len=32 --longest-slice=64", ["longest_slice=64", "Give 1 to 32"]),
     ("profile model --seq-len=32 --budget=0", ["--budget", "'0': give a number of seconds above 0, such as 60"]),
     ("plan model h100-dgx --seq-len=32 --global-batch=8 --memory-limit=80GB", ["'80GB'", "bytes above 0", "70e9"]),
+    *(
+        (f"train {tool}.{'toml' if tool == 'torchtitan' else 'yaml'}", [f"a configuration of {tool} ("])
+        for tool in FOREIGN
+    ),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
     ("train broken.yaml --data.dataset=sharegpt.jsonl", ["'text'", "ShareGPT", "from and value", "messages_column"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
@@ -148,6 +176,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
     (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
     (place / "twice.yaml").write_text("model: {path: model}\ntraining:\n  steps: 2\n  steps: 3\n")
+    for tool, text in FOREIGN.items():
+        (place / f"{tool}.{'toml' if tool == 'torchtitan' else 'yaml'}").write_text(text)
     (place / "sharegpt.jsonl").write_text('{"conversations": [{"from": "human", "value": "hello"}]}\n')
     (place / "empty.jsonl").write_text("\n\n")
     (place / "list.jsonl").write_text('["a"]\n["b"]\n')
@@ -155,6 +185,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_tokenizer(["a few words"], 300, Progress(None)).save_pretrained(place / "tok")
     settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
     AutoModelForCausalLM.from_config(LlamaConfig(**settings)).save_pretrained(place / "model")
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    for folder in ("bare", "hollow"):
+        GemmaConfig(**small, num_key_value_heads=1, vocab_size=300).save_pretrained(place / folder)
+    AutoTokenizer.from_pretrained(place / "bare").save_pretrained(place / "hollow")  # with nothing but <pad> and such
     return place
 
 
@@ -231,3 +271,20 @@ def test_a_command_in_a_process(answers: dict[str, subprocess.CompletedProcess[s
     assert [word for word in words if word not in answer.stderr] == [], answer.stderr
     assert "Traceback" not in answer.stderr
     assert "\x1b" not in answer.stdout + answer.stderr
+
+
+def test_what_may_not_be_read(tmp_path: Path) -> None:
+    (locked := tmp_path / "locked").touch(mode=0o000)
+
+    def command() -> None:
+        is_root = os.geteuid() == 0  # who may read anything
+        if is_root:
+            os.seteuid(65534)
+        try:
+            locked.read_text()
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+    with pytest.raises(SlipstreamError, match=r"locked: Permission denied; name what you may read"):
+        with_output_options(command)(quiet=False, log_level=None)

@@ -110,6 +110,7 @@ def test_the_page_of_commands_is_current() -> None:
 def test_the_page_of_the_configuration_is_current() -> None:
     """Otherwise: `python -m tools.configuration_page`."""
     assert configuration_page.PAGE.read_text(encoding="utf-8") == configuration_page.page()
+    assert configuration_page.COMING_FROM.read_text(encoding="utf-8") == configuration_page.coming_from()
 
 
 def test_the_tables_of_changed_models_are_current() -> None:

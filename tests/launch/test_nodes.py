@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -41,6 +40,7 @@ from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.paths import ROOT, WORKERS
 from support.timeouts import LIMIT
+from support.tiny_training import metrics_of, tiny_llama
 
 WORKER = [sys.executable, str(WORKERS / "training/nodes.py")]
 TRAIN = [sys.executable, "-m", "slipstream", "train"]
@@ -131,15 +131,7 @@ def config(tmp_path: Path) -> Path:
 def write_config(folder: Path) -> Path:
     """A tiny run on two ranks."""
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    model = {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 300,
-        "max_position_embeddings": 64,
-    }
+    model = tiny_llama(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     training = {"output": str(folder / "output"), "seq_len": 64, "batch_size": 2, "steps": 4}
     values: dict[str, Any] = {
         "model": {"config": model},
@@ -155,7 +147,7 @@ def write_config(folder: Path) -> Path:
 
 
 def losses_in(folder: Path) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(folder)
     return [line["loss"] for line in lines if "loss" in line]
 
 

@@ -13,6 +13,7 @@ from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.paths import ROOT, WORKERS, with_path
 from support.timeouts import LIMIT
+from support.tiny_training import tiny_llama
 
 KILLED_AT = WORKERS / "training/killed_at.py"
 RANK, TRAINER = "slipstream.train.training_rank", "slipstream.train.trainer"
@@ -43,16 +44,9 @@ def write_config(folder: Path) -> Path:
     folder.mkdir()
     text = folder / "text.txt"
     text.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(500)))
-    model = {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 300,
-        "max_position_embeddings": 64,
-        "attention_dropout": 0.1,
-    }
+    model = tiny_llama(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, attention_dropout=0.1
+    )
     values = {
         "model": {"config": model},
         "data": {"files": [str(text)], "vocab_size": 300, "validation_fraction": 0.0},

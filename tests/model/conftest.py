@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, fx, nn
 
 from slipstream.model import compiled_region, fusion
-from support.architectures import no_rounding_inside
+from support.architectures import no_rounding_by_float, no_rounding_inside
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(fusion, "_trace", wide)
     fusion.fused_rotation.cache_clear()
-    with no_rounding_inside():
+    with no_rounding_inside(), no_rounding_by_float():  # also in the thread that compiles
         yield
     fusion.fused_rotation.cache_clear()
 

@@ -7,7 +7,8 @@ import torch
 from transformers import RobertaConfig
 
 from slipstream import SlipstreamError
-from support.architectures import build, gradient_error, labels_of, no_rounding_inside, unsplit_step
+from support.architectures import build, labels_of
+from support.exact_steps import exact_pipe
 from support.pipelines import make_pipe
 
 PADDING, LONGEST = 3, 60
@@ -34,12 +35,7 @@ def test_positions_begin_after_the_padding_tokens_id() -> None:
     inputs[0, 50:] = PADDING
     labels = labels_of(inputs)
     labels[0, 50:] = -100
-    whole = build(CONFIG)
-    with no_rounding_inside():
-        expected = unsplit_step(whole, inputs, labels)
-        pipe = make_pipe(build(CONFIG), slices=[5, 1, 44, 10], num_ranks=2)
-        assert abs(pipe.step(inputs, labels) - expected) < 1e-9
-    assert gradient_error(whole, pipe) < 1e-9
+    exact_pipe(build(CONFIG), inputs, labels, slices=[5, 1, 44, 10])
 
 
 @pytest.mark.parametrize(

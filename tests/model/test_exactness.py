@@ -8,15 +8,13 @@ import pytest
 
 from support.architectures import (
     ARCHITECTURES,
-    BOUND,
     build,
     gradient_error,
-    gradients,
     labels_of,
-    no_rounding_inside,
     tokens,
     unsplit_step,
 )
+from support.exact_steps import exact_pipe
 from support.parameters import each_once, first_of
 from support.pipelines import make_pipe
 
@@ -25,19 +23,9 @@ SLICES = [5, 30, 17, 12]
 
 @pytest.mark.parametrize(("name", "num_stages"), each_once(ARCHITECTURES, [2, 4]))
 def test_gradients_are_those_of_the_unsplit_model(name: str, num_stages: int) -> None:
-    model = build(ARCHITECTURES[name])
-    whole = copy.deepcopy(model)
     inputs = tokens()
-    labels = labels_of(inputs)
-    with no_rounding_inside():
-        expected = unsplit_step(whole, inputs, labels)
-        pipe = make_pipe(model, slices=SLICES, num_microbatches=2, num_ranks=num_stages)
-        loss = pipe.step(inputs, labels)
-    assert abs(loss - expected) < BOUND * expected
-    found = gradients(pipe)
-    wanted = gradients(whole)
-    assert set(found) == set(wanted)
-    assert gradient_error(wanted, found) < BOUND
+    settings = {"slices": SLICES, "num_microbatches": 2, "num_ranks": num_stages}
+    exact_pipe(build(ARCHITECTURES[name]), inputs, labels_of(inputs), **settings)
 
 
 # Norms of these sum a float32 gradient over the tokens of a slice, so its last bits depend on the cuts.

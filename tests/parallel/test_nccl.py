@@ -8,6 +8,7 @@ same cases run on CPUs over gloo.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from support.forked import SHOWS_GPU
 from support.parallel.standing_pair import StandingPair
 from support.paths import WORKERS
+from support.trainers import accuracy, arguments, history, unsplit_model, unsplit_trainer
 
 PROGRAM = WORKERS / "parallel/nccl.py"
 NAMES = (
@@ -27,6 +29,7 @@ NAMES = (
     "zero_bubble",
     "sequence_parallel",
     "replicas_with_sharded_parameters",
+    "trainer_logs",
     "saved_and_resumed",
     "evaluated",
     "state_is_gathered",
@@ -40,10 +43,14 @@ device = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest) -> Iterator[StandingPair]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingPair]:
+    folder = tmp_path_factory.mktemp("nccl")
+    alone = unsplit_trainer(unsplit_model(), arguments(folder / "alone", max_steps=3), compute_metrics=accuracy)
+    alone.train()
+    (folder / "trainer.json").write_text(json.dumps(history(alone)))
     # As processes with a node each; the sources set the rest
     environment = {SHOWS_GPU: "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    made = StandingPair(PROGRAM, (request.param,), environment)
+    made = StandingPair(PROGRAM, (request.param, str(folder)), environment)
     yield made
     made.close()
 

@@ -25,7 +25,7 @@ from support.architectures import (
 )
 from support.forked import launch
 from support.options import grouped
-from support.parameters import each_once
+from support.parameters import each_once, first_of
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.ragged_batches import batch_of
@@ -87,8 +87,7 @@ def padded(lengths: list[int], width: int) -> dict[str, Tensor]:
     return dict(zip(("input_ids", "attention_mask", "labels"), (*rows, targets), strict=True))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "num_microbatches"), each_once(NAMES, [1, 3]))
 def test_each_sequence_of_a_list_is_alone(name: str, num_microbatches: int) -> None:
     inputs, labels = batch_of(LENGTHS)
     check(pipeline(name, num_microbatches=num_microbatches), alone(name, inputs, labels), inputs, labels)
@@ -129,8 +128,7 @@ def test_rows_of_documents_have_the_frequencies_of_the_longest_of_all(name: str,
         check(pipe, expected, batch["input_ids"], batch["labels"], document_ids=numbers)
 
 
-@pytest.mark.parametrize("positions", ["none", "counted", "beyond the padding"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "positions"), each_once(NAMES, ["none", "counted", "beyond the padding"]))
 def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
     """All its rows would have other frequencies without it."""
     batch = padded([20, 13], width=22 if positions == "beyond the padding" else 32)
@@ -141,7 +139,7 @@ def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
     check(pipeline(name, num_microbatches=2), together(copy.deepcopy(MODELS[name]), batch), batch)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_of(NAMES))
 def test_frequencies_follow_the_batches_of_a_training(name: str) -> None:
     """Type dynamic keeps those of the longest batch: sequences that are alone, rehearsals and the search for what
     carries states change nothing."""

@@ -26,6 +26,7 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.exact_steps import exact_pipe
 from support.parameters import each_once
 from support.pipelines import make_pipe
 
@@ -75,15 +76,11 @@ def test_restarting_positions_mean_documents() -> None:
 
 def test_a_row_without_valid_labels_counts_nowhere() -> None:
     """The mean is over tokens, not over microbatches: one of them may have none."""
-    model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=3)
+    inputs = tokens(batch=3)
     labels = inputs.clone()
     labels[1] = -100
     labels[2, 5:] = -100
-    whole = copy.deepcopy(model)
-    expected = unsplit_step(whole, inputs, labels)
-    pipe = make_pipe(model, slices=3, num_microbatches=3, num_ranks=2)
-    assert abs(pipe.step(inputs, labels) - expected) < BOUND
-    assert gradient_error(whole, pipe) < BOUND
+    exact_pipe(build(ARCHITECTURES["llama"]), inputs, labels, slices=3, num_microbatches=3)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied"])
@@ -98,13 +95,8 @@ def test_steps_add_to_grad(name: str) -> None:
 
 
 def test_flushes_accumulate_the_gradient_of_the_whole_batch() -> None:
-    model, inputs = build(ARCHITECTURES["llama"]), tokens(batch=4)
-    whole = copy.deepcopy(model)
-    expected = unsplit_step(whole, inputs, inputs)
-    pipe = make_pipe(model, schedule="gpipe", num_microbatches=4, num_flushes=2, slices=3, num_ranks=2)
-    loss = pipe.step(inputs, inputs)
-    assert abs(loss - expected) < BOUND
-    assert gradient_error(whole, pipe) < BOUND
+    cut = {"schedule": "gpipe", "num_microbatches": 4, "num_flushes": 2, "slices": 3}
+    pipe = exact_pipe(build(ARCHITECTURES["llama"]), tokens(batch=4), **cut)
     microbatches = [span.action.microbatch for span in pipe.timeline().compute_spans if span.rank == 0]
     assert microbatches == sorted(microbatches, key=lambda m: m // 2)  # the first flush ends before the second begins
 
@@ -132,16 +124,10 @@ def test_training_follows_the_unsplit_model() -> None:
 
 
 def test_frozen_parameters_stay_frozen() -> None:
-    model, inputs = build(ARCHITECTURES["llama"]), tokens()
+    model = build(ARCHITECTURES["llama"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.3" in name or "layers.1" in name)
-    whole = copy.deepcopy(model)
-    unsplit_step(whole, inputs, inputs)
-    pipe = make_pipe(model, slices=4, num_ranks=4)
-    pipe.step(inputs, inputs)
-    found, wanted = gradients(pipe), gradients(whole)
-    assert set(found) == set(wanted)
-    assert gradient_error(wanted, found) < BOUND
+    exact_pipe(model, tokens(), slices=4, num_ranks=4)
 
 
 def test_evaluation_is_the_loss_without_dropout_or_gradients() -> None:

@@ -57,20 +57,9 @@ def microbatches(draw: st.DrawFn, num_rows: int, length: int, most_slices: int =
     return [(rows, parts(length, most_slices)) for rows in parts(num_rows, num_rows)]
 
 
-@examples(25)
+@examples(125, thin=5)
 @given(st.data())
 def test_gradients_are_those_of_the_unsplit_model(data: st.DataObject) -> None:
-    check(data)
-
-
-@pytest.mark.more
-@examples(100)
-@given(st.data())
-def test_gradients_of_a_hundred_more(data: st.DataObject) -> None:
-    check(data)
-
-
-def check(data: st.DataObject) -> None:
     given = data.draw(microbatches(4, LENGTH))
     schedule, v = data.draw(st.sampled_from(ORDERS))
     name, num_ranks = data.draw(st.sampled_from(sorted(MODELS))), data.draw(st.integers(1, 2))

@@ -25,20 +25,9 @@ from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one
 UNCHECKED = Runtime(self_check=False)
 
 
-@examples(25)
+@examples(125, thin=5)
 @given(st.data())
 def test_gradients_are_those_of_each_sequence_alone(data: st.DataObject) -> None:
-    check(data)
-
-
-@pytest.mark.more
-@examples(100)
-@given(st.data())
-def test_gradients_of_a_hundred_more(data: st.DataObject) -> None:
-    check(data)
-
-
-def check(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=7).filter(lambda found: max(found) > 12))
     inputs, labels = batch_of(lengths, data.draw(st.integers(0, 99)))
     if all((label[1:] == -100).all() for label in labels):

@@ -29,20 +29,9 @@ PLAN = StepPlan(((2, 0), (1,)), ((5, 9), (6,)), make_schedule("1f1b", 1, 2, [2, 
 LENGTHS = [4, 6, 10]
 
 
-@examples(15)
+@examples(115, thin=5)
 @given(st.data())
 def test_gradients_are_those_of_each_sequence_alone(data: st.DataObject) -> None:
-    check(data)
-
-
-@pytest.mark.more
-@examples(100)
-@given(st.data())
-def test_gradients_of_a_hundred_more(data: st.DataObject) -> None:
-    check(data)
-
-
-def check(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(2, 40), min_size=1, max_size=7))
     inputs, labels = batch_of(lengths, data.draw(st.integers(0, 99)))
     if all((label[1:] == -100).all() for label in labels):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -45,25 +44,13 @@ from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.time_kernel import end_times
 from support.examples import examples
 
-# What every generator returned before microbatches could differ, over counts up to 5, 5 and 4
-RECTANGLES = {
-    "gpipe": "7e0450e989da7174",
-    "1f1b": "625c5209af445df9",
-    "interleaved-1f1b": "72c4436280ae73f6",
-    "breadth-first": "a2a89368a2a672d8",
-    "zb-h1": "cf48dd8327d220c1",
-    "zb-h2": "0c2fc0699b83cf6c",
-    "zb-v": "0033ec9889278d99",
-    "v-half": "e349e2c74e799f3f",
-    "v-min": "a6e43a8f8a942e6e",
-}
-
 
 @st.composite
 def ragged_schedules(draw: st.DrawFn, most_ranks: int = 6, most: int = 7) -> Schedule:
     name = draw(st.sampled_from(sorted(GENERATORS)))
-    stages_per_rank = draw(st.sampled_from([v for v in range(1, 4) if v in STAGES_PER_RANK[name]]))
-    counts = draw(st.lists(st.integers(1, most), min_size=1, max_size=most))
+    stages_per_rank = draw(st.sampled_from([v for v in range(1, 5) if v in STAGES_PER_RANK[name]]))
+    unequal = st.lists(st.integers(1, most), min_size=1, max_size=most)
+    counts = draw(unequal | st.builds(lambda m, s: [s] * m, st.integers(1, most), st.integers(1, most)))
     return make_schedule(name, draw(st.integers(1, most_ranks)), len(counts), counts, stages_per_rank)
 
 
@@ -104,20 +91,6 @@ def test_passes_take_them(schedule: Schedule, num_flushes: int) -> None:
     flushed = in_flushes(schedule, num_flushes)
     validate(flushed)
     assert flushed.slice_counts == schedule.slice_counts * num_flushes
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_a_rectangle_is_what_it_was(name: str) -> None:
-    digest = hashlib.sha256()
-    for p in range(1, 6):
-        for m in range(1, 6):
-            for s in range(1, 5):
-                for v in (v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]):
-                    schedule = make_schedule(name, p, m, s, v)
-                    digest.update(str(schedule).encode())
-                    if p < 4:
-                        assert make_schedule(name, p, m, [s] * m, v) == schedule
-    assert digest.hexdigest()[:16] == RECTANGLES[name]
 
 
 @examples(60)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.planner.search.bounds import ScheduleShape, cached_schedule, least_messages
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, add_communication, predecessors
-from slipstream.simulator import MemoryTable, TableCost, simulate
+from slipstream.planner.search.bounds import ScheduleShape, cached_schedule
+from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, predecessors
+from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.action_graph import ActionArrays
-from slipstream.simulator.buffers import pool_bytes
 from slipstream.simulator.time_kernel import end_times
 from support.examples import examples
 
@@ -45,21 +44,6 @@ def test_every_action_ends_when_it_does_in_the_simulator(schedule: Schedule, see
     actions = [action for row in schedule.actions for action in row]
     assert ends.tolist() == pytest.approx([spans[action].end for action in actions], rel=1e-12)
     assert seconds.tolist() == [cost.seconds(action) for action in actions]
-
-
-@examples(100)
-@given(schedules())
-def test_no_rank_has_fewer_buffers_for_messages(schedule: Schedule) -> None:
-    table = MemoryTable({}, message_bytes=[7] * schedule.num_slices)
-    lowered = add_communication(schedule)
-    pools = [pool_bytes(lowered, rank, table) for rank in range(schedule.num_ranks)]
-    least = least_messages(ActionArrays.of(schedule), table.message_bytes)
-    assert all(fewest <= pool for fewest, pool in zip(least, pools, strict=True))
-
-
-def test_the_fewest_buffers_by_hand() -> None:
-    """1F1B of two ranks and three microbatches: three sends each, and on rank 1 an input, which I needs."""
-    assert least_messages(cached_schedule(ScheduleShape("1f1b", 2, 3, 1, 1)), [7]).tolist() == [21, 28]
 
 
 @examples(60)

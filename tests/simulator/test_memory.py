@@ -28,7 +28,7 @@ from slipstream.schedule import (
 from slipstream.simulator import Footprint, MemoryKind, MemoryTable, StageSlice, UnitCost, memory_of, simulate
 from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.buffers import pool_bytes
-from slipstream.simulator.memory_arrays import quick_peaks
+from slipstream.simulator.memory_arrays import order_bytes
 from support.examples import examples
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
@@ -105,20 +105,20 @@ def test_activations_are_the_simulators(schedule: Schedule) -> None:
 
 @examples(60)
 @given(schedules(), st.data())
-def test_the_quick_peaks_are_those_of_the_account(schedule: Schedule, data: st.DataObject) -> None:
-    """All but messages; and on the host what is offloaded and not reloaded yet."""
+def test_the_account_over_arrays_is_that_of_the_lowered_order(schedule: Schedule, data: st.DataObject) -> None:
+    """Buffers of messages and all; and on the host is what is offloaded and not reloaded yet."""
     size, stages = st.integers(0, 20), range(schedule.num_stages)
     sizes = [{stage: data.draw(size) for stage in stages} for _ in range(4)]
     gradients = {(stage, op): data.draw(size) for stage in stages for op in (Op.B, Op.W)}
     found = footprints_of(schedule, kept=2)
     first = {(unit, op): found[unit, op].peak + data.draw(size) for unit, op in found if op in (Op.B, Op.W)}
-    table = MemoryTable(found, first, sizes[0], sizes[1], (), 0, sizes[2], gradients, sizes[3])
-    ranks = schedule.actions, memory_of(schedule, table), *quick_peaks(ActionArrays.of(schedule), table)
-    for row, rank, peak, away in zip(*ranks, strict=True):
-        held = [
-            sum(size for kind, size in moment.during.items() if kind != MemoryKind.MESSAGES) for moment in rank.moments
-        ]
-        assert peak == max(held)
+    messages = data.draw(st.lists(st.integers(0, 5), min_size=schedule.num_slices, max_size=schedule.num_slices))
+    table = MemoryTable(
+        found, first, sizes[0], sizes[1], messages, data.draw(st.integers(0, 2)), sizes[2], gradients, sizes[3]
+    )
+    account = order_bytes(ActionArrays.of(schedule), table)
+    assert account.rank_peaks().tolist() == [rank.peak for rank in memory_of(schedule, table)]
+    for row, away in zip(schedule.actions, account.host_peaks(), strict=True):
         moved = [-found[StageSlice.of(a, schedule), a.op].leaves for a in row if a.op in (Op.OFFLOAD, Op.RELOAD)]
         assert away == max(accumulate(moved, initial=0))
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -162,6 +163,15 @@ def gradients(model: Gradients) -> dict[str, Tensor]:
     if isinstance(model, Mapping):
         return dict(model)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def no_rounding_by_float() -> Iterator[None]:
+    """Leaves float64 as it is in `Tensor.float` of every thread, and in backwards, which `no_rounding_inside` doesn't
+    reach."""
+    narrow = Tensor.float
+    with patch.object(Tensor, "float", lambda x: x if x.dtype == torch.float64 else narrow(x)):
+        yield
 
 
 @contextmanager

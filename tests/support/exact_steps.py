@@ -12,8 +12,25 @@ from transformers import PreTrainedModel
 
 from slipstream import Pipeline
 from slipstream.model import causal_cross_entropy
-from support.architectures import BOUND, gradient_error, labels_of, no_rounding_inside, tokens, unsplit_step
+from support.architectures import BOUND, gradient_error, gradients, labels_of, no_rounding_inside, tokens, unsplit_step
 from support.options import grouped
+from support.pipelines import make_pipe
+
+
+def exact_pipe(
+    model: PreTrainedModel, inputs: Tensor, labels: Tensor | None = None, bound: float = BOUND, **settings: Any
+) -> Pipeline:
+    """Makes a pipeline of two ranks, whose step on these inputs has loss and gradients of the unsplit model."""
+    whole, labels = copy.deepcopy(model), inputs if labels is None else labels
+    with no_rounding_inside():
+        expected = unsplit_step(whole, inputs, labels)
+        pipe = make_pipe(model, **{"num_ranks": 2} | settings)
+        loss = pipe.step(inputs, labels)
+    assert abs(loss - expected) < bound * expected
+    found, wanted = gradients(pipe), gradients(whole)
+    assert found.keys() == wanted.keys()
+    assert gradient_error(wanted, found) < bound
+    return pipe
 
 
 def step_error(model: PreTrainedModel, inputs: Tensor, **settings: Any) -> float:

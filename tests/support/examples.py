@@ -14,9 +14,9 @@ def register_profiles() -> None:
     settings.load_profile("full")
 
 
-def examples(number: int) -> settings:
-    """The settings of a property that is tried with `number` examples, or with the profile's share of them."""
+def examples(number: int, thin: int | None = None) -> settings:
+    """The settings of a property that is tried with `number` examples; under a profile of fewer with `thin`, or with
+    the profile's share."""
     share = settings().max_examples / 100
-    return settings(
-        max_examples=max(min(number, _FEWEST), int(number * share)), suppress_health_check=[HealthCheck.too_slow]
-    )
+    fewer = max(min(number, _FEWEST), int(number * share)) if thin is None else thin
+    return settings(max_examples=fewer if share < 1 else number, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.comm import StagedTransport, staged_transport
-from slipstream.pipeline import step_runner
+from slipstream.pipeline import runtime as pipeline_runtime
 
 
 class SlowMoment:
@@ -51,6 +51,6 @@ class SlowCopies:
 def install() -> None:
     """Lets pipelines of this process exchange messages by way of host memory, which takes a while. Computing, which
     isn't delayed, waits for what it needs."""
-    step_runner.connect_transport = StagedTransport  # type: ignore[assignment]
+    pipeline_runtime.connect_transport = StagedTransport  # type: ignore[assignment]
     staged_transport.CopyStream = SlowCopies  # type: ignore[assignment,misc]
     staged_transport.hold_until = lambda moment, _: moment.synchronize()  # type: ignore[assignment,union-attr]

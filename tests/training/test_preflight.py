@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -93,10 +95,10 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             "memory.offload is set, but the schedule 'gpipe' has its sends and receives already",
         ),
         (
-            {"memory": {"recompute": "full"}},
+            {"memory": {"recompute": "stage"}},
             "memory.recompute is set, but the schedule 'gpipe' has its sends and receives already",
         ),
-        ({"schedule": "gpipe", "memory": {"recompute": 5}}, "memory.recompute=5: give 'none', 'selective', 'full', or"),
+        ({"schedule": "gpipe", "memory": {"recompute": 5}}, "memory.recompute=5: give 'none', 'selective', 'full', "),
     ],
 )
 def test_a_layout_that_no_rank_could_make(
@@ -243,21 +245,16 @@ def test_a_tokenizer_larger_than_the_model(refuse: Refuse, values: dict[str, Any
     assert "vocabulary has 258 tokens (0 to 257), but the text needs token id " in message
 
 
-def test_empty_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\n", "holds no text"), (b"\xff\xfe", "0.txt isn't UTF-8 text"), (b"few", "less than one sequence of 32")],
+)
+def test_text_that_no_run_could_learn_from(
+    refuse: Refuse, values: dict[str, Any], text: Path, content: bytes, message: str
+) -> None:
     for path in text.iterdir():
-        path.write_text("\n")
-    assert "holds no text" in refuse(values)
-
-
-def test_unreadable_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
-    (text / "9.txt").write_bytes(b"\xff\xfe")
-    assert "9.txt isn't UTF-8 text" in refuse(values)
-
-
-def test_too_little_text(refuse: Refuse, values: dict[str, Any], text: Path) -> None:
-    for path in text.iterdir():
-        path.write_text("few")
-    assert "less than one sequence of 32" in refuse(values)
+        path.write_bytes(content)
+    assert message in refuse(values)
 
 
 OWN = [
@@ -424,6 +421,13 @@ def test_a_checkpoint_that_is_not_there(refuse: Refuse, values: dict[str, Any], 
     assert f"there is no checkpoint 7 in {earlier.checkpoints}; give one of its steps (3), latest" in refuse(values)
 
 
+def test_a_checkpoint_of_a_loop_of_ones_own(refuse: Refuse, values: dict[str, Any], earlier: RunFolder) -> None:
+    place = CheckpointFolder(earlier.checkpoints).complete(3)
+    Manifest(format=1, step=3, facts={"loop": {}, "model": {}}, files={}, tensors={}).write(place)
+    values["checkpoint"] = {"resume": "latest"}
+    assert "was saved by pipe.save, and doesn't say on what it was trained: pipe.load goes on from it" in refuse(values)
+
+
 def test_what_ranks_that_share_a_gpu_cannot_do(
     refuse: Refuse, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +439,66 @@ def test_what_ranks_that_share_a_gpu_cannot_do(
     values["training"]["device"], values["runtime"] = "cuda", {"transport": "auto"}
     values["parallel"], values["training"]["batch_size"] = {"data": 2, "shard_parameters": True}, 2
     assert "parallel.shard_parameters=true: FSDP2 exchanges shards between GPUs by NCCL alone" in refuse(values)
+
+
+@pytest.mark.parametrize("kind", ["locked", "too long", "in a file", "in a locked folder"])
+def test_an_output_that_cannot_be_read(values: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    """It is found before a text is looked for."""
+    values["data"]["files"] = [str(tmp_path / "nothing")]
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "note.txt").write_text("a note")
+    places = {"locked": folder, "too long": folder / ("x" * 300), "in a file": folder / "note.txt" / "run"}
+    values["training"]["output"] = places.get(kind, folder / "run")
+    folder.chmod(0 if "locked" in kind else 0o755)
+    config, is_root = parse_config(values), os.geteuid() == 0  # who may read anything
+    if is_root:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(SlipstreamError, match=r"training\.output=.*name a folder") as error:
+            preflight(config, Progress(None))
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+    assert "\n" not in str(error.value)
+
+
+BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"num_attention_heads": 3}, r"\(16\) is not a multiple of the number of attention heads \(3\)"),
+    ({"num_hidden_layers": "two"}, "num_hidden_layers.*expected int"),
+    ({"quantization_config": BITS}, r"quantised.*bitsandbytes.*give the model that they were made of"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantised.*fp8"),
+    ({"model_type": "gpt2", "num_attention_heads": 3}, r"make the 'gpt2'.*num_heads`: 3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), UNUSABLE, ids=[str(each) for each, _ in UNUSABLE])
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_folder_of_which_no_model_can_be_trained(
+    command: str,
+    changes: dict[str, Any],
+    reason: str,
+    values: dict[str, Any],
+    refuse: Refuse,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = model_folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": None} | changes))
+    if command == "train":
+        values["model"], values["data"]["files"] = {"path": str(model_folder)}, ["nothing"]
+        (said,) = [line for line in refuse(values).splitlines() if line.startswith("error: ")]
+    else:
+        monkeypatch.setattr("sys.argv", ["slipstream", "check", str(model_folder)])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        written = capsys.readouterr()
+        _, error, said = written.err.partition("error: ")
+        assert ending.value.code == (2 if error else 1)
+        said = said or " ".join(written.out.split())
+    assert re.search(reason, said), said
 
 
 def test_an_output_that_is_a_file(refuse: Refuse, values: dict[str, Any], tmp_path: Path) -> None:

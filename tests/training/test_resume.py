@@ -12,11 +12,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
+from slipstream.pipeline import Pipeline
 from slipstream.schedule import Op, Schedule
 from slipstream.train.config import load_config
+from slipstream.train.optimizers import make_optimizer, make_scheduler
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.tiny_training import metrics_of, tiny_training
@@ -73,6 +76,24 @@ def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Pat
     assert [[line[key] for key in figures] for line in lines(again)] == [
         [line[key] for key in figures] for line in lines(whole)[HALF:]
     ]
+
+
+def test_a_loop_of_ones_own_goes_on_from_a_run(whole: Path) -> None:
+    """With its weights, optimizer, schedule and dropout."""
+    config, step = load_config(whole / "config.yaml"), HALF
+    run = Pipeline.from_config(AutoConfig.from_pretrained(whole / "inputs"), num_ranks=2, slices=4, schedule="gpipe")
+    optimizer = make_optimizer(run.parameters(), config.optimizer)
+    scheduler = make_scheduler(optimizer, config.optimizer, STEPS)
+    at, facts = run.load(whole / "checkpoints", step, optimizer=optimizer, scheduler=scheduler)
+    saved = Manifest.read(whole / "checkpoints" / f"step-{step:08}")
+    assert (at, facts) == (step, {"num_samples": saved.facts["num_samples"]})
+    assert run.random_state == (config.training.seed, step)
+    assert scheduler.get_last_lr()[0] == lines(whole)[step]["lr"]
+    moments = [optimizer.state[parameter]["exp_avg"] for parameter in run.parameters()]
+    assert all(moment.abs().sum() > 0 for moment in moments)
+    run.load(whole / "checkpoints")
+    exported = load_file(whole / "model" / "model.safetensors")
+    assert all(torch.equal(run.state_dict()[name], weight) for name, weight in exported.items())
 
 
 @pytest.mark.more

@@ -374,7 +374,7 @@ def _has_mount_namespaces() -> bool:
 @pytest.mark.skipif(not _has_mount_namespaces(), reason="needs mount namespaces")
 def test_a_small_and_full_shared_memory_does_not_matter(config: Path, output: RunFolder) -> None:
     """As Docker's 64 MB may be full of what others left there."""
-    command = ["unshare", "--mount", "sh", "-c", SMALL_SHARED_MEMORY, "sh", sys.executable, str(COMMAND), "train"]
+    command = ["unshare", "--mount", "sh", "-c", SMALL_SHARED_MEMORY, "sh", sys.executable, "-m", "slipstream", "train"]
     ended = run(command, config, "--training.steps=2", "--training.eval_every=0")
     assert ended.returncode == 0, ended.stderr
     assert [step["step"] for step in read_metrics(output)[0]] == [1, 2]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.attention.backend import AttentionSite, QueryState, TiledBackend, TileGradients
 from slipstream.attention.kernel_choice import KERNELS, choose_kernel
-from slipstream.attention.kernels import add_gradients
+from slipstream.attention.kernel_passes import add_gradients
 from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import ScoreTile
 from slipstream.attention.store import AttentionResult

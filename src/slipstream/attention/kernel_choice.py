@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import QueryState
-from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, add_gradients, package_kernels
+from slipstream.attention.kernel_passes import add_gradients
+from slipstream.attention.kernels import CudnnKernel, FlashKernel, FusedKernel, HeadsApart, package_kernels
 from slipstream.attention.masks import RegularMask
 
 _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
 _WIDEST_CUDNN = 128
+_MOST_APART = 1 << 28  # numbers in the gradients of keys of query heads by themselves: half a gigabyte
+_WORTH = 1.03  # times as long may take what rounds these gradients once less
 _REPEATS = 3
 _AGREEMENT = 0.03  # of what FlashAttention gives, in float16 and bfloat16
 _Milliseconds = dict[str, float | None]  # of each kernel; None where it refuses a shape or gives something else
@@ -81,6 +84,8 @@ def _choose(
     """Returns the fastest kernel for queries of a shape (H,T,D); other kernels may be allowed later."""
     heads, length, width = shape
     kernels = _candidates(width, length, past, window, device)
+    if key_heads < heads and heads * (past + length) * width <= _MOST_APART:
+        kernels |= {f"{name}, heads apart": HeadsApart(kernel) for name, kernel in kernels.items()}
     if len(kernels) == 1:
         return KERNELS["flash"]
     sizes = heads, key_heads, width, _power_of_two(length), _power_of_two(past + length)
@@ -142,9 +147,14 @@ def _fastest(shape: AttentionShape, device: int, kernels: Mapping[str, FusedKern
             _keep(device, shape, found)
         others = ", ".join(f"{each} {'-' if found[each] is None else f'{found[each]:.2f} ms'}" for each in kernels)
         _log.info("attention of %s, forward and backward: %s", shape, others)
-    seconds = {each: inf if (known := found[each]) is None else known for each in kernels}
-    name = _known[shape, device] = min(kernels, key=seconds.__getitem__)
-    return name
+
+    def cost(name: str) -> float:
+        """The time, or less for fewer errors."""
+        known = found[name]
+        return inf if known is None else known / (_WORTH if isinstance(kernels[name], HeadsApart) else 1)
+
+    _known[shape, device] = min(kernels, key=cost)
+    return _known[shape, device]
 
 
 @torch.no_grad()
@@ -168,7 +178,8 @@ def agrees(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 
 def _name(kernel: FusedKernel) -> str:
-    return type(kernel).__name__.removesuffix("Kernel")
+    inner = kernel.kernel if isinstance(kernel, HeadsApart) else kernel
+    return type(inner).__name__.removesuffix("Kernel") + (", heads apart" if inner is not kernel else "")
 
 
 def _drawn(shape: AttentionShape, device: torch.device) -> tuple[Tensor, ...]:

@@ -25,18 +25,11 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.backend import QueryState
+from slipstream.attention.kernel_passes import KeyGradients, merged
 from slipstream.attention.masks import RegularMask
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
-
-
-class KeyGradients(NamedTuple):
-    """The gradients of some of the keys and values that a kernel was given, in their dtype."""
-
-    first: int  # of the keys
-    key: Tensor  # (B,Hkv,n,D)
-    value: Tensor
 
 
 class FusedKernel(Protocol):
@@ -156,35 +149,29 @@ class CudnnKernel:
         return grad_query, KeyGradients(keys.start, grad_key, grad_value)
 
 
-def add_gradients(parts: list[KeyGradients], past: int, *totals: Tensor) -> list[Tensor]:
-    """Adds the gradients of earlier slices' keys and values to the totals of both; returns the slice's own, complete.
+class HeadsApart:
+    """A kernel whose gradients of keys are those of each query head by itself, of one sequence.
 
-    Totals (B,Hkv,S,D) are in float32, with `past` keys of earlier slices. A slice's own are final with what later
-    slices left in them, and are rounded as they are added: one pass where adding and copying took two.
+    Where several query heads share a key head, a kernel rounds the gradient of each, and again their sum. Here the
+    heads of a group are rows of a batch that see the same keys, and `add_gradients` sums them before it rounds.
     """
-    own = []
-    for index, total in enumerate(totals):
-        for part in parts:
-            gradient = (part.key, part.value)[index]
-            end, earlier = part.first + gradient.shape[2], past - part.first
-            if earlier > 0:
-                total[:, :, part.first : min(past, end)].add_(gradient[:, :, :earlier])
-            if end > past:
-                left = total[:, :, past:]
-                batch, heads, length, width = left.shape
-                own.append(gradient.new_empty(batch, length, heads, width).transpose(1, 2))
-                torch.add(left, gradient[:, :, max(0, earlier) :], out=own[-1])
-    return own
 
+    def __init__(self, kernel: FusedKernel) -> None:
+        self.kernel = kernel
+        self.forward = kernel.forward
 
-def merged(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the attention over two disjoint sets of keys, in the outputs' dtype but summed in that of the
-    log-sum-exps; in three passes over memory."""
-    weight = torch.sigmoid(other_logsumexp - logsumexp)  # e^(lse2 - lse), (B,H,T)
-    weight = weight.transpose(1, 2).contiguous().transpose(1, 2)[..., None]  # in memory as the outputs are
-    total = output * (1 - weight)
-    torch.addcmul(total, other, weight, out=output)
-    return output, torch.logaddexp(logsumexp, other_logsumexp)
+    def backward(
+        self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
+    ) -> tuple[Tensor, list[KeyGradients]]:
+        """See `FusedKernel`."""
+        (rows, heads, length, width), key_heads = queries.query.shape, key.shape[1]
+        if rows > 1:
+            return self.kernel.backward(queries, key, value, mask, scale)
+        # (G,Hkv,T,..): query head h reads key head h // G
+        apart = (each.view(key_heads, -1, *each.shape[2:]).transpose(0, 1) for each in queries)
+        key, value = (each.expand(heads // key_heads, -1, -1, -1) for each in (key, value))
+        grad_query, parts = self.kernel.backward(QueryState(*apart), key, value, mask, scale)
+        return grad_query.permute(2, 1, 0, 3).reshape(rows, length, heads, width).transpose(1, 2), parts
 
 
 class Flash3Kernel:

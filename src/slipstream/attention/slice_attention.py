@@ -1,8 +1,7 @@
 """Computes the attention of one token slice as a single autograd function over a context store.
 
-Gives layers that attend by code of their own the keys and values of all tokens so far, and takes their gradients.
-
-Nothing is known of what such code does with them, so it gets copies, which it may keep for its backward.
+Layers that attend by code of their own get the keys and values of all tokens so far (`read_prefix`): copies, as nothing
+is known of what such code keeps of them for its backward.
 """
 
 from __future__ import annotations

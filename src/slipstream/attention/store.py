@@ -41,6 +41,7 @@ class _CallBuffers:
 
     buffers: list[Tensor]  # key (B, Hkv, L, D) and value (B, Hkv, L, Dv), in a backward also their gradients
     slices: dict[int, StoredSlice] = field(default_factory=dict)  # by start
+    num_done: int = 0  # tokens of slices whose backward ran
 
 
 class ContextStore:
@@ -158,9 +159,11 @@ class ContextStore:
     def finish(self, call: Hashable, ranges: KeyRanges) -> None:
         """Marks a slice's backward as done; frees the call's buffers after the last one (rule 5)."""
         context = self._contexts[call]
-        context.slices[ranges.start].done = True
-        covered = sum(each.end - start for start, each in context.slices.items())
-        if covered == self.length and all(each.done for each in context.slices.values()):
+        stored = context.slices[ranges.start]
+        if not stored.done:
+            stored.done = True
+            context.num_done += ranges.end - ranges.start
+        if context.num_done == self.length:
             del self._contexts[call]
 
     def _check_free(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import yaml
 from typer import Argument, Exit
 
 from slipstream.cli.options import TrustRemoteCode
@@ -28,9 +29,11 @@ def check(
 ) -> None:
     """Show how MODEL can be split, and compare a sliced and an unsliced toy of its architecture: exact or not, and why.
 
-    Of a training configuration it also says what a run would warn of in the turns of its first conversations.
+    It also says which tokenizer there is, and of a training configuration what a run would warn of in the turns of its
+    first conversations.
 
-    Exits with 0 if the model can be trained in token slices, and with 1 if it can't.
+    Exits with 0 if the model can be trained in token slices, and with 1 if it can't, or if a training configuration
+    names no tokenizer that can be used.
     """
     with spinner("running a toy of the architecture"):
         from slipstream.planning.model_report import report_on
@@ -42,13 +45,38 @@ def check(
         console.width = _FILE_COLUMNS
     if report.kinds:
         console.print(_layers(report))
-    facts = _facts(report)
+    facts, file = _facts(report), Path(model)
+    is_run = file.suffix in (".yaml", ".yml") and "data" in (yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+    with spinner("reading the tokenizer"):
+        tokenizer, has_one = _tokenizer(model, is_run, remote_code)
+    if tokenizer:
+        facts.add_row("tokenizer", tokenizer)
     with spinner("reading conversations"):
-        for problem in _turns(Path(model)):
+        for problem in _turns(file) if is_run and has_one else ():
             facts.add_row("turns", problem)
     console.print(facts)
-    if report.refusal:
+    if report.refusal or (is_run and not has_one):
         raise Exit(1)
+
+
+def _tokenizer(model: str, is_run: bool, trusts_code: bool) -> tuple[str, bool]:
+    """Returns what there is to say of the tokenizer, and whether one can be used."""
+    from slipstream.errors import SlipstreamError
+    from slipstream.train.config import load_config
+    from slipstream.train.data import load_tokenizer
+    from slipstream.train.preflight import named_tokenizer
+
+    if not is_run and Path(model).is_file():
+        return "", False
+    try:
+        config = load_config(Path(model)) if is_run else None
+    except SlipstreamError:  # which the turns' row says
+        return "", True
+    try:
+        found = load_tokenizer(model, trusts_code) if config is None else named_tokenizer(config)
+    except SlipstreamError as error:
+        return str(error), False
+    return "trained on the text" if found is None else f"{len(found):,} tokens", True
 
 
 def _layers(report: ModelReport) -> Table:
@@ -121,11 +149,7 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
 
 
 def _turns(file: Path) -> list[str]:
-    """Returns what is to be said of the conversations of a training configuration; nothing of anything else."""
-    import yaml
-
-    if file.suffix not in (".yaml", ".yml") or "data" not in (yaml.safe_load(file.read_text(encoding="utf-8")) or {}):
-        return []
+    """Returns what is to be said of the conversations of a training configuration."""
     from slipstream.errors import SlipstreamError
     from slipstream.train.config import load_config
     from slipstream.train.preflight import check_turns

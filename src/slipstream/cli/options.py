@@ -57,6 +57,12 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
                 if shows("debug"):
                     traceback.print_exc(file=sys.stderr)
                 raise
+            except PermissionError as error:
+                if shows("debug"):
+                    raise
+                raise SlipstreamError(
+                    f"{error.filename}: {error.strerror}; name what you may read and write"
+                ) from error
 
     types = get_type_hints(command, include_extras=True)
     parameters = [each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()]
@@ -70,31 +76,33 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def count(text: str, least: int = 1) -> Any:
     """Returns an option of a whole number, at least 1 or what `least` says, with its help."""
-    return Option(help=text, parser=_whole_number(least), metavar="NUMBER")
+    return _number(text, f"a whole number from {least}", lambda number: number.is_integer() and number >= least, int)
 
 
 def amount(text: str) -> Any:
     """Returns an option of a number of at least 0, with its help."""
-
-    def parse(given: str | float) -> float:
-        number = _number(given)
-        if number is None or not 0 <= number < math.inf:
-            raise BadParameter(f"{given!r}: give a number from 0")
-        return number
-
-    return Option(help=text, parser=parse, metavar="NUMBER")
+    return _number(text, "a number from 0", lambda number: 0 <= number < math.inf)
 
 
 def above_zero(text: str, unit: str, example: str) -> Any:
     """Returns an option of a number above 0 in a unit, such as bytes, with its help and an example."""
+    what = f"a number of {unit} above 0, such as {example}"
+    return _number(text, what, lambda number: 0 < number < math.inf, metavar=unit.upper())
 
-    def parse(given: str | float) -> float:
-        number = _number(given)
-        if number is None or not 0 < number < math.inf:
-            raise BadParameter(f"{given!r}: give a number of {unit} above 0, such as {example}")
-        return number
 
-    return Option(help=text, parser=parse, metavar=unit.upper())
+def _number(
+    text: str, what: str, allows: Callable[[float], bool], kind: Callable[[float], Any] = float, metavar: str = "NUMBER"
+) -> Any:
+    def parse(given: str | float) -> Any:
+        try:
+            number = float(given)
+        except ValueError:
+            number = math.nan
+        if not allows(number):
+            raise BadParameter(f"{given!r}: give {what}")
+        return kind(number)
+
+    return Option(help=text, parser=parse, metavar=metavar)
 
 
 def numbers(text: str | None, name: str) -> list[float] | None:
@@ -103,23 +111,6 @@ def numbers(text: str | None, name: str) -> list[float] | None:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError:
         raise SlipstreamError(f"--{name}={text} can't be read; give numbers separated by commas") from None
-
-
-def _whole_number(least: int) -> Callable[[str | int], int]:
-    def parse(given: str | int) -> int:
-        number = _number(given)
-        if number is None or not number.is_integer() or number < least:  # infinity is no integer
-            raise BadParameter(f"{given!r}: give a whole number from {least}")
-        return int(number)
-
-    return parse
-
-
-def _number(given: str | float) -> float | None:
-    try:
-        return float(given)
-    except ValueError:
-        return None
 
 
 Best = Annotated[

@@ -5,8 +5,8 @@ from slipstream.comm.side_channels import SkipMessages, VocabularyMessages, skip
 from slipstream.comm.staged_transport import StagedTransport, connect_transport
 from slipstream.comm.transport import (
     DistributedTransport,
+    FakeTransport,
     LocalTransport,
-    MadeUpTransport,
     ScatterGather,
     Transport,
     part_size,

@@ -326,7 +326,7 @@ def part_size(size: int, num_parts: int) -> int:
     return ceil(size / num_parts)
 
 
-class MadeUpTransport(Transport):
+class FakeTransport(Transport):
     """Drops what is sent; every receive of a shape and a dtype returns the same numbers."""
 
     def __init__(self, device: torch.device) -> None:

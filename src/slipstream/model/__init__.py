@@ -9,6 +9,7 @@ from slipstream.model.config import (
     check_is_causal_lm,
     check_length,
     check_router_loss,
+    check_unquantised,
     config_from_settings,
     load_config,
     longest_sequence,
@@ -28,6 +29,7 @@ from slipstream.model.layer_range import (
     are_allowed_layer_counts,
 )
 from slipstream.model.loading import meta_model, model_for_timing, pretrained_model, random_model
+from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.self_check import (
     TOLERANCE,
     LabelLoss,
@@ -47,4 +49,3 @@ from slipstream.model.tensors import (
     storage_id,
     storage_ids,
 )
-from slipstream.model.vocabulary import TiedWeight

@@ -278,19 +278,15 @@ class SliceReplay:
     @contextmanager
     def forward(self, store: ContextStore) -> Iterator[None]:
         """Surrounds F."""
-        with self._checks.keeping() if self._checks else nullcontext(), self._saving(store):
-            yield
-
-    @contextmanager
-    def _saving(self, store: ContextStore) -> Iterator[None]:
-        if self.what is None or not self.what.keeps_products:
-            with self.saved.saving(lambda _: self.what is None):
+        with self._checks.keeping() if self._checks else nullcontext():
+            if self.what is None or not self.what.keeps_products:
+                with self.saved.saving(lambda _: self.what is None):
+                    yield
+                return
+            products = _KeepProducts(self.saved)
+            with products, store.wrapped_attention(products.attention), self.saved.saving(products.is_kept):
                 yield
-            return
-        products = _KeepProducts(self.saved)
-        with products, store.wrapped_attention(products.attention), self.saved.saving(products.is_kept):
-            yield
-        self._products = products.kept
+            self._products = products.kept
 
     def replay(self, run: Callable[[Tensors], object], store: ContextStore) -> None:
         """Runs R: `run` is F's own call on the inputs, under F's autocast and modes. Afterwards nothing is missing."""

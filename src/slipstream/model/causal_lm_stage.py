@@ -51,12 +51,13 @@ from slipstream.model.hooks.token_slice import (
 )
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
+from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
 
 
-class CausalLMStage:
+class CausalLMStage(PipelineStage):
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
@@ -98,8 +99,7 @@ class CausalLMStage:
         fix_length_dependent_rope(model)
         self._shared, self._device = shared, device
         self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
-        if shared is not None:
-            self._seeds.install(model, shared, self.is_first)
+        self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
         self.model: PreTrainedModel = model.to(device)
@@ -140,6 +140,16 @@ class CausalLMStage:
                 "plans and accounts of memory don't count. Name schedule, slices and partition, and give no "
                 "memory.limit."
             )
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """See `PipelineStage`."""
+        hooked = (
+            f"{name} has hooks, which are Python"
+            for name, parameter in self.named_parameters()
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        )
+        return next(hooked, None)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, shared weights once under the canonical name."""

@@ -48,8 +48,8 @@ def load_config(path: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
         return _tied_as_saved(Path(path), config)
-    except (OSError, ValueError) as error:
-        raise SlipstreamError(f"{path!r} isn't a model that transformers knows. {error}") from error
+    except Exception as error:  # each architecture checks its settings in its own way
+        raise SlipstreamError(f"{path!r} isn't a model that transformers knows. {in_a_line(error)}") from error
 
 
 def _tied_as_saved(folder: Path, config: PretrainedConfig) -> PretrainedConfig:
@@ -156,7 +156,14 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
             raise SlipstreamError(
                 f"{name} with model_type={kind!r} isn't usable: transformers has none; {hint}"
             ) from None
-        raise SlipstreamError(f"{name} with model_type={values['model_type']!r} isn't usable: {error}") from error
+        raise SlipstreamError(
+            f"{name} with model_type={values['model_type']!r} isn't usable: {in_a_line(error)}"
+        ) from error
+
+
+def in_a_line(error: Exception) -> str:
+    """Returns the message of an error, of which transformers breaks the lines."""
+    return " ".join(str(error).split())
 
 
 def _check_keys(settings: Mapping[str, Any], name: str) -> None:
@@ -194,6 +201,23 @@ def check_is_causal_lm(config: PretrainedConfig) -> None:
     elif type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         kind = "it is an encoder; slipstream.sequence_of pipelines some of them, without token slices"
     raise SlipstreamError(f"transformers has no causal LM of model_type {config.model_type!r}: {kind}.")
+
+
+def check_unquantised(config: PretrainedConfig) -> None:
+    """Raises SlipstreamError where the weights of a folder or hub name are quantised: a run would find no such
+    parameters, or train none."""
+    found = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    raise SlipstreamError(
+        f"the weights of this {config.model_type!r} are quantised (quantization_config in its config.json: "
+        f"{getattr(method, 'value', method)}), and can't be trained so; give the model that they were made of, such as "
+        "--model.path=..., and where memory is short an adapter of it in bfloat16: --lora.r=16 "
+        "--training.precision=bf16-weights"
+    )
 
 
 def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: int) -> None:

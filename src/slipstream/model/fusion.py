@@ -9,14 +9,12 @@ them, gradients added in place, and the split of a backward into I and W stay th
 GeLU, dropout and residual by hand; here the bias is in the matrix product, and dropout stays outside, so that it draws
 the same numbers with and without fusion.
 
-Makes one kernel of what a model's rotary embeddings do to its queries, and one of what they do to its keys.
-
-transformers' attention calls a function of its own file, whose operations run one by one:
+For rotary embeddings transformers' attention calls a function of its own file, whose operations run one by one:
 
     q, k, v ─ views ─ [q * cos + rotate_half(q) * sin, and the same of k] ─ attention
 
-That function is traced, so none of its code is copied, whichever numbers it pairs and whatever part of a head it
-rotates. It is called with tokens before heads, as they are in memory.
+It becomes one kernel for queries and one for keys. The function is traced, so none of its code is copied, whichever
+numbers it pairs and whatever part of a head it rotates. It is called with tokens before heads, as they are in memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy
-from slipstream.model.config import check_is_causal_lm
+from slipstream.model.config import check_is_causal_lm, check_unquantised, in_a_line
 from slipstream.model.cutting import keep_layers
 from slipstream.model.layer_range import StagePart
 from slipstream.model.tensors import storage_id, storage_ids
@@ -121,9 +121,17 @@ def _draw(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None, **settings: Any) -> PreTrainedModel:
-    """Returns the whole model on the meta device, which takes no memory; `settings` are passed to `from_config`."""
-    with torch.device("meta"), quiet_transformers():
-        return _construct(config, dtype, **settings)
+    """Returns the whole model on the meta device, which takes no memory; `settings` are passed to `from_config`.
+
+    Raises SlipstreamError where transformers can't make it, as of a width that isn't a multiple of the heads.
+    """
+    try:
+        with torch.device("meta"), quiet_transformers():
+            return _construct(config, dtype, **settings)
+    except Exception as error:  # the model's own code
+        raise SlipstreamError(
+            f"transformers can't make the {config.model_type!r} of this configuration: {in_a_line(error)}"
+        ) from error
 
 
 def pretrained_model(
@@ -137,6 +145,7 @@ def pretrained_model(
 
     Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
     """
+    check_unquantised(config)
     part = _partial_class(config, anatomy, owned)
     try:
         with quiet_transformers():

@@ -84,7 +84,20 @@ AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
 AttentionMaskInterface.register(REFERENCE_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-class full_precision(TorchFunctionMode):  # noqa: N801  used as a context
+class float64_masks(TorchFunctionMode):  # noqa: N801  used as a context
+    """Lets models mask scores in float64, whatever PyTorch's own dtype is.
+
+    Some mask by the smallest number of their dtype without asking for a tensor of that dtype, which float32 can't hold.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.full and torch.finfo(torch.float64).min in (*args[1:], kwargs.get("fill_value")):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+class full_precision(float64_masks):  # noqa: N801  used as a context
     """Keeps float64 where models' own code rounds to float32: softmax of attention and router, some norms.
 
     Rounding inside hides every difference below about 1e-7; a comparison under this context shows it. It holds for the
@@ -103,10 +116,7 @@ class full_precision(TorchFunctionMode):  # noqa: N801  used as a context
             # Rotary frequencies that stayed float64 are multiplied by positions, whole numbers that became float32.
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             args = tuple(factor.to(dtype) for factor in args)
-        elif func is torch.full and torch.finfo(torch.float64).min in (*args[1:], kwargs.get("fill_value")):
-            # Models mask scores by the smallest number of their dtype, without asking for a tensor of that dtype.
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def output_weights(output: Tensor) -> Tensor:

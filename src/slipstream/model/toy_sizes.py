@@ -1,7 +1,5 @@
 """Makes the numbers of a configuration small: widths, layers, and whatever counts tokens.
 
-Finds the numbers of a configuration that count tokens, and makes them small enough to matter in a toy.
-
 A window, a block, a top-k over keys or a scale of positions changes nothing in a sequence that is shorter, so a toy
 that keeps it says nothing about longer sequences. Configurations don't say which numbers count tokens, so names decide:
 those that contain a word of tokens do, those that contain a word of sizes don't, and what is neither is tried.

@@ -1,22 +1,16 @@
 """The head, and an embedding tied to it, whose rows are spread over the ranks of a pipeline: one row for each id.
 
-Some rows of a head: their logits' softmax and gradients, and the loss that the parts of all ranks add up to.
-
 With the rows W_r of rank r, l_r = log sum exp of its logits, and l = log sum exp l_r over the ranks, the loss of a
 token is l - logit of its target, and its gradient for the head's input is sum_r c_r (softmax_r W_r) - W[target], where
 c_r = exp(l_r - l). So each rank can compute its part before it knows the others' (Yeung et al. 2024, whose algorithm 2
 this is).
 
-Rows of a head whose weight embeds too: what they give of a slice's embedding, and the gradient that comes back.
-
-Every token's row lies on one rank. Each rank looks up the tokens whose rows it has, zeros for the others, and the sum
+Where the head's weight embeds too, each rank looks up the tokens whose rows it has, zeros for the others, and the sum
 over the ranks is what the whole embedding gives (Yeung et al. 2024, on the input layer). The gradients of head and
 embedding add up in the rank's own rows, so that nothing is exchanged at the end of a step.
 
-Finds the head of an architecture, if its rows can be spread over ranks: a linear layer whose outputs are the logits.
-
-A toy of the architecture runs once: some models scale or cap what the head returns, which no rank could do alone. If
-the head's weight embeds too, it must be the embedding's only weight, looked up once, for the tokens.
+Whether an architecture's head can be spread shows when a toy of it runs once: some models scale or cap what the head
+returns, which no rank could do alone, and the embedding must be looked up once, for the tokens, in that weight alone.
 """
 
 from __future__ import annotations

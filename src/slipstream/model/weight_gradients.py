@@ -1,15 +1,13 @@
-"""Layers that add their weight's gradient in place, immediately or later: what I leaves to W.
+"""Adds weights' gradients in place, in a backward or later: what I leaves to W.
 
 Autograd makes a new weight-sized tensor for every slice and adds it to `.grad`: several passes over memory where a
 matrix product that accumulates needs one, and an embedding touches a few rows. With short slices those passes cost as
 much as the arithmetic. Gradients are added in the parameter's `grad_dtype`: its own dtype, or float32 for a bfloat16
 parameter with a float32 master.
 
-Experts held as one 3-D weight: their products in any dtype, and their gradients in place, immediately or as W.
-
-transformers sorts the tokens by expert and multiplies each group with its expert's matrix in one call, its default
-implementation "grouped_mm". PyTorch's kernel for that has no float64, and its backward makes a gradient of the size of
-all experts for every slice, of which a short slice fills few.
+Experts held as one 3-D weight are multiplied in one call that transformers calls "grouped_mm". PyTorch's kernel for it
+has no float64, and its backward makes a gradient of the size of all experts for every slice, of which a short slice
+fills few. So they have products and gradients of their own here, too.
 """
 
 from __future__ import annotations
@@ -107,7 +105,7 @@ def is_compiled(module: nn.Module) -> bool:
 def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor], x: Tensor) -> Any:
     """Returns the module's output; autograd computes its weight's gradient where hooks on the weight must see it."""
     weight = module.weight
-    if _is_unusual(x, weight, 2) or _is_autograds(weight) or torch.is_autocast_enabled(x.device.type):
+    if _is_autograds(x, weight, 2) or torch.is_autocast_enabled(x.device.type):
         return original(x)
     return _multiply(x, weight, module.bias, transposed)
 
@@ -115,22 +113,18 @@ def _linear(module: Any, transposed: bool, original: Callable[[Tensor], Tensor],
 def _embedding(module: Any, original: Callable[[Tensor], Tensor], ids: Tensor) -> Any:
     """Does the same for an embedding."""
     weight = module.weight
-    return (
-        original(ids)
-        if _is_unusual(ids, weight, 1) or _is_autograds(weight)
-        else _embed(ids, weight, module.padding_idx)
-    )
+    return original(ids) if _is_autograds(ids, weight, 1) else _embed(ids, weight, module.padding_idx)
 
 
-def _is_unusual(x: Tensor, weight: Any, least_dims: int) -> bool:
-    """Returns whether the backwards below can't serve a call: of one row, by torch.func, or with a weight that only
-    takes a parameter's place, as one does that `weight_norm` computes."""
+def _is_autograds(x: Tensor, weight: Any, least_dims: int) -> bool:
+    """Returns whether a weight's gradient is left to autograd, or there is none.
+
+    The backwards below can't serve a call of one row, by torch.func, or with a weight that only takes a parameter's
+    place, as one does that `weight_norm` computes.
+    """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return _leaves_all or transformed or x.dim() < least_dims or not isinstance(weight, nn.Parameter)
-
-
-def _is_autograds(weight: Any) -> bool:
-    """Returns whether a weight's gradient is left to autograd, or there is none."""
+    if _leaves_all or transformed or x.dim() < least_dims or not isinstance(weight, nn.Parameter):
+        return True
     hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
     return bool(hooked) or not weight.requires_grad or not torch.is_grad_enabled()
 
@@ -155,7 +149,7 @@ class _Linear(torch.autograd.Function):
         left, right = reversed(rows) if ctx.transposed else rows
         now_or_later(partial(add_product, weight, left, right))
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
-        grad_x = grad_output @ (weight.t() if ctx.transposed else weight) if needs_x else None
+        grad_x = rows[0].mm(weight.t() if ctx.transposed else weight).view(x.shape) if needs_x else None
         return grad_x, None, rows[0].sum(0, dtype=ctx.bias.grad_dtype) if needs_bias else None, None
 
 
@@ -259,7 +253,7 @@ def _expert_product(x: Tensor, weight: Tensor, offs: Tensor) -> Any:
     """Returns the rows of x (S, in), which end for each expert at `offs`, times its matrix: (S, out)."""
     parameter: Any = weight if weight._base is None else weight._base  # (experts, out, in) is given transposed
     is_whole = isinstance(parameter, nn.Parameter) and parameter.shape in (weight.shape, weight.mT.shape)
-    if not is_whole or _is_autograds(parameter):
+    if not is_whole or _is_autograds(x, parameter, 2):
         return _rows_times(x.to(weight.dtype), weight, offs)
     return _Experts.apply(x.to(weight.dtype), parameter, offs, weight is parameter)  # type: ignore[no-untyped-call]
 

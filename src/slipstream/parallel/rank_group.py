@@ -126,7 +126,7 @@ class RankGroup:
         self._count("all_gather", gathered)
         flat = tensor.contiguous().view(-1)
         with self._loss_named("an all-gather"):
-            return gathered, start_all_gather(gathered.view(-1), flat, self.process_group)
+            return gathered, _start(_all_gather, gathered.view(-1), flat, self.process_group)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""
@@ -142,8 +142,8 @@ class RankGroup:
             return tensor[0], None
         mine = tensor.new_empty(tensor.shape[1:])
         self._count("reduce_scatter", tensor)
-        tensor = tensor.contiguous().view(-1)
-        return mine, start_reduce_scatter(mine.view(-1), tensor, self.process_group)
+        flat = tensor.contiguous().view(-1)
+        return mine, _start(_reduce_scatter, mine.view(-1), flat, self.process_group)
 
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any type that pickles, in order, on every rank. Collective."""
@@ -276,19 +276,10 @@ def start_all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -
     return StagedWork(dist.all_reduce(host, op, group=group, async_op=True), host, tensor, host)
 
 
-def start_all_gather(gathered: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> PendingWork:
-    """Starts to fill `gathered` (size * n,) with every rank's `tensor` (n,). Collective."""
-    return _start(_all_gather, gathered, tensor, group)
-
-
-def start_reduce_scatter(mine: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> PendingWork:
-    """Starts to fill `mine` (n,) with this rank's part of the ranks' sum of `tensor` (size * n,). Collective."""
-    return _start(_reduce_scatter, mine, tensor, group)
-
-
 def _start(
     collective: Callable[..., PendingWork], result: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
 ) -> PendingWork:
+    """Starts to fill `result` by a collective of every rank's flat `tensor`."""
     if not _is_staged(tensor, group):
         return collective(result, tensor, group=group, async_op=True)
     sent, host = _on_host(tensor), _host_memory(result)

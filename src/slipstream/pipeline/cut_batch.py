@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import IGNORED, CausalLMStage
+from slipstream.model import IGNORED
 from slipstream.model.hooks import TokenSlice
 from slipstream.pipeline.batch import Sequences, WholeBatch, document_numbers
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.schedule import SlicedMicrobatch
-from slipstream.sequential import SequentialStage
-
-Stage = CausalLMStage | SequentialStage
 
 _BATCH_TENSORS = 6  # ids, labels, positions and documents; labels and positions once more
 

@@ -17,7 +17,6 @@ from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losse
 from slipstream.pipeline.batch import Inputs, Lengths, Rows, Sequences, WholeBatch, padded_as
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
-from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.planner.steps import StepPlan
 
@@ -123,7 +122,7 @@ class PipelineEvaluation(PipelineFacts):
     def _collected(self, whole: WholeBatch | Sequences, call: str, function: TokenOutputs) -> _CollectedTokens:
         """Returns what the function gives of each slice's logits and targets here. Collective."""
         runtime = self._runtime
-        family = causal_lm(runtime.family, "what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
+        runtime.family.check_has("what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
         if runtime.layout.spreads_vocabulary:
             raise SlipstreamError(
                 "no rank has all logits, as the rows of the head are spread over the ranks. Give "
@@ -135,7 +134,7 @@ class PipelineEvaluation(PipelineFacts):
         if plan is None:
             return _CollectedTokens(outputs, batch)
         lengths = [len(targets) for targets in whole.targets]
-        return _CollectedTokens(outputs, batch, family.sequences_of(plan.groups), lengths)
+        return _CollectedTokens(outputs, batch, runtime.family.sequences_of(plan.groups), lengths)
 
     @contextmanager
     def _evaluating(self, call: str) -> Iterator[None]:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
+from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import WholeBatch
-from slipstream.pipeline.families import Balance, CausalLMFamily, ExecutedStep, StageLayout
-from slipstream.pipeline.families.model_family import causal_lm, layer_sequence
+from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.planner.joint import JointPlan
@@ -30,7 +29,9 @@ class PipelineFacts:
     @property
     def config(self) -> PretrainedConfig:
         """The model's configuration. Raises SlipstreamError for an nn.Sequential, which has none."""
-        return causal_lm(self._runtime.family, "config").config
+        self._runtime.family.check_has("config")
+        config: PretrainedConfig = self._runtime.family.config
+        return config
 
     @property
     def device(self) -> torch.device:
@@ -123,7 +124,7 @@ class PipelineFacts:
 
         Raises SlipstreamError for a causal LM, and where costs aren't known: give `layers` an example or costs.
         """
-        return layer_sequence(self._runtime.family, "balance").balance(self.layout)
+        return self._runtime.family.balance(self.layout)
 
     def slices(self, length: int) -> list[int]:
         """Returns the tokens of each slice of a sequence of `length` tokens, as the next step cuts it; with
@@ -147,7 +148,7 @@ class PipelineFacts:
     @property
     def trained_weights(self) -> TrainedWeights:
         """What was trained of a causal LM when the pipeline was made: all weights, all but some, or an adapter."""
-        return getattr(self._runtime.family, "trained", ALL_WEIGHTS)
+        return self._runtime.family.trained
 
 
 def summarise(runtime: PipelineRuntime) -> str:
@@ -160,9 +161,7 @@ def summarise(runtime: PipelineRuntime) -> str:
     }
     if runtime.graphs is not None:
         lines["CUDA graphs"] = str(runtime.graphs)
-    family = runtime.family
-    name = family.config.model_type if isinstance(family, CausalLMFamily) else "an nn.Sequential"
-    return "\n".join([f"Pipeline of {name}", *(f"  {key}: {line}" for key, line in lines.items())])
+    return "\n".join([f"Pipeline of {runtime.family.name}", *(f"  {key}: {line}" for key, line in lines.items())])
 
 
 def _layers(runtime: PipelineRuntime) -> str:
@@ -223,7 +222,7 @@ _FORWARD = (
 )
 _COMPILE = "for fused norms and activations give Pipeline(runtime=slipstream.Runtime(fused=True))"
 
-ANSWERS = {
+UNSUPPORTED_CALLS = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), _PLACE),
     **dict.fromkeys(("modules", "named_modules", "children"), _LAYERS),
     **dict.fromkeys(("gradient_checkpointing_enable", "activation_checkpointing_enable"), _RECOMPUTE),

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slipstream.model import storage_id
+from slipstream.model import PipelineStage, storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks, all_reduce
 from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.zero import ShardedParameters
 from slipstream.pipeline.agreement import CallAgreement
-from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.execution.action_graphs import FixedGradients
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 
@@ -28,7 +27,7 @@ class Parameters:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         ranks: Ranks,
         tensor: TensorParallel | None,
         holders: Mapping[str, Sequence[int]],
@@ -178,7 +177,7 @@ class Parameters:
         return () if self._tensor is None else self._tensor.added_over(name)
 
 
-def _trained_by(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+def _trained_by(stage: PipelineStage) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the parameters in which a stage's backwards leave gradients; a tied head has a separate accumulator."""
     held = {id(tied.parameter) for tied in stage.tied}
     yield from ((name, parameter) for name, parameter in stage.named_parameters() if id(parameter) not in held)
@@ -192,7 +191,7 @@ class TiedGradients:
     These then hold the same gradient under the canonical name, so equal optimizers keep the copies equal.
     """
 
-    def __init__(self, stages: list[Stage], ranks: Ranks, holders: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, stages: list[PipelineStage], ranks: Ranks, holders: Mapping[str, Sequence[int]]) -> None:
         """Collective. `holders` are the pipeline's ranks that hold each weight, in the order of its stages."""
         tied = sorted((weight for stage in stages for weight in stage.tied), key=lambda weight: weight.name)
         self._weights = {weight.name: weight.parameter for weight in tied}  # in one order on all ranks

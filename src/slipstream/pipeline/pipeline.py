@@ -18,7 +18,7 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.batch import Inputs, Lengths, Rows
 from slipstream.pipeline.evaluation import PipelineEvaluation
-from slipstream.pipeline.introspection import ANSWERS, summarise
+from slipstream.pipeline.introspection import UNSUPPORTED_CALLS, summarise
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
@@ -243,8 +243,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
     if not TYPE_CHECKING:
 
         def __call__(self, *inputs: Any, **options: Any) -> Never:
-            raise SlipstreamError(ANSWERS["__call__"])
+            raise SlipstreamError(UNSUPPORTED_CALLS["__call__"])
 
         def __getattr__(self, name: str) -> Any:
-            answer = ANSWERS.get(name)
+            answer = UNSUPPORTED_CALLS.get(name)
             raise AttributeError(f"a Pipeline has no attribute {name!r}{f': {answer}' if answer else ''}")

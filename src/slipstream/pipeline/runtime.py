@@ -22,12 +22,13 @@ from slipstream.comm import (
 )
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import keyed_seed
+from slipstream.model import PipelineStage
 from slipstream.model.autograd_memory import take_differing_layers
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
 from slipstream.pipeline.batch import Inputs, Sequences, WholeBatch, given_batch
-from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch, Stage
+from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import (
     CollectedOutputs,
     Executor,
@@ -41,14 +42,13 @@ from slipstream.pipeline.execution import (
     graph_refusal,
     run_together,
 )
-from slipstream.pipeline.families import CausalLMFamily, ExecutedStep, StageLayout, family_of
-from slipstream.pipeline.families.model_family import causal_lm
-from slipstream.pipeline.families.stage_layout import FrozenStages
+from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout, family_of
+from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
-from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, measure_rates, rates_of_rows, with_plan
+from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
 from slipstream.pipeline.weights import gather_state
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.steps import StageRates, StepPlan
@@ -82,7 +82,7 @@ class PipelineRuntime:
 
         # 2. The model's family, and the plan of what is open.
         with counted_off("loading and checking the model"):
-            self.family = family_of(model, options, self.ranks, self.device)
+            self.family: ModelFamily = family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
@@ -96,13 +96,16 @@ class PipelineRuntime:
 
         # 3. The stages of this process, and their parameters.
         self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
-        self.stages: Mapping[int, Stage]
+        self.stages: Mapping[int, PipelineStage]
         self.tensor_parallel: TensorParallel | None
         with counted_off("loading the model", uses_disk=True):
             self.stages, self.tensor_parallel = self.family.make_stages(self.layout)
-        self._frozen = FrozenStages(self.stages, self.ranks, self.layout.order)
-        if isinstance(self.family, CausalLMFamily) and self._frozen.may_be_left_out(self.layout, options.schedule):
-            self.layout = replace(self.layout, num_frozen_stages=self._frozen.number)
+        num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
+        # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
+        # nor where gradients go past stages.
+        keeps_all = self.settings.reorders or self.layout.order.is_lowered or self.layout.spreads_embedding
+        if self.family.leaves_out_frozen and not keeps_all:
+            self.layout = replace(self.layout, num_frozen_stages=num_frozen)
         self._laid_out = lru_cache(_MOST_LAYOUTS)(partial(_with_order, self.layout))
         holders = self.family.weight_holders(self.layout) if self.ranks.pipeline.size > 1 else {}
         self.parameters = Parameters(self.stages, self.ranks, self.tensor_parallel, holders, options)
@@ -188,7 +191,7 @@ class PipelineRuntime:
     def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
         """Returns the batch of what a method was given, as `given_batch` does. Collective."""
         if isinstance(inputs, Mapping):
-            causal_lm(self.family, "a mapping as a batch", "Give step(inputs, targets).")
+            self.family.check_has("a mapping as a batch", "Give step(inputs, targets).")
         return given_batch(self.ranks, self.device, inputs, *others, **options)
 
     def step(
@@ -315,7 +318,7 @@ class PipelineRuntime:
 
         def checked() -> SplitBatch:
             if self.layout.num_frozen_stages:
-                self._frozen.check(self.layout)
+                check_frozen(self.stages, self.layout)
             batch = cut()
             if isinstance(self._losses, GivenLosses) and len(self.layout.layers) - 1 in self.stages:
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
@@ -457,12 +460,7 @@ class PipelineRuntime:
         measured beside the model. Collective."""
         if self._given_rates is not None:
             return rates_of_rows(self._given_rates, num_rows)
-        if not isinstance(self.family, CausalLMFamily) or self.family.compiled:
-            return None
-        request = self.family.start_request(self.layout.num_ranks, length, num_rows)
-        partition = [stage.stop - stage.start for stage in self.layout.layers]
-        again = self.layout.recompute is not None and self.layout.recompute.setting in ("full", "stage")
-        return measure_rates(self.family.config, request, partition, self.ranks, self.device, _log.info, again)
+        return self.family.measured_rates(self.layout, length, num_rows, _log.info)
 
     def _plan_step(self, lengths: Sequence[int]) -> StepPlan:
         is_by_cost = self._given_rates is not None or not self.settings.is_given

@@ -27,8 +27,6 @@ from slipstream.checkpoint import (
 from slipstream.errors import SlipstreamError
 from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks
-from slipstream.pipeline.families import CausalLMFamily
-from slipstream.pipeline.families.model_family import causal_lm
 from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.weights import merged_state, save_on_leader, write_adapter, write_model
@@ -85,7 +83,7 @@ class PipelineSaving(PipelineFacts):
             checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
             checkpoints.prepare()
             ranks.decided(lambda: _check_step(folder, step, replace))
-            described = {"loop": {**rule, "facts": kept, "random_state": list(runtime.random_state)}}
+            described = loop_facts(rule, kept, runtime.random_state)
             checkpoints.save(step, shards, described | {"model": _described(runtime)})
             checkpoints.close()
 
@@ -149,7 +147,8 @@ class PipelineSaving(PipelineFacts):
         Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
         `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
         """
-        family = causal_lm(self._runtime.family, "save_pretrained")
+        family = self._runtime.family
+        family.check_has("save_pretrained")
         state, config, adapter = self._runtime.state_dict("save_pretrained"), family.config, family.adapter
         stage = next(iter(self._runtime.stages.values()))
         generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
@@ -169,12 +168,10 @@ class PipelineSaving(PipelineFacts):
 
 
 def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[str]) -> str:
-    """Returns why the checkpoint isn't of this model, or not of a loop; "" where it is.
+    """Returns why the checkpoint isn't of this model; "" where it is.
 
     `everywhere` are the keys of the tensors that any rank can load.
     """
-    if "loop" not in saved.facts:
-        return "was saved by `slipstream train`, which goes on from it with --checkpoint.resume=latest"
     if differences := saved.describe_other_model(_described(runtime)):
         return f"is a checkpoint of another model: {differences}"
     names = (name for name in saved.manifest.tensors if name.startswith("model."))
@@ -186,13 +183,13 @@ def _problem(saved: SavedCheckpoint, runtime: PipelineRuntime, everywhere: set[s
 
 
 def _kept(runtime: PipelineRuntime) -> Iterator[ParameterShard]:
-    return kept_parts(runtime.parameters.shards(), _adapter(runtime) is not None)
+    return kept_parts(runtime.parameters.shards(), runtime.family.adapter is not None)
 
 
 def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard]:
     """Returns the model's state that isn't parameters, such as the statistics of batch norms. Collective if it is to be
     written: each by the first rank of those that have it."""
-    if _adapter(runtime) is not None:
+    if runtime.family.adapter is not None:
         return []
     stages = runtime.stages.values()
     weights = {storage_id(each) for stage in stages for _, each in stage.named_parameters()}
@@ -215,12 +212,9 @@ def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard
     ]
 
 
-def _adapter(runtime: PipelineRuntime) -> object:
-    return runtime.family.adapter if isinstance(runtime.family, CausalLMFamily) else None
-
-
 def _described(runtime: PipelineRuntime) -> dict[str, Any]:
-    return describe_model(runtime.family.config) if isinstance(runtime.family, CausalLMFamily) else {}
+    config = runtime.family.config
+    return {} if config is None else describe_model(config)
 
 
 def _check_step(folder: Path, step: int, replace: bool) -> None:
@@ -270,6 +264,12 @@ def describe_rule(optimizer: Optimizer | None, scheduler: Scheduler | None) -> d
         "optimizer": None if optimizer is None else _described_rule(optimizer, _options(optimizer)),
         "scheduler": None if scheduler is None else _described_rule(scheduler, scheduler.state_dict()),
     }
+
+
+def loop_facts(rule: Mapping[str, Any], facts: Any, random_state: tuple[int, int]) -> dict[str, Any]:
+    """Returns what every checkpoint keeps, by which `Pipeline.load` goes on: what `describe_rule` returned, encoded
+    facts of the loop, and the state of dropout."""
+    return {"loop": {**rule, "facts": facts, "random_state": list(random_state)}}
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:

@@ -19,7 +19,15 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ModelAnatomy, StagePart, load_config, meta_model, pretrained_model, storage_id
+from slipstream.model import (
+    ModelAnatomy,
+    PipelineStage,
+    StagePart,
+    load_config,
+    meta_model,
+    pretrained_model,
+    storage_id,
+)
 from slipstream.model.adapters import (
     ALL_WEIGHTS,
     Adapter,
@@ -38,7 +46,6 @@ from slipstream.model.given_model import GivenModel, compare_with_config
 from slipstream.model.toy import quiet_transformers
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
-from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.parameters import Parameters
 
 
@@ -276,7 +283,7 @@ class _Part(NamedTuple):
     dtype: torch.dtype
 
 
-def gather_state(stages: Iterable[Stage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
+def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
     """Returns the unsplit model's state by its names on the leader, an empty dict on the others. Collective."""
     own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
     mine = []

@@ -22,6 +22,7 @@ from slipstream.model import (
     check_is_causal_lm,
     check_router_loss,
     check_sliceable,
+    check_unquantised,
     find_anatomy,
     find_halves,
     find_label_loss,
@@ -103,10 +104,11 @@ def report_on(config: PretrainedConfig) -> ModelReport:
     try:
         check_causal(config)
         check_router_loss(config, "pipeline.router_loss")
+        check_unquantised(config)
         anatomy = find_anatomy(config)
+        whole, (ranks, alone) = _why_whole(config, anatomy), _tensor_ranks(config, anatomy)
     except SlipstreamError as error:
         return replace(report, refusal=str(error))
-    whole, (ranks, alone) = _why_whole(config, anatomy), _tensor_ranks(config, anatomy)
     report = replace(report, tied=anatomy.tied, whole_layers=whole, tensor_ranks=ranks, no_tensor_parallel=alone)
     try:
         found = check_sliceable(config, anatomy)

@@ -42,8 +42,9 @@ class PrefilledStore(ContextStore):
 
     def rewind(self, context: int) -> None:
         """Forgets the slices that ran, except one that covers the first `context` tokens."""
-        for each in self._contexts.values():
-            each.slices = {0: StoredSlice(end=context, first=0)} if context else {}
+        for buffers in self._contexts.values():
+            buffers.slices = {0: StoredSlice(end=context, first=0)} if context else {}
+            buffers.num_done = 0
 
 
 class PrefilledStates(CarriedStates):

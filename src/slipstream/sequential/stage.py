@@ -1,8 +1,7 @@
 """Runs one stage of an nn.Sequential, some consecutive layers, on a microbatch or a token slice at a time.
 
-Recomputation in segments: a stage keeps what enters each of them, and computes the rest again in its backward.
-
-Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
+Where it recomputes, a stage keeps what enters each of some segments of its layers, and computes the rest again in its
+backward. Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
 A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
 """
 
@@ -22,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from slipstream.attention import ContextError, ContextStore
 from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward, without_saved_tensors_hooks
 from slipstream.model.hooks.token_slice import active_forward, note_output
+from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.tensors import Tensors, TensorSpec, copied_from_messages
-from slipstream.model.vocabulary import TiedWeight
 from slipstream.model.weight_gradients import add_weight_gradients_in_place, left_to_autograd
 from slipstream.planner.partition import partition_layers
 from slipstream.sequential.batch_norm import MiniBatchStatistics
@@ -43,7 +42,7 @@ from slipstream.sequential.shape_trace import LayerBoundary, ShapeTrace, ShapeTr
 Skips = dict[str, Tensor]  # stashed and not yet popped, by name
 
 
-class SequentialStage:
+class SequentialStage(PipelineStage):
     """Layers `stages[number]` of a sequence.
 
     It receives the output of the layer before, then the skips that end here and began on other stages, and sends
@@ -67,11 +66,11 @@ class SequentialStage:
         self._number, self.layers_here = number, stages[number]  # the numbers of its layers
         self.is_first, self.is_last = number == 0, number == len(stages) - 1
         self.has_loss = self.is_last
-        self.vocabulary: None = None  # it has no head whose rows could be spread
+        self.vocabulary = None  # it has no head whose rows could be spread
         own = [tracer.layers[index] for index in self.layers_here]
         self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
         self.model = nn.ModuleList(self.layers).to(tracer.device)
-        self.tied: list[TiedWeight] = []
+        self.tied = []
         self._tracer, self._has_segments = tracer, has_segments
         self._recompute = recompute or RecomputePolicy()
         self._routes = {route.name: route for route in routes}
@@ -84,6 +83,11 @@ class SequentialStage:
         self._cut = len(tracer.layers) if cut is None else cut
         add_weight_gradients_in_place(self.model)
         self.statistics = MiniBatchStatistics(self.layers)
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """See `PipelineStage`."""
+        return "an nn.Sequential's layers may be any code"
 
     def _in_order(self, ends: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Sorts (skip, stage at its other end): first what goes with the regular message, then stage by stage."""

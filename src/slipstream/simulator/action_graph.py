@@ -189,14 +189,6 @@ class ActionArrays:
         return Precedence.of(self.op, self.stage, self.microbatch, self.slice, self.schedule)
 
     @cached_property
-    def messages(self) -> tuple[Flags, Ints, int]:
-        """Whether every action awaits a message, its own channel, or -1, and the number of channels."""
-        lines = [sent and sent[1] for sent in self._sends]
-        numbers = {line: number for number, line in enumerate(dict.fromkeys(filter(None, lines)))}
-        own = np.array([-1 if line is None else numbers[line] for line in lines])[self._kinds[1]]
-        return self.producer >= 0, own, len(numbers)
-
-    @cached_property
     def producer(self) -> Ints:
         """The action of another rank whose result each action needs, or -1."""
         first_before, before, *_ = self.precedence
@@ -229,8 +221,10 @@ class ActionArrays:
             sent = (each and value(each[0], each[1].source, each[1].destination) for each in self._sends)
             return np.array([each or 0.0 for each in sent], float)[self._kinds[1]]
 
-        _, line, num_lines = self.messages
-        return self.graph(self.each(cost.seconds), line, num_lines, link(cost.link_seconds), link(cost.link_occupied))
+        lines = dict.fromkeys(each[1] for each in self._sends if each)
+        numbers = {line: number for number, line in enumerate(lines)}
+        line = np.array([numbers[each[1]] if each else -1 for each in self._sends])[self._kinds[1]]
+        return self.graph(self.each(cost.seconds), line, len(lines), link(cost.link_seconds), link(cost.link_occupied))
 
     def graph(
         self,

@@ -24,7 +24,7 @@ from slipstream.train.data import load_texts, sequences_of
 from slipstream.train.device_choice import choose_device
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.optimizers import make_optimizer, make_scheduler
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_folder import RunFolder, read_lines
 from slipstream.train.training_step import train_step
 from slipstream.units import seconds_text
 
@@ -119,9 +119,7 @@ def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
     Leaves out the steps in which "auto" was trying what to run, unless there are no others. The list is empty where a
     run was resumed that had already reached its end.
     """
-    if not folder.metrics.exists():
-        return []
-    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    lines = [*read_lines(folder.metrics)]
     # Each start leaves a line of figures.
     start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
     steps = [line for line in lines[start:] if "step_seconds" in line]

@@ -86,7 +86,8 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
 
     if config.preference is None:
         return measure_text_loss(loaded(opened.path), texts, config, request.slice_len, progress)
-    reference = [find_reference(opened.run, text) if request.reference is None else None for text in texts]
+    kept = opened.run.reference if opened.run is not None and request.reference is None else None
+    reference = [kept_reference(kept, text) for text in texts]
     known = [values for values in reference if values is not None]
     if len(known) < len(texts):
         known = of_answers(name_reference(config, opened.run, request.reference), "computing the reference")
@@ -297,11 +298,6 @@ class PairLoss:
     num_pairs: int
     loss: float
     rewards: dict[str, float]
-
-
-def find_reference(run: RunFolder | None, text: TokenisedText) -> Array | None:
-    """Returns the log-probabilities of a text's answers that a run has kept of its beginning; None where it has not."""
-    return None if run is None or not run.reference.is_file() else kept_reference(run.reference, text)
 
 
 def name_reference(config: Config, run: RunFolder | None, given: str | None) -> str:

@@ -25,7 +25,7 @@ from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, tied_names, write_model
 from slipstream.train.config import LoraSection, ModelSection, precision_named
-from slipstream.train.data import has_tokenizer, load_tokenizer
+from slipstream.train.data import load_tokenizer
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import differs
 
@@ -291,13 +291,11 @@ def _open(path: str, trusts_code: bool, run: RunFolder | None) -> OpenedModel:
     if trusts_code:
         trust_remote_code(path)
     load_config(path)  # its errors say whether there is a model
-    folder = Path(path)
-    if folder.is_dir() and not has_tokenizer(folder):
-        raise SlipstreamError(
-            f"the model in {folder} has no tokenizer next to it; copy the files of its tokenizer there "
-            "(tokenizer.json, tokenizer_config.json), which runs and `slipstream export` write with a model"
-        )
-    return OpenedModel(path, load_tokenizer(path, trusts_code), trusts_code, run)
+    instead = (
+        "Copy the files of its tokenizer there (tokenizer.json, tokenizer_config.json), which runs and `slipstream "
+        "export` write with a model."
+    )
+    return OpenedModel(path, load_tokenizer(path, trusts_code, instead), trusts_code, run)
 
 
 @dataclass(frozen=True)

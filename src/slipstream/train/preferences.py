@@ -145,8 +145,11 @@ def check_reference(config: Config, texts: Texts) -> None:
         )
 
 
-def kept_reference(file: Path, text: TokenisedText) -> Array | None:
-    """Returns what the file of a run has of these very answers, (D,) float64; None where it has nothing of them."""
+def kept_reference(file: Path | None, text: TokenisedText) -> Array | None:
+    """Returns what the file of a run has of these very answers, (D,) float64; None where there is none, or it has
+    nothing of them."""
+    if file is None or not file.is_file():
+        return None
     with safe_open(file, framework="np") as opened:
         was = json.loads(opened.metadata()["slipstream"])
         for part in ("train", "validation"):

@@ -22,6 +22,7 @@ from slipstream.pipeline.saving import describe_model
 from slipstream.train.bad_steps import BadSteps
 from slipstream.train.metrics import SaveRecord
 from slipstream.train.run_context import RunContext
+from slipstream.train.run_folder import read_lines
 from slipstream.train.run_state import RunState, load_run, run_shards
 from slipstream.train.validation import LossHistory
 from slipstream.watchdog import counted_off
@@ -190,14 +191,9 @@ class FailureLog:
     def earlier_than(self) -> int | None:
         """Returns the step before which a checkpoint must be to lead elsewhere: that from which the last failure came,
         where it was the second in the same step or more; None where it was the first."""
-        lines = self._lines()
+        lines = [*read_lines(self._path)]
         is_repeated = sum(line["step"] == lines[-1]["step"] for line in lines) > 1
         return int(lines[-1]["started_after"]) if is_repeated else None
-
-    def _lines(self) -> list[dict[str, Any]]:
-        """Returns the lines; the last may have been cut off when a run ended."""
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
 
 
 _FIRST = 10  # the step of the first one, before anything is measured

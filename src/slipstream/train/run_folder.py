@@ -35,6 +35,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.folder_lock import FOLDER, work_folder
@@ -201,6 +202,13 @@ def _inside(names: list[str]) -> Iterator[str]:
         if not parts.parts or parts.is_absolute() or ".." in parts.parts:
             raise ValueError(f"{name!r} isn't a path inside of the folder")
         yield name
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records in a file of JSON lines, if it is there; the last may have been cut off when a run ended."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"}\n"):
+            yield json.loads(line)
 
 
 class TolerantWrites:

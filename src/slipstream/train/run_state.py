@@ -16,7 +16,7 @@ from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard, kep
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.saving import describe_model
+from slipstream.pipeline.saving import decode, describe_model, describe_rule, encode, loop_facts
 from slipstream.planner.steps import StageRates
 from slipstream.profile import versions
 from slipstream.train.data import TokenisedText, TrainingSequences
@@ -69,9 +69,11 @@ class RunState:
 
     def facts(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps next to the tensors, as JSON can hold it."""
-        pipe = self._pipe
-        seed, num_steps = pipe.random_state
+        pipe, scheduler = self._pipe, self._scheduler
+        samples = encode({"num_samples": self.num_samples}, "facts")
+        rule = describe_rule(scheduler.optimizer, scheduler)
         return {
+            **loop_facts(rule, samples, pipe.random_state),
             "step": self.step,
             "num_samples": self.num_samples,
             "data": self._data,
@@ -79,8 +81,6 @@ class RunState:
             "settings": self._settings,
             "model": describe_model(pipe.config),
             "base": self._base,
-            "random_state": {"seed": seed, "num_steps": num_steps},
-            "num_updates": self._scheduler.last_epoch,  # steps whose gradients were finite
             "loss_scale": dict(self._loss_scale.state_dict()),
             "tuned": chosen_facts(pipe, self._sequences, self._rates),
             "mesh": {axis: group.size for axis, group in pipe.axes.items()},
@@ -97,10 +97,12 @@ class RunState:
         self.step, self.num_samples = facts["step"], facts["num_samples"]
         if stream := facts["stream"]:
             self._sequences.go_to(stream)
-        self._pipe.random_state = facts["random_state"]["seed"], facts["random_state"]["num_steps"]
+        seed, num_steps = facts["loop"]["random_state"]
+        self._pipe.random_state = seed, num_steps
         self._pipe.refresh()
         self._loss_scale.load_state_dict(facts["loss_scale"])
-        scheduler, number = self._scheduler, facts["num_updates"]
+        # The options of optimizer and schedule are the configuration's, which may have others than before.
+        scheduler, number = self._scheduler, decode(facts["loop"]["scheduler"]["state"])["last_epoch"]
         rates = [base * ratio(number) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
         same = {"lr_lambdas": [None] * len(rates)}
         scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from slipstream.train.config import Config
 from slipstream.train.device_choice import check_machine, choose_backends, sharing_here
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, memory_account, preflight
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_folder import RunFolder, read_lines
 
 _RUN_BY_RANKS = (
     "slipstream.train.training_rank",
@@ -124,7 +123,8 @@ def launch_with_restarts(
             return
         except RankFailedError as error:
             after = _contents(folder.metrics)
-            step = None if after == before else _last_step(after) + 1  # None: it failed before the first step
+            last = max((int(line.get("step", 0)) for line in read_lines(folder.metrics)), default=0)
+            step = None if after == before else last + 1  # None: it failed before the first step
             if restart > max_restarts:
                 raise
             if step is not None and step == failed_step:
@@ -142,9 +142,3 @@ def launch_with_restarts(
 
 def _contents(metrics: Path) -> bytes:
     return metrics.read_bytes() if metrics.exists() else b""
-
-
-def _last_step(metrics: bytes) -> int:
-    """Returns the last step of a metrics file, 0 before the first; its last line may be cut off."""
-    lines = [line for line in metrics.splitlines(keepends=True) if line.endswith(b"}\n")]
-    return max((int(json.loads(line).get("step", 0)) for line in lines), default=0)

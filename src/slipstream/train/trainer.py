@@ -76,9 +76,11 @@ class Trainer:
                 "auto plans orders or slices at the first step, or once a few steps were timed where costs can't be "
                 "measured; the first search of an installation compiles its code, for half a minute or more"
             )
+        # 1. Whether the run has been asked to stop before it began.
         self._stop.begin()
         if asked := next(filter(None, run.world.gather(self._stop.name)), ""):
             raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
+        # 2. The steps, each with its validation, checkpoint and export where they are due.
         failures_noted = self._checkpoints.failures_noted(self._parts)
         with run.progress.training(self._num_steps, state.step) as show, failures_noted:
             if state.step and self._validator.is_due(state.step, self._num_steps):  # the run was asked to stop before
@@ -94,11 +96,13 @@ class Trainer:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
             self._checkpoints.close()
+        # 3. What there is to say of all of them.
         if numbers := self._bad_steps.steps:
             run.progress.warn(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
         if best := self._validator.history.describe_best():
             run.progress.say_result(best)
         self._reporter.close()
+        # 4. What the run leaves.
         with counted_off("drawing the last step"), run.writes.of("the last step's timeline"):
             draw_last_step(run, pipe, timeline)
         try:

@@ -130,23 +130,19 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
     Raises SlipstreamError on every rank if that fails, or if a rank doesn't see the folder.
     """
     world, folder = RankGroup(dist.group.WORLD), config.folder
-    problem, is_finished = None, False
-    run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
-    if world.rank == 0:
+
+    def prepared() -> tuple[bool, str, str]:
         about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
         progress.say("; ".join(filter(None, about)))
-        try:
-            inputs = preflight(config, progress)
-            is_finished = inputs.is_finished
-            if not is_finished:
-                lock.take()
-                inputs.write()
-                folder.run_id.write_text(run_id)
-        except SlipstreamError as error:
-            problem = str(error)
-    problem, is_finished, run_id, owner = world.gather((problem, is_finished, run_id, lock.key))[0]
-    if problem is not None:
-        raise SlipstreamError(problem)
+        inputs = preflight(config, progress)
+        run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
+        if not inputs.is_finished:
+            lock.take()
+            inputs.write()
+            folder.run_id.write_text(run_id)
+        return inputs.is_finished, run_id, lock.key
+
+    is_finished, run_id, owner = world.decided(prepared)
     if is_finished:
         return True
     blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ class Evaluator:
     def loss(self, batch: TokenBatch) -> float:
         """Returns the mean loss of a batch. Collective."""
         documents, values = batch.document_ids, batch.sequence_values
-        plan = None if self._slice_len is None else self._plan(list(map(len, batch.input_ids)), self._slice_len)
+        plan = None if self._slice_len is None else self._plan(batch, self._slice_len)
         with nullcontext() if self._config is None else autocast(self._config, self.pipe.device):
             found = self.pipe.evaluate(
                 batch.input_ids, batch.labels, document_ids=documents, sequence_values=values, plan=plan
@@ -116,6 +116,8 @@ class Evaluator:
                 total, count = total + self.loss(batch) * number, count + number
         return total, count
 
-    def _plan(self, lengths: Sequence[int], slice_len: int) -> StepPlan:
-        slices = slice_lengths(-(-sum(lengths) // slice_len), sum(lengths))
-        return StepPlan((tuple(range(len(lengths))),), (tuple(slices),), gpipe(1, 1, len(slices)))
+    def _plan(self, batch: TokenBatch, slice_len: int) -> StepPlan:
+        number, tokens = len(batch.input_ids), sum(map(len, batch.input_ids))
+        groups = number if batch.sequence_values is None else number // 2  # a plan takes the answers of a pair as one
+        slices = slice_lengths(-(-tokens // slice_len), tokens)
+        return StepPlan((tuple(range(groups)),), (tuple(slices),), gpipe(1, 1, len(slices)))

@@ -134,9 +134,9 @@ def test_settings(settings: dict[str, object], message: str) -> None:
 
 
 def test_without_a_cut() -> None:
-    for given in ({"slices": 2}, {"slices": [4, 4]}, {"slices": None, "schedule": make_schedule("1f1b", 1, 2, 3)}):
+    for cut in ({"slices": 2}, {"slices": [4, 4]}, {"slices": None, "schedule": make_schedule("1f1b", 1, 2, 3)}):
         with pytest.raises(SlipstreamError, match=r"take whole microbatches\. Put slipstream.CutTokens\(\) before"):
-            pipeline(linear(), Classes(), **given)
+            pipeline(linear(), Classes(), **cut)
 
 
 @pytest.mark.parametrize(

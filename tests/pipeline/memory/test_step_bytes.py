@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.pipeline.memory.row_account import RowAccount, Slices, covers, rows_to_rehearse, step_bytes
+from slipstream.pipeline.memory.row_account import LinearMemoryModel, Slices, covers, rows_to_rehearse
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import Action, Op, Schedule, add_reductions, predecessors
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of
@@ -32,7 +32,7 @@ def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
         schedule = add_reductions(schedule)
     assert covers(schedule)
     full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert step_bytes(rows, placement, slices).rank_peaks(schedule) == pytest.approx(full, rel=1e-12)
+    assert rows.step_bytes(placement, slices).of_order(schedule).rank_peaks() == pytest.approx(full, rel=1e-12)
 
 
 def test_long_waits_fill_the_buffers_of_messages() -> None:
@@ -46,7 +46,7 @@ def test_long_waits_fill_the_buffers_of_messages() -> None:
     actions = tuple((*first, *then) for first, then in zip(forwards, rest, strict=True))
     schedule = Schedule("flush", actions, placement, 2, 12, slice_counts=(12, 3))
     full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert step_bytes(rows, placement, slices).rank_peaks(schedule) == pytest.approx(full, rel=1e-12)
+    assert rows.step_bytes(placement, slices).of_order(schedule).rank_peaks() == pytest.approx(full, rel=1e-12)
 
 
 def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:
@@ -67,7 +67,7 @@ def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) 
     return problem.schedule_of([[each for each in done if placement[each.stage] == rank] for rank in range(len(rows))])
 
 
-def random_rows(random: Random, num_stages: int) -> RowAccount:
+def random_rows(random: Random, num_stages: int) -> LinearMemoryModel:
     """What rows of any length hold, at random, as if a few had been rehearsed."""
     rates = {(stage, op): [random.uniform(-50, 100) for _ in range(8)] for stage in range(num_stages) for op in OPS}
     state = {stage: random.uniform(1e3, 1e5) for stage in range(num_stages)}
@@ -100,4 +100,4 @@ def random_rows(random: Random, num_stages: int) -> RowAccount:
             optimizer=state,
         )
 
-    return RowAccount(tuple((slices, table(slices)) for slices in rows_to_rehearse(None)))
+    return LinearMemoryModel(tuple((slices, table(slices)) for slices in rows_to_rehearse(None)))

@@ -13,7 +13,7 @@ import torch
 
 from slipstream import Memory, Op, Schedule, SlipstreamError
 from slipstream.parallel import Ranks
-from slipstream.pipeline import runtime
+from slipstream.pipeline.families import causal_lm
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows
 from slipstream.pipeline.tuning.row_plan import ObservedSteps, RowPlan, cost_of, find_row_plan
@@ -199,7 +199,7 @@ def test_every_step_on_the_way_has_the_gradients_of_the_unsplit_model(
     schedule: str, ranks: int, stages_per_rank: int, is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_measured:
-        monkeypatch.setattr(runtime, "measure_rates", lambda *arguments: None)
+        monkeypatch.setattr(causal_lm, "measure_rates", lambda *arguments: None)
     model = build(ARCHITECTURES["llama, tied"])
     pipe = make_pipe(
         copy.deepcopy(model),

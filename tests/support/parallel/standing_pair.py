@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from support.paths import ROOT, TESTS
+from support.paths import ROOT, TESTS, with_path
 
 
 class StandingPair:
@@ -63,14 +62,14 @@ class StandingPair:
         for rank in range(2):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self._store.port)}
-            place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": os.pathsep.join([str(TESTS), str(ROOT)])}
+            place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, str(self._program), *self._arguments],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
-                    env=os.environ | place | dict(self._environment),
+                    env=with_path(TESTS, ROOT) | place | dict(self._environment),
                     cwd=ROOT,
                 )
             )

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from slipstream.errors import SlipstreamError
+from slipstream.option_problems import records_in
 from slipstream.schedule import one_f_one_b
+from slipstream.train.config import Config
+from slipstream.train.config.rules import OTHER_NAMES
 from slipstream.train.config.run_config import dump_config, load_config, parse_config
 
 MINIMAL = """
@@ -152,3 +155,18 @@ def test_a_schedule_of_an_impossible_order_is_refused_with_grid_and_rule(path: P
         load_config(path, [f"--pipeline.schedule={file}", "--pipeline.slices=2"])
     assert ">0F0.1<" in str(raised.value)
     assert "slice 1 attends to slice 0" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_what_other_tools_call_it(name: str, path: Path) -> None:
+    """Each name leads to a setting that there is, or to a note."""
+    setting, note = OTHER_NAMES[name]
+    section, _, key = setting.partition(".")
+    if setting:
+        (record,) = records_in(Config.model_fields[section].annotation)
+        assert not key or key in record.model_fields
+    with pytest.raises(SlipstreamError) as error:
+        load_config(path, [f"--training.{name}=1"])
+    assert f"unknown key training.{name}; " in str(error.value)
+    assert note in str(error.value)
+    assert setting in str(error.value)

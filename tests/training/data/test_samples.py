@@ -21,7 +21,6 @@ from slipstream.train.data import TokenisedText, train_tokenizer
 from slipstream.train.data.open_source import OpenSource
 from slipstream.train.data.samples import ChatTemplate, show_example
 from slipstream.train.data.streams import RowStream
-from slipstream.train.preferences import PairSource
 
 CHAT = (
     "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}OPEN{{ message.content }}"
@@ -139,7 +138,7 @@ def test_calls_have_the_arguments_that_they_were_given(
     tokenizer.chat_template = (
         "{{ tools }}{% for each in messages %}{% generation %}{{ each }}{% endgeneration %}{% endfor %}"
     )
-    opened = (PairSource if form == "pairs" else OpenSource).of(source, pytest.fail)
+    opened = OpenSource.of(source, pytest.fail, are_pairs=form == "pairs")
     text = opened.tokenise(tokenizer, ChatTemplate(tokenizer), 500, Progress(None))
     documents = [[0], [1]] if form != "pairs" else [[0, 1], [2, 3]]
     for index, numbers in enumerate(documents):

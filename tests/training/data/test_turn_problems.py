@@ -127,20 +127,22 @@ def test_a_check_of_the_configuration_says_the_same(
 ) -> None:
     more = {"preference": {}} if rows is PAIRS else {}
 
-    def checked(answer: str, **changes: Any) -> list[str]:
+    def checked(answer: str, exit_code: int = 0, what: str = "turns", **changes: Any) -> list[str]:
         (tmp_path / "config.yaml").write_text(dump_config(configured(tmp_path, answer, rows, **more, **changes)))
         monkeypatch.setattr("sys.argv", ["slipstream", "check", str(tmp_path / "config.yaml")])
         with pytest.raises(SystemExit) as ending:
             main()
-        assert ending.value.code == 0
+        assert ending.value.code == exit_code
         lines = capsys.readouterr().out.splitlines()
-        return [line.split(maxsplit=1)[1].rstrip() for line in lines if line.startswith("turns ")]
+        return [line.split(maxsplit=1)[1].rstrip() for line in lines if line.startswith(f"{what} ")]
 
     found = checked("<think></think>{{ message.content }}")
     assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
     assert checked(ENDED) == ["those that count have an end, and none has an empty <think> block"]
     (said,) = checked(ENDED, data={"dataset": str(tmp_path / "missing.jsonl")})
     assert said.startswith("not looked at: ")
+    (said,) = checked(ENDED, exit_code=1, what="tokenizer", data={"tokenizer": str(tmp_path / "run")})
+    assert said.startswith("no tokenizer at ")
 
 
 def test_streams(tmp_path: Path) -> None:

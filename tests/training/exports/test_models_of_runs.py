@@ -353,7 +353,7 @@ def test_the_seed_decides_what_is_drawn(run: RunFolder) -> None:
         pytest.param(["eval", "{blank}", "{text}"], "there are no checkpoints in ", marks=pytest.mark.more),
         pytest.param(["eval", "{run}", "{text}", "--seq-len=65"], "--seq-len=65 is more than", marks=pytest.mark.more),
         (["generate", "{absent}", "7 is"], "give a model's folder or hub name, a run's output folder, or a checkpoint"),
-        (["generate", "{untokenised}", "7 is"], "has no tokenizer next to it; copy the files of its tokenizer there"),
+        (["generate", "{untokenised}", "7 is"], "the folder has no tokenizer.json. Copy the files of its tokenizer"),
         pytest.param(["generate", "{run}", ""], "the prompt '' has no tokens", marks=pytest.mark.more),
         pytest.param(["generate", "{run}", "7 is"], "and --max-new-tokens=", marks=pytest.mark.more),
     ],

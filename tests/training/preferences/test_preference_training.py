@@ -27,6 +27,7 @@ from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_mo
 from slipstream.train.export import opened_model
 from slipstream.train.preferences import load_with_reference, preference_loss
 from slipstream.train.preflight import preflight
+from slipstream.train.run_context import RunContext
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.preferences import log_probabilities
@@ -165,7 +166,7 @@ def test_a_resumed_run_reads_the_reference(finished: Path) -> None:
     config = load_config(finished / "config.yaml")
     assert config.preference is not None
     pipe = Pipeline.from_pretrained(finished / "model", num_ranks=1, loss_fn=preference_loss(config.preference))
-    found = load_with_reference(config, pipe, Progress(None), resumes=True)
+    found = load_with_reference(RunContext.of(config, pipe.device, Progress(None)), pipe, resumes=True)
     kept = load_file(finished / "reference.safetensors")
     for part in ("train", "validation"):
         (text,) = found[part]

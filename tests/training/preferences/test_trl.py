@@ -19,7 +19,7 @@ from slipstream.train.config import PreferenceSection, SourceSection
 from slipstream.train.data import TokenisedText, sequences_of
 from slipstream.train.data.samples import SampleReader, tokenise_samples
 from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
-from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
+from support.architectures import BOUND, gradient_error, gradients, no_rounding_by_float, no_rounding_inside
 
 ROWS = [
     {"prompt": "say a", "chosen": " a b c a a c b a c", "rejected": " c"},
@@ -59,7 +59,7 @@ def llama(seed: int) -> LlamaForCausalLM:
 def no_rounding_in_trl() -> Iterator[None]:
     """TRL's product with the head's weights is summed in float64: it names float32, whatever the model's dtype."""
     wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
-    with pytest.MonkeyPatch.context() as patch, no_rounding_inside():
+    with pytest.MonkeyPatch.context() as patch, no_rounding_inside(), no_rounding_by_float():
         patch.setattr("trl.kernels.chunked_logprob.torch", wide)
         yield
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from support.pipelines import make_pipe
-
 
 def say_threads() -> None:
     names = sorted(task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
@@ -20,6 +18,7 @@ atexit.register(say_threads)  # the first to be registered is the last to run
 
 from slipstream import make_mesh  # noqa: E402
 from support.architectures import ARCHITECTURES  # noqa: E402
+from support.pipelines import make_pipe  # noqa: E402
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

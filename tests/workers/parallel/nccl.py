@@ -1,4 +1,5 @@
-"""What each process of a standing pair runs for test_nccl: nccl.py cuda|cpu; a case's name on each line of its input.
+"""What each process of a standing pair runs for test_nccl: nccl.py cuda|cpu FOLDER; a case's name on each line of its
+input. FOLDER/trainer.json is what a Trainer alone has logged.
 
 Where there is no GPU the ranks compute on CPUs and gloo connects them: then the cases are tried, not NCCL.
 """
@@ -21,10 +22,11 @@ from slipstream import Parallelism, Pipeline, Precision, Runtime, make_mesh
 from slipstream.model import causal_cross_entropy
 from support.architectures import ARCHITECTURES, BOUND, build, no_rounding_inside, tokens
 from support.parallel.group_cases import by_name
+from support.trainers import accuracy, arguments, check_logs, history, pipeline, trainer
 from workers.parallel.exactness import Case, run
 
-ON_GPU = sys.argv[1:] == ["cuda"]
-DEVICE = "cuda" if ON_GPU else "cpu"
+DEVICE, FOLDER = sys.argv[1], Path(sys.argv[2])
+ON_GPU = DEVICE == "cuda"
 TRANSPORT = "nccl" if ON_GPU else "gloo"
 
 
@@ -118,6 +120,18 @@ def saved_and_resumed() -> None:
     assert losses[2] == losses[3]
 
 
+def trainer_logs() -> None:
+    """Two stages in a SlipstreamTrainer log, evaluate and save what a Trainer with the whole model does."""
+    if ON_GPU and torch.cuda.device_count() == 1:
+        os.environ["LOCAL_RANK"] = "0"  # accelerate's barriers name the GPU of a rank by it
+    pipe = pipeline(device=DEVICE, transport=TRANSPORT)
+    args = arguments(FOLDER / "trainer", max_steps=3, save_strategy="steps", save_steps=3, use_cpu=not ON_GPU)
+    made = trainer(pipe, args, compute_metrics=accuracy)
+    made.train()
+    check_logs(history(made), json.loads((FOLDER / "trainer.json").read_text()))
+    assert (FOLDER / "trainer/checkpoint-3/slipstream").is_dir()
+
+
 def state_is_gathered() -> None:
     found, whole = pipe_of(slices=2).state_dict(), build(ARCHITECTURES["llama, tied"], seed=3).state_dict()
     assert all(torch.equal(tensor.cpu(), whole[name]) for name, tensor in found.items())
@@ -143,6 +157,7 @@ CASES = by_name(
     zero_bubble,
     sequence_parallel,
     replicas_with_sharded_parameters,
+    trainer_logs,
     saved_and_resumed,
     evaluated,
     state_is_gathered,

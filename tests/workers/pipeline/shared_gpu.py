@@ -13,7 +13,7 @@ from slipstream import Pipeline, Precision, Runtime, make_mesh
 from slipstream.comm import StagedTransport
 from slipstream.model import causal_cross_entropy
 from slipstream.parallel import rank_group
-from slipstream.pipeline import step_runner
+from slipstream.pipeline import runtime as pipeline_runtime
 from support.architectures import ARCHITECTURES, BOUND, LENGTH, build, no_rounding_inside, tokens
 from workers.parallel.exactness import Case, run
 
@@ -75,7 +75,7 @@ def state() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if DEVICE == "cpu":
-        step_runner.connect_transport = StagedTransport
+        pipeline_runtime.connect_transport = StagedTransport
         rank_group._is_staged = lambda *_: True
     for each in sys.argv[2:]:
         with no_rounding_inside():

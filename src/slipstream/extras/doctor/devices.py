@@ -25,7 +25,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.extras.doctor.finding import Finding, error_text
 from slipstream.launch import has_launcher
 from slipstream.model import check_compiler
-from slipstream.parallel import describe_sharing
+from slipstream.parallel import allocator_setting, describe_sharing, fragmentation_advice
 from slipstream.units import bytes_text
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -35,10 +35,6 @@ _OURS = 2e9  # bytes: more than CUDA's own context takes
 
 def find_gpus() -> Iterator[Finding]:
     """Yields each GPU that this process will use, or why there is none."""
-    import torch
-
-    from slipstream.parallel import allocator_setting, fragmentation_advice
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -59,8 +55,6 @@ def find_gpus() -> Iterator[Finding]:
 def devices() -> list[torch.device]:
     """Returns the devices that this process looks at: in a launched group its own GPU, else all; the CPU where there is
     none, or another rank that shares it looks at it."""
-    import torch
-
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own = range(number)
     if has_launcher():
@@ -72,8 +66,6 @@ def devices() -> list[torch.device]:
 def exchange_device() -> torch.device:
     """Returns where the messages of this process's rank are while it exchanges: on its GPU where NCCL connects these,
     else in the host's memory."""
-    import torch
-
     is_shared = bool(describe_sharing(_num_local_ranks()))
     return torch.device("cpu") if is_shared else devices()[0]
 
@@ -83,8 +75,6 @@ def _num_local_ranks() -> int:
 
 
 def _describe(device: torch.device) -> Finding:
-    import torch
-
     topic = f"GPU {device.index}"
     try:
         known, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
@@ -100,8 +90,6 @@ def _describe(device: torch.device) -> Finding:
 
 
 def _without(device: torch.device) -> str:
-    import torch
-
     others = [str(index) for index in range(torch.cuda.device_count()) if index != device.index]
     return f"CUDA_VISIBLE_DEVICES={','.join(others)}"
 
@@ -117,8 +105,6 @@ def _driver() -> str:
 
 def _unused(warned: list[str]) -> Finding:
     """Returns what is to be done about GPUs that the driver sees and PyTorch can't use, if there are any."""
-    import torch
-
     seen = _ask("--query-gpu=name", "--format=csv,noheader")
     if not seen:
         return Finding("GPU", "none here; training runs on the CPU")

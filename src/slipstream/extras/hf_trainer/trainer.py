@@ -24,7 +24,7 @@ from slipstream.model import IGNORED, meta_model
 from slipstream.model.adapters import adapted_model
 from slipstream.parallel import end_group_at_exit
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.introspection import ANSWERS
+from slipstream.pipeline.introspection import UNSUPPORTED_CALLS
 
 _log = logging.getLogger(__name__)
 FOLDER = "slipstream"
@@ -179,6 +179,12 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         """Keeps the columns that the unsplit model takes, so that a Pipeline, which may not take them, can say so."""
         self._signature_columns = [*inspect.signature(self.model.unsplit.forward).parameters, "label", "label_ids"]
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes what `from_pretrained` loads. Collective; transformers before 5.23 would call `_save` on one rank."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         """Writes the whole model, the tokenizer and the arguments."""
         folder = output_dir or self.args.output_dir
@@ -249,7 +255,7 @@ class PipelineModel(nn.Module):
 
     def forward(self, labels: object = None, **columns: object) -> Never:
         """Raises SlipstreamError: a Pipeline's forward and backward are one call."""
-        raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {ANSWERS['forward']}")
+        raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {UNSUPPORTED_CALLS['forward']}")
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names."""
@@ -279,7 +285,7 @@ class PipelineModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if (answer := ANSWERS.get(name)) is None:
+            if (answer := UNSUPPORTED_CALLS.get(name)) is None:
                 raise
             raise AttributeError(f"the model of a SlipstreamTrainer has no attribute {name!r}: {answer}") from error
 

@@ -101,7 +101,8 @@ def _names_of_columns(source: SourceSection, rows: Any) -> dict[str, Any]:
     conversations = [name for name in columns if _are_messages(rows[:1][name])]
     if len(conversations) == 1:
         return {"messages_column": conversations[0]}
-    texts = [name for name in columns if rows.features[name].dtype in ("string", "large_string")]
+    kinds = {name: getattr(rows.features[name], "dtype", "") for name in columns}  # lists have none
+    texts = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
     return {"text_column": texts[0]} if len(texts) == 1 else {}
 
 

@@ -33,7 +33,7 @@ from slipstream.train.data import has_tokenizer
 from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.preflight import load_model_config
 from slipstream.train.preflight.model_checks import check_model
-from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer
+from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer, named_tokenizer
 
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
@@ -143,7 +143,7 @@ def _lacks_tokenizer(model: Mapping[str, Any]) -> bool:
 def _measure(found: DataChoice, first: _FirstReading, progress: Progress) -> DataSizes:
     """Returns how many tokens the data has. Raises SlipstreamError where the model has no such tokens."""
     some = some_of(found.opened)
-    tokenizer = make_tokenizer(first.config, first.model_config, [some], progress)
+    tokenizer = make_tokenizer(first.config, first.model_config, [some], named_tokenizer(first.config), progress)
     template = ChatTemplate(tokenizer, first.config.data.chat_template) if some.has_messages else None
     sizes = count_tokens(found, some, tokenizer, template, longest_sequence(first.model_config) or MANY_TOKENS)
     check_vocabulary(sizes.largest, first.model_config)

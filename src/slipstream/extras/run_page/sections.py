@@ -29,7 +29,9 @@ def run_sections(run: RunRecord) -> str:
         section("The last step, measured", step_timeline(run.timeline)) if run.timeline is not None else "",
         _phases(run),
         _memory(run, marks),
-        section("Configuration", _configuration(run)) if run.settings_text else "",
+        section("Configuration", f"<div class='scroll'><pre>{escape(run.settings_text)}</pre></div>")
+        if run.settings_text
+        else "",
         _environment(run),
     )
     return "\n".join(filter(None, parts))
@@ -180,10 +182,6 @@ def _allocators(run: RunRecord) -> str:
     return table(heads, rows) if rows else ""
 
 
-def _configuration(run: RunRecord) -> str:
-    return f"<div class='scroll'><pre>{escape(run.settings_text)}</pre></div>"
-
-
 def _environment(run: RunRecord) -> str:
     if not run.starts:
         return ""
@@ -207,11 +205,9 @@ def overview(runs: Sequence[RunRecord]) -> str:
     rows = "\n".join(_row(number, run) for number, run in enumerate(runs, 1))
     with_steps = [run for run in runs if run.steps]
     shown = with_steps[:NUM_COLORS]
-    losses = [Curve(run.name, [(step["step"], finite(step.get("loss"))) for step in run.steps]) for run in shown]
-    held_out = [
-        Curve(run.name, [(each["step"], finite(each.get("validation_loss"))) for each in run.validations], dots=True)
-        for run in shown  # also one without: a run has one colour in both charts
-    ]
+    losses = [Curve(run.name, _points(run.steps, "loss")) for run in shown]
+    # Also of a run without validations: it has one colour in both charts.
+    held_out = [Curve(run.name, _points(run.validations, "validation_loss"), dots=True) for run in shown]
     unit = ", or ".join(sorted({run.loss_unit for run in shown}))
     charts = line_chart("training loss", unit, losses, loss_text)
     charts += line_chart("validation loss", unit, held_out, loss_text)

@@ -1,16 +1,13 @@
-"""Slipstream's attention for transformers: by AttentionInterface, and for models with attention of their own.
+"""Slipstream's attention for transformers: by its AttentionInterface, and for models that attend by code of their own.
 
-Slipstream's attention and mask functions, registered with transformers under the name 'slipstream'.
+A model whose attention goes through `AttentionInterface` calls the functions registered under the name 'slipstream', so
+its code stays unchanged: the mask function returns the range of keys that each query of the slice sees, and the
+attention function reads the keys and values of the slices before from the context store.
 
-A model whose attention goes through `AttentionInterface` calls these instead of its own, so its code stays unchanged:
-the mask function returns the range of keys that each query of the slice sees, and the attention function reads the keys
-and values of the slices before from the context store.
-
-Lets models that attend by code of their own, not through transformers' AttentionInterface, see earlier slices.
-
-Their layers get the keys and values of all tokens so far from the cache, as where they generate text in pieces. Their
-masks are those that the model builds for that, by transformers' own functions; here documents are added to them, and
-position biases are made to count from a document's start (ALiBi: Press et al. 2022, "Train Short, Test Long").
+Layers with attention of their own get the keys and values of all tokens so far from the cache, as where they generate
+text in pieces. Their masks are those that the model builds for that, by transformers' own functions; here documents are
+added to them, and position biases are made to count from a document's start (ALiBi: Press et al. 2022, "Train Short,
+Test Long").
 """
 
 from __future__ import annotations

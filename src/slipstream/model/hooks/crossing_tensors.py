@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -256,7 +255,7 @@ class CrossingTensors:
 
     def __init__(self, tensors: Sequence[CrossingTensor], owned: LayerRange, is_first: bool) -> None:
         """Raises SlipstreamError for a tensor that can't be sent in slices."""
-        self._owned = range(int(owned.start), ceil(owned.stop))
+        self._owned = owned.layers
         self.received = [] if is_first else [each for each in tensors if each.crosses(self._owned.start)]
         self.sent = [each for each in tensors if each.crosses(self._owned.stop)]
         for each in (*self.received, *self.sent):

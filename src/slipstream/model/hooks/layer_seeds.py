@@ -37,12 +37,12 @@ class LayerSeeds:
         """Surrounds a forward: layers seed their own dropout, and afterwards the caller's random state is as before."""
         return current_draws().forked() if self.are_used else nullcontext()
 
-    def install(self, model: nn.Module, shared: TensorParallelLayers, is_first: bool) -> None:
+    def install(self, is_first: bool) -> None:
         """Installs the exchange between ranks that share layers: dropout differs from where they begin to compute
         different things, to where they compute the same."""
-        shared.install(
-            model, partial(self._seed_part, "own", shared.rank), partial(self._seed_part, "shared"), is_first
-        )
+        if self._shared is not None:
+            enter, leave = partial(self._seed_part, "own", self._shared.rank), partial(self._seed_part, "shared")
+            self._shared.install(self._model, enter, leave, is_first)
 
     def watch(self, layer: nn.Module, index: int, middle: nn.Module | None) -> None:
         """Seeds where a layer begins, and at `middle`, where its second half does if it can run on another stage; notes

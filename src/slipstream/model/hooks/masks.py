@@ -9,10 +9,8 @@ Packed documents are separate sequences to transformers: windows and blocks coun
 is read at the position within the document and shifted by the document's start. Older versions count blocks from the
 sequence's start; the installed version decides.
 
-Makes masks that models of images and text build be those of text, which depend on no token.
-
-Such a model lets the tokens of one image see each other, and asks for each pair of tokens whether both are of one
-image, by the numbers of images of the tokens it was run on. Masks here are evaluated once, for all pairs of a sequence.
+A model of images and text lets the tokens of one image see each other, by the images of the tokens that it was run on.
+Masks here are evaluated once, for all pairs of a sequence, so all tokens must be text (`masks_of_text`).
 """
 
 from __future__ import annotations

@@ -10,15 +10,13 @@ Others continue from what the tokens before left there: the last inputs of a con
 the gated delta rule). These go from slice to slice, with their gradients in the other direction. Whatever else a layer
 asks for is state that slices don't carry.
 
-Runs layers that carry a state document by document, as their state is reset where a document begins.
-
-transformers' own code keeps packed documents apart only with kernels for GPUs, so a slice is cut where a document of
-some row begins, and what carries the state runs on each part. Everything else in a layer runs on the whole slice.
-
-Lets a token that a layer computes alone take the code of several tokens, which has a gradient.
+States are reset where a document begins. transformers' own code keeps packed documents apart only with kernels for
+GPUs, so a slice is cut where a document of some row begins, and what carries the state runs on each part; everything
+else in a layer runs on the whole slice.
 
 One token with a past is what generating text computes, and transformers has other code for it: it changes the state in
-place, its kernels for GPUs have no backward, and where time steps have limits (Nemotron-H) it ignores them.
+place, its kernels for GPUs have no backward, and where time steps have limits (Nemotron-H) it ignores them. Such a
+token takes the code of several tokens here (`as_several_tokens`).
 """
 
 from __future__ import annotations

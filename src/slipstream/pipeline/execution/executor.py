@@ -12,11 +12,11 @@ from torch import Tensor
 
 from slipstream.attention import ContextStore
 from slipstream.comm import Message, Transport, TransportError
-from slipstream.model import Tensors, copied_from_messages
+from slipstream.model import PipelineStage, Tensors, copied_from_messages
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import note_output
-from slipstream.model.weight_gradients import defer_weight_gradients
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.model.weight_gradients import WeightGradient, defer_weight_gradients, factors_of
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import ActionRunner, Computation
 from slipstream.pipeline.execution.losses import Losses
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey, program_of
@@ -44,7 +44,7 @@ class Executor:
     def __init__(
         self,
         rank: int,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         transport: Transport,
         losses: Losses,
         device: torch.device,
@@ -54,7 +54,7 @@ class Executor:
         """`recompute` says what the schedule's R actions recompute, None all. `reduce_gradients` is what REDUCE_GRAD
         does to a stage."""
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
-        self._losses, self._reduce_gradients = losses, reduce_gradients
+        self._losses = losses
         self._saved = SavedActivations(stages, recompute, device)
         self._schedule: Schedule | None = None
         self._head: SpreadHeadActions | None = None  # where the vocabulary is spread
@@ -265,29 +265,34 @@ class Executor:
         received = self._messages.received(step)
         return received if step.is_offloaded else received + self._messages.received(step, of_forward=True)
 
-    def _compute_backward(self, key: SliceKey, gradients: Tensors) -> Tensors:
-        """Returns the gradients of a slice's inputs on its stage, given those of its outputs."""
+    def _compute_backward(
+        self, key: SliceKey, gradients: Tensors, deferred: Sequence[WeightGradient] | None = None
+    ) -> Tensors:
+        """Returns the gradients of a slice's inputs on its stage, given those of its outputs; of an I, `deferred` gets
+        the weight gradients that it leaves to W."""
         g, m, i = key
         stage, state = self._stages[g], self._state
         roots = state.roots.pop(key)
         state.replays.pop(key, None)
         needing = [index for index, spec in enumerate(self._messages.specs(Op.SEND_F, key)) if spec.needs_gradient]
-        begun = [each for each in self._parameters[g] if each.grad is None] if gradients else []
+        begun = [parameter for parameter in self._parameters[g] if parameter.grad is None]
         # with what the backward of a slice's sum of losses begins, (), or that of whole sequences' sums, (n,)
         of_loss = {0: state.loss_gradients.get(m, state.loss_weight)}
         backward(roots, of_loss if stage.has_loss else dict(zip(needing, gradients, strict=True)))
-        keep_apart(begun, gradients)
         del roots  # their graph
         if i == 0:
             state.stores.pop((g, m)).free()
             if stage.has_loss:
                 state.loss_gradients.pop(m, None)
         # taken out, as W may hold the graph that left them
-        return with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
+        found = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
+        if begun:
+            keep_apart(begun, (*gradients, *found, *factors_of(deferred or ())))
+        return found
 
     def _compute_input_gradients(self, key: SliceKey, gradients: Tensors) -> Tensors:
         with defer_weight_gradients() as work:
-            found = self._compute_backward(key, gradients)
+            found = self._compute_backward(key, gradients, work)
         self._state.weights[key] = work
         return found
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from slipstream.attention import ContextStore
-from slipstream.model import Tensors, TensorSpec, model_storages, storage_ids
+from slipstream.model import PipelineStage, Tensors, TensorSpec, model_storages, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy, SavedTensors, SliceReplay
-from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.pipeline.execution.step_state import OffloadedBlocks, StepState
 
@@ -126,7 +125,9 @@ class EagerMoves:
 class SavedActivations:
     """The saved activations of one rank; without R and OFFLOAD in the schedule, saving is left to autograd."""
 
-    def __init__(self, stages: Mapping[int, Stage], recompute: RecomputePolicy | None, device: torch.device) -> None:
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], recompute: RecomputePolicy | None, device: torch.device
+    ) -> None:
         self._stages, self._recompute = stages, recompute or RecomputePolicy(by_stage=True)
         self._to_host = host_memory_of(device)
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.comm import SkipSend, Transport, VocabularyMessages
-from slipstream.model import CausalLMStage, TensorSpec
+from slipstream.model import CausalLMStage, PipelineStage, TensorSpec
 from slipstream.model.vocabulary import HeadRows, RowSoftmax, combine
-from slipstream.pipeline.cut_batch import Stage
 from slipstream.pipeline.execution.rank_program import SliceKey, key_of
 from slipstream.pipeline.execution.step_state import StepState, Stopwatch
 from slipstream.schedule import BACKWARDS, Action, Op, Schedule
@@ -36,7 +35,7 @@ class SpreadHeadActions:
         self,
         rank: int,
         schedule: Schedule,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         transport: Transport,
         state: StepState,
         stopwatch: Stopwatch,
@@ -148,7 +147,7 @@ class SpreadHeadActions:
 
 
 def vocabulary_specs(
-    stages: Mapping[int, Stage], state: StepState, has_backward: bool, message: SkipSend
+    stages: Mapping[int, PipelineStage], state: StepState, has_backward: bool, message: SkipSend
 ) -> list[TensorSpec]:
     """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
     stage = next(iter(stages.values()))

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-from slipstream.comm import MadeUpTransport, Transport
+from slipstream.comm import FakeTransport, Transport
 from slipstream.keyed_draws import drawing
-from slipstream.model import CausalLMStage, Tensors
+from slipstream.model import PipelineStage, Tensors
 from slipstream.parallel import Ranks
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.action_graphs import (
     ActionRunner,
     Computation,
@@ -48,13 +48,18 @@ class StepGraphs:
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], make_executor: MakeExecutor, device: torch.device, refusal: str | None
+        self,
+        stages: Mapping[int, PipelineStage],
+        make_executor: MakeExecutor,
+        device: torch.device,
+        refusal: str | None,
     ) -> None:
         """`refusal` says why this pipeline's steps can't be recorded at all."""
         self._stages, self._make_executor, self._device = stages, make_executor, device
         has_none = f"{device.type} has none" if recorder_of(device) is None else None
         self.may_record = (has_none or refusal) is None  # as all ranks know alike; steps and stages may refuse later
-        self.refusal = has_none or refusal or next(filter(None, map(_refusal_of, stages.values())), None)
+        obstacles = (stage.graph_obstacle for stage in stages.values())
+        self.refusal = has_none or refusal or next(filter(None, obstacles), None)
         self.gradients = FixedGradients([p for stage in stages.values() for p in stage.model.parameters()])
         self._schedule: Schedule | None = None  # of the last step
         self._kind: tuple[object, ...] = ()  # likewise
@@ -135,7 +140,7 @@ class StepGraphs:
         recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
         assert recorder is not None
         step = RecordedStep(recorder, batch, self._device, self._num_seeds)
-        executor = self._make_executor(rank, MadeUpTransport(self._device), _nothing)
+        executor = self._make_executor(rank, FakeTransport(self._device), _nothing)
         for _ in executor.start(schedule, step.batch, step.record, step.state, step.moves):
             raise RuntimeError(f"rank {rank} waits for another rank's message while it is recorded")
         executor.finish()
@@ -185,15 +190,6 @@ def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
 
 def _nothing(_: int) -> None:
     """Does nothing."""
-
-
-def _refusal_of(stage: Stage) -> str | None:
-    if not isinstance(stage, CausalLMStage):
-        return "an nn.Sequential's layers may be any code"
-    for name, parameter in stage.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return f"{name} has hooks, which are Python"
-    return None
 
 
 def _refusal_of_step(schedule: Schedule, batch: SplitBatch) -> str | None:

@@ -15,10 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slipstream.attention import ContextStore
 from slipstream.comm import Message, SkipMessages, Transport
-from slipstream.model import Tensors, TensorSpec, storage_id, storage_ids
+from slipstream.model import PipelineStage, Tensors, TensorSpec, storage_id, storage_ids
 from slipstream.model.autograd_memory import SliceReplay
 from slipstream.model.weight_gradients import WeightGradient
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.rank_program import ProgramStep, SliceKey
 from slipstream.schedule import Action, Op, Schedule
 from slipstream.timeline import Span
@@ -122,16 +122,19 @@ def roots_of(outputs: Tensors) -> Roots:
     return roots
 
 
-def keep_apart(parameters: Iterable[Tensor], messages: Tensors) -> None:
-    """Copies gradients that autograd has left in the memory of messages, which goes back to the pool: the first of a
-    sparse embedding, or of a parameter that was viewed, may be what came in."""
-    received = storage_ids(messages)
+def keep_apart(parameters: Iterable[Tensor], others: Tensors) -> None:
+    """Copies gradients that autograd has left in the memory of a message, received or to be sent, of what W multiplies,
+    or of one another, as later gradients are added to them in place: the first of a sparse embedding, or of a parameter
+    that was viewed, may be what a layer's output or input gets too."""
+    used = set(storage_ids(others))
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             values = gradient._values() if gradient.is_sparse else gradient
-            if storage_id(values) in received:
+            if storage_id(values) in used:
                 parameter.grad = gradient.clone()
+            else:
+                used.add(storage_id(values))
 
 
 def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
@@ -178,7 +181,7 @@ class StageMessages:
         self,
         rank: int,
         schedule: Schedule,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         transport: Transport,
         state: StepState,
         stopwatch: Stopwatch,
@@ -246,7 +249,7 @@ class StageMessages:
 
 
 def _specs(
-    schedule: Schedule, stages: Mapping[int, Stage], state: StepState, op: Op, key: SliceKey
+    schedule: Schedule, stages: Mapping[int, PipelineStage], state: StepState, op: Op, key: SliceKey
 ) -> Sequence[TensorSpec]:
     """Returns the specs of what a stage receives or sends in such a message, with skips for SEND_F and SEND_B."""
     g, m, i = key

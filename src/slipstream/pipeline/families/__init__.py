@@ -1,7 +1,6 @@
 """The kinds of models a Pipeline trains: causal LMs and sequences of layers."""
 
-from slipstream.pipeline.families.causal_lm import CausalLMFamily
 from slipstream.pipeline.families.causal_lm_layout import planned_vocabulary
 from slipstream.pipeline.families.layer_sequence import Balance
-from slipstream.pipeline.families.model_family import family_of
+from slipstream.pipeline.families.model_family import ModelFamily, family_of
 from slipstream.pipeline.families.stage_layout import ExecutedStep, StageLayout

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -62,9 +63,9 @@ from slipstream.pipeline.families.causal_lm_layout import (
     spread_heads,
 )
 from slipstream.pipeline.families.stage_layout import StageLayout
-from slipstream.pipeline.families.weighed_model import WeighedModel, weighed_rates
+from slipstream.pipeline.families.weighed_model import FlopEstimate, flop_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
-from slipstream.pipeline.tuning import StartRequest, is_free, plan_start
+from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
 from slipstream.planner.steps import StageRates, StepPlan
@@ -77,8 +78,9 @@ class CausalLMFamily:
     """Makes a rank's part of a causal LM: its stages, cut over the ranks that share them, and their loss."""
 
     default_slices = 8
-    on_begin: Callable[[], None] | None = None  # called before the forwards of a step
-    on_end: Callable[[], None] | None = None  # called after its last action
+    on_begin: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
+    leaves_out_frozen = True
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         """Collective: a toy of the architecture is compared sliced and whole, and cut over the ranks that share layers
@@ -143,6 +145,20 @@ class CausalLMFamily:
         return None if self.trained.are_all else self.trained.apply(meta_model(self.config))
 
     @property
+    def name(self) -> str:
+        return str(self.config.model_type)
+
+    def check_has(self, wanted: str, instead: str = "") -> None:
+        """Does nothing: a causal LM has all of it."""
+
+    def balance(self, layout: StageLayout) -> Never:
+        """Raises SlipstreamError."""
+        raise SlipstreamError(
+            "balance is for an nn.Sequential, but this pipeline's model is a causal LM: `slipstream plan` says how "
+            "even its ranks are."
+        )
+
+    @property
     def is_tied(self) -> bool:
         """Whether the head's weight embeds too."""
         return bool(self._anatomy.tied)
@@ -187,6 +203,18 @@ class CausalLMFamily:
             dtype=expected.dtype or request.dtype,
         )
         return plan_start(self.config, request, self._ranks, self._device, say)
+
+    def measured_rates(
+        self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
+    ) -> StageRates | None:
+        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
+        measured beside the model. Collective."""
+        if self.compiled:
+            return None
+        request = self.start_request(layout.num_ranks, length, num_rows)
+        partition = [stage.stop - stage.start for stage in layout.layers]
+        again = layout.recompute is not None and layout.recompute.setting in ("full", "stage")
+        return measure_rates(self.config, request, partition, self._ranks, self._device, say, again)
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the tokens of a sequence."""
@@ -324,8 +352,8 @@ class CausalLMFamily:
     def rates(self, layout: StageLayout) -> StageRates:
         """Returns what the stages cost, by their multiplications."""
         has_head = not layout.spreads_vocabulary
-        model = WeighedModel(self.config, self._anatomy, None, has_head, self._outline)
-        return weighed_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
+        model = FlopEstimate(self.config, self._anatomy, None, has_head, self._outline)
+        return flop_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
 
     def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
         """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""

@@ -34,7 +34,7 @@ from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_sp
 from slipstream.parallel import part_bounds
 from slipstream.parallel.tensor import TensorPlan, adapted_plan, find_tensor_plan
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
-from slipstream.pipeline.families.weighed_model import WeighedModel
+from slipstream.pipeline.families.weighed_model import FlopEstimate
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import Vocabulary
@@ -75,7 +75,7 @@ def plan_layout(
             )
         check_spread(config, tensor_ranks, schedule.num_ranks, options)
         _check_spread_embedding(anatomy, schedule)
-    model = WeighedModel(config, anatomy, seq_len, has_head=not spreads, whole=whole)
+    model = FlopEstimate(config, anatomy, seq_len, has_head=not spreads, whole=whole)
     model.uses_randomness |= draws
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     memory, most = options.memory, max(len(stage.layers) for stage in layers)
@@ -144,7 +144,7 @@ def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineO
 
 
 def assign_layers(
-    model: WeighedModel, partition: str | Sequence[float], placement: Sequence[int]
+    model: FlopEstimate, partition: str | Sequence[float], placement: Sequence[int]
 ) -> tuple[tuple[LayerRange, ...], ModelAnatomy]:
     """Returns the layers of every stage, and the anatomy, with `halves` if they are needed.
 
@@ -167,7 +167,7 @@ def assign_layers(
     return layers, replace(model.anatomy, halves=halves, separate_ends=separate_ends)
 
 
-def _balanced(model: WeighedModel, placement: Sequence[int]) -> tuple[list[float], tuple[LayerPart, ...]]:
+def _balanced(model: FlopEstimate, placement: Sequence[int]) -> tuple[list[float], tuple[LayerPart, ...]]:
     """Returns whole numbers of layers, unless halves make the slowest rank clearly faster and the model allows them."""
     costs = model.costs()
     whole = partition_layers(costs, len(placement), placement=placement)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from typing import Never
 
 import torch
 from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, Tensors, cross_entropy
+from slipstream.model.adapters import ALL_WEIGHTS
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import Ranks
@@ -54,12 +56,17 @@ from slipstream.sequential import (
     nested_sequences,
 )
 
+_SAVE = "Save a sequence by torch.save(pipe.state_dict(), path), which rank 0 has as a whole."
+
 
 class SequenceFamily:
     """The family of sequences. A batch is split into microbatches, rows of the inputs; and these into token slices
     from a layer CutTokens on, if there is one."""
 
     default_slices = 1
+    name = "an nn.Sequential"
+    leaves_out_frozen = False
+    trained, adapter, config, beside = ALL_WEIGHTS, None, None, None
 
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         check_runs_its_children(model)
@@ -85,6 +92,12 @@ class SequenceFamily:
                 "slipstream.CutTokens() before those that work token by token or attend by "
                 "slipstream.causal_attention; or leave slices out, and raise num_microbatches instead."
             )
+
+    def check_has(self, wanted: str, instead: str = _SAVE) -> Never:
+        """Raises SlipstreamError for what is `wanted` that only causal LMs have, with what to do `instead`."""
+        raise SlipstreamError(
+            f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. {instead}"
+        )
 
     def is_open(self, options: PipelineOptions) -> bool:
         """Returns whether a plan is to decide where to cut, and can: by an example, of layers that aren't compiled."""
@@ -138,6 +151,9 @@ class SequenceFamily:
         except SlipstreamError:
             return False
         return True
+
+    def measured_rates(self, *_: object) -> None:
+        """Returns None: what the stages cost isn't measured beside them."""
 
     def length(self, batch: WholeBatch) -> int:
         """Returns the number of tokens that reach CutTokens, where they are cut into slices."""
@@ -256,6 +272,10 @@ class SequenceFamily:
     def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
         """Returns the tokens of what a step plans as one sequence: of each."""
         return [*lengths]
+
+    def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns the sequences of each microbatch."""
+        return [[*group] for group in groups]
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """Returns each sequence as a microbatch: layers may look at anything in a row."""

@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import LayerRange
+from slipstream.model import LayerRange, PipelineStage
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.parallel import Ranks
-from slipstream.pipeline.cut_batch import Stage
 from slipstream.schedule import (
-    AUTOMATIC,
     Op,
     Schedule,
     SlicedMicrobatch,
@@ -145,40 +143,31 @@ def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, off
     return add_offload(schedule, offload) if offload else schedule
 
 
-class FrozenStages:
-    """The stages below the lowest one with a trained parameter, as the ranks found when the pipeline was made."""
+def count_frozen(stages: Mapping[int, PipelineStage], ranks: Ranks, schedule: Schedule) -> int:
+    """Returns how many of the first stages have no trained parameter. Collective. `schedule` may have frozen stages by
+    itself; raises SlipstreamError where these are trained."""
+    trained = [number for number, stage in stages.items() if _is_trained(stage)]
+    every = [number for numbers in ranks.pipeline.gather(trained) for number in numbers]
+    first = min(every, default=0)
+    if schedule.num_frozen_stages > first:
+        raise SlipstreamError(
+            f"the schedule {schedule.name!r} has no backwards of its first {schedule.num_frozen_stages} stages, "
+            f"but stage {first} has trained parameters. Freeze them, or give a schedule with all backwards."
+        )
+    return first
 
-    def __init__(self, stages: Mapping[int, Stage], ranks: Ranks, schedule: Schedule) -> None:
-        """Collective. `schedule` may have frozen stages by itself; raises SlipstreamError where these are trained."""
-        self._stages = stages
-        trained = [number for number, stage in stages.items() if _is_trained(stage)]
-        every = [number for numbers in ranks.pipeline.gather(trained) for number in numbers]
-        self.number = min(every, default=0)
-        if schedule.num_frozen_stages > self.number:
+
+def check_frozen(stages: Mapping[int, PipelineStage], layout: StageLayout) -> None:
+    """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""
+    for number in range(layout.num_frozen_stages):
+        if number in stages and _is_trained(stages[number]):
+            names = [name for name, parameter in stages[number].named_parameters() if parameter.requires_grad]
             raise SlipstreamError(
-                f"the schedule {schedule.name!r} has no backwards of its first {schedule.num_frozen_stages} stages, "
-                f"but stage {self.number} has trained parameters. Freeze them, or give a schedule with all backwards."
+                f"requires_grad of {names[0]} was False when the Pipeline was made, so no gradient comes to stage "
+                f"{number}; now it is True. Let every parameter that is ever trained have requires_grad=True "
+                "before the Pipeline is made, and freeze it afterwards."
             )
 
-    def may_be_left_out(self, layout: StageLayout, schedule: str | Schedule) -> bool:
-        """Returns whether the backwards of frozen stages may be left out of schedules.
 
-        Not where "auto" measures them, nor of a schedule whose messages are given, nor where gradients go past stages.
-        """
-        is_searched = isinstance(schedule, str) and schedule in AUTOMATIC
-        return not (is_searched or layout.order.is_lowered or layout.spreads_embedding)
-
-    def check(self, layout: StageLayout) -> None:
-        """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""
-        for number in range(layout.num_frozen_stages):
-            if number in self._stages and _is_trained(self._stages[number]):
-                names = [name for name, each in self._stages[number].named_parameters() if each.requires_grad]
-                raise SlipstreamError(
-                    f"requires_grad of {names[0]} was False when the Pipeline was made, so no gradient comes to stage "
-                    f"{number}; now it is True. Let every parameter that is ever trained have requires_grad=True "
-                    "before the Pipeline is made, and freeze it afterwards."
-                )
-
-
-def _is_trained(stage: Stage) -> bool:
+def _is_trained(stage: PipelineStage) -> bool:
     return any(parameter.requires_grad for _, parameter in stage.named_parameters())

@@ -29,7 +29,7 @@ from slipstream.schedule import Op
 _WITHOUT_SCORES = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers by transformers' names
 
 
-class WeighedModel:
+class FlopEstimate:
     """A model that isn't in memory, its layers weighed by the multiplications that a token needs.
 
     These are the products with weights and, where `seq_len` is known, those of attention in sequences of that length.
@@ -166,8 +166,8 @@ _FIXED = 32  # tokens' work: what a slice costs besides its own, such as launche
 _AGAIN = 2.5  # attention's products in the backward, which computes scores again, over those in the forward
 
 
-def weighed_rates(
-    model: WeighedModel,
+def flop_rates(
+    model: FlopEstimate,
     halves: Sequence[LayerPart],
     layers: Sequence[LayerRange],
     recompute: RecomputePolicy | None = None,

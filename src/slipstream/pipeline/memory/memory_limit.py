@@ -17,15 +17,13 @@ from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
-from slipstream.pipeline.families import CausalLMFamily, StageLayout
-from slipstream.pipeline.families.model_family import ModelFamily
+from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
 from slipstream.pipeline.memory.row_account import (
-    RowAccount,
+    LinearMemoryModel,
     both_backwards,
     covers,
     rows_to_rehearse,
-    step_bytes,
 )
 from slipstream.pipeline.tuning import HeldBytes
 from slipstream.planner.steps import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
@@ -69,7 +67,7 @@ class MemoryLimit:
         self._layout, self._lay_out, self._rehearsal = layout, lay_out, rehearsal
         self._memory_of = partial(memory_of, frees_late=records)
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
-        self.rows: RowAccount | None = None  # of batches whose sequences differ in length
+        self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
         self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
@@ -96,7 +94,7 @@ class MemoryLimit:
         """
         assert self.rows is not None
         if covers(schedule):
-            peaks = step_bytes(self.rows, schedule.placement, slices).rank_peaks(schedule)
+            peaks = self.rows.step_bytes(schedule.placement, slices).of_order(schedule).rank_peaks()
             if np.isfinite(peaks).all():
                 return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks.tolist()]
         ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
@@ -155,7 +153,6 @@ class MemoryLimit:
     def _rehearse_rows(self, splits: bool) -> None:
         """Rehearses a few short rows, so that what any rows hold is known; not of a model whose rows can't be cut.
         `splits` is whether weight gradients may be computed apart. Collective."""
-        assert isinstance(self._family, CausalLMFamily)  # sequences of layers have no memory limit
         config, device = self._family.config.get_text_config(), self._device
         steps = []
         for slices in rows_to_rehearse(getattr(config, "max_position_embeddings", None)):
@@ -173,7 +170,7 @@ class MemoryLimit:
         found: dict[tuple[int, ...], list[MemoryTable]] = {}
         for slices, step in steps:
             found.setdefault(slices, []).extend(self._ranks.pipeline.gather(rehearse(step)))
-        self.rows = RowAccount(tuple((slices, _merged(tables)) for slices, tables in found.items()))
+        self.rows = LinearMemoryModel(tuple((slices, _merged(tables)) for slices, tables in found.items()))
 
     def check_sequences(
         self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], whole: Sequences

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.comm import HEADER_BYTES, MadeUpTransport, SkipSend, Transport, message_bytes, part_size
-from slipstream.model import CausalLMStage, Tensors, storage_bytes, storage_id, storage_ids
+from slipstream.comm import HEADER_BYTES, FakeTransport, SkipSend, Transport, message_bytes, part_size
+from slipstream.model import CausalLMStage, PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import kept_frequencies
 from slipstream.model.weight_gradients import factors_of
-from slipstream.pipeline.cut_batch import SplitBatch, Stage
+from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together, vocabulary_specs
 from slipstream.pipeline.parameters import Parameters
 from slipstream.profile import MemoryMeter, memory_meter
@@ -33,7 +33,7 @@ class RehearsedStep:
 
     schedule: Schedule  # lowered
     recompute: RecomputePolicy | None
-    stages: Mapping[int, Stage]  # this process's
+    stages: Mapping[int, PipelineStage]  # this process's
     parameters: Parameters
     losses: Losses
     device: torch.device
@@ -51,7 +51,7 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
     on CUDA what its allocator has allocated. Not for rows of several documents.
     """
-    batch, transport = step.batch, step.scatter(MadeUpTransport(step.device))
+    batch, transport = step.batch, step.scatter(FakeTransport(step.device))
     step = replace(step, batch=batch.twice(number))
     runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
@@ -228,7 +228,7 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
 class _MemoryWatch:
     """An executor's observer that notes what each action changes; receives cost nothing here."""
 
-    def __init__(self, stage: Stage, memory: MemoryMeter) -> None:
+    def __init__(self, stage: PipelineStage, memory: MemoryMeter) -> None:
         self.changes: dict[Action, _Change] = {}
         self._parameters, self._memory = list(stage.model.parameters()), memory
         self._made: set[int] = set()  # the storages of what was computed last
@@ -259,7 +259,7 @@ class _MemoryWatch:
 
 
 @contextmanager
-def _without_gradients(stage: Stage) -> Iterator[None]:
+def _without_gradients(stage: PipelineStage) -> Iterator[None]:
     earlier = [(parameter, parameter.grad) for parameter in stage.model.parameters()]
     for parameter, _ in earlier:
         parameter.grad = None
@@ -270,7 +270,7 @@ def _without_gradients(stage: Stage) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _owned_tensors(stages: Mapping[int, Stage]) -> dict[int, list[Tensor]]:
+def _owned_tensors(stages: Mapping[int, PipelineStage]) -> dict[int, list[Tensor]]:
     """Returns the parameters and buffers of each stage; what several stages share counts for the first of them."""
     owners: dict[int, tuple[int, Tensor]] = {}
     for number, stage in stages.items():

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 _LONGEST_ROW = 768  # tokens of the rows that are rehearsed
 Slices = tuple[int, ...]
+_OPS = (Op.F, Op.B, Op.I, Op.W)
 
 
 @dataclass(frozen=True)
-class RowAccount:
+class LinearMemoryModel:
     """The bytes of all actions on a row of a batch whose sequences differ in length, cut into any slices.
 
     What a slice's action keeps has a constant and a part for each of its tokens. While it runs it holds more, and a
@@ -42,14 +43,14 @@ class RowAccount:
         tokens, ends = sum(slices), np.cumsum(slices)
         features = np.stack([np.ones(len(slices)), np.array(slices, float), ends.astype(float)], axis=1)
         footprints, first = {}, {}
-        for (stage, recomputed, offloaded, op), (leaves, peaks) in self.fits.items():
+        for (stage, recomputed, offloaded, op), (leaves, peaks) in self._fits.items():
             left, most = (features @ leaves).tolist(), (features @ peaks).tolist()
             for index in range(len(slices)):
                 made = self._allocated(op, stage, index, slices)
                 unit = StageSlice(stage, index, recomputed, offloaded)
                 footprints[unit, op] = Footprint(left[index], most[index] + made)
         last = len(slices) - 1
-        for (stage, recomputed, offloaded, op), peaks in self.firsts.items():
+        for (stage, recomputed, offloaded, op), peaks in self._firsts.items():
             made = self._allocated(op, stage, last, slices)
             first[StageSlice(stage, last, recomputed, offloaded), op] = float(features[last] @ peaks) + made
         return replace(
@@ -66,7 +67,7 @@ class RowAccount:
         (stages, 2), with its part of keys, values and their gradients."""
         found = np.zeros((num_stages, 2))
         for stage in range(num_stages):
-            kept = [leaves[:2] for key, (leaves, _) in self.fits.items() if (key[0], key[3]) == (stage, Op.F)]
+            kept = [leaves[:2] for key, (leaves, _) in self._fits.items() if (key[0], key[3]) == (stage, Op.F)]
             found[stage] = np.max(kept, axis=0)
             found[stage, 1] += self._context.get(stage, 0.0) + self._context_gradients.get(stage, 0.0)
         return np.maximum(found, 0.0)
@@ -79,28 +80,49 @@ class RowAccount:
             held[rank] += table.parameters.get(stage, 0.0) + table.optimizer.get(stage, 0.0) + max(made)
         return held
 
-    def context_rates(self, num_stages: int) -> tuple[Floats, Floats]:
-        """Returns the bytes of a token's keys and values, and of their gradients, of each stage."""
-        stages, kinds = range(num_stages), (self._context, self._context_gradients)
-        keys, gradients = (np.array([kind.get(stage, 0.0) for stage in stages]) for kind in kinds)
-        return keys, gradients
+    def step_bytes(self, placement: Sequence[int], slices: Sequence[Slices]) -> StepBytes:
+        """Returns the bytes of a step of rows in these slices, as `table` has those of each.
 
-    def message_bytes(self, lengths: Floats) -> Floats:
-        """Returns the bytes of the messages of slices of so many tokens, without their headers."""
-        return self._message * lengths
+        An action that was never rehearsed takes infinitely many.
+        """
+        from slipstream.simulator.memory_arrays import StepBytes  # loads numba
 
-    def gradient_bytes(self, stage: int, op: Op) -> float:
-        """Returns the bytes of the weight gradients that a backward of a stage makes."""
-        return self._any.gradients.get((stage, op), 0.0)
-
-    def kept_bytes(self, stage: int) -> float:
-        """Returns the bytes of a stage's parameters and of their optimizer state."""
-        return self._any.parameters.get(stage, 0.0) + self._any.optimizer.get(stage, 0.0)
-
-    @property
-    def header_bytes(self) -> float:
-        """The bytes of each message's header."""
-        return self._any.header_bytes
+        lengths = np.array([length for row in slices for length in row], float)
+        ends = np.concatenate([np.cumsum(row) for row in slices]).astype(float)
+        counts = np.array([len(row) for row in slices])
+        totals = np.array([sum(row) for row in slices], float)
+        last = np.cumsum(counts) - 1
+        features = np.stack([np.ones(len(lengths)), lengths, ends])
+        shape = len(_OPS), len(placement), len(lengths)
+        leaves, peaks, made = np.zeros(shape), np.full(shape, np.inf), np.zeros(shape)
+        stages, kinds = range(len(placement)), (self._context, self._context_gradients)
+        context, context_gradients = (np.outer([kind.get(g, 0.0) for g in stages], totals) for kind in kinds)
+        made[0][:, last - counts + 1] = context
+        made[1:3, :, last] = context_gradients
+        gradients = np.zeros(shape[:2])
+        for (stage, recomputed, offloaded, op), (left, most) in self._fits.items():
+            if op in _OPS and not recomputed and not offloaded:
+                number = _OPS.index(op)
+                leaves[number, stage], peaks[number, stage] = left @ features, most @ features
+                gradients[number, stage] = self._any.gradients.get((stage, op), 0.0)
+        peaks += made
+        first = peaks + gradients[:, :, None]
+        for (stage, recomputed, offloaded, op), most in self._firsts.items():
+            if op in _OPS and not recomputed and not offloaded:
+                number = _OPS.index(op)
+                first[number, stage][last] = (most @ features + made[number, stage])[last]
+        kept = [self._any.parameters.get(g, 0.0) + self._any.optimizer.get(g, 0.0) for g in stages]
+        return StepBytes(
+            leaves=leaves,
+            peaks=peaks,
+            first=first,
+            context=context,
+            context_gradients=context_gradients,
+            payload=self._message * lengths,
+            header=self._any.header_bytes,
+            gradients=gradients,
+            state=np.bincount(placement, kept).astype(float),
+        )
 
     @property
     def _any(self) -> MemoryTable:
@@ -132,7 +154,7 @@ class RowAccount:
         return 0.0
 
     @cached_property
-    def fits(self) -> Mapping[tuple[int, bool, bool, Op], tuple[Floats, Floats]]:
+    def _fits(self) -> Mapping[tuple[int, bool, bool, Op], tuple[Floats, Floats]]:
         """What each action leaves, and its peak: of a constant, a token of the slice, and a token up to its end."""
         points = defaultdict(list)
         for slices, table in self.rehearsed:
@@ -145,7 +167,7 @@ class RowAccount:
         return {key: (_affine(found, 2), _raised(found, 3)) for key, found in points.items()}
 
     @cached_property
-    def firsts(self) -> Mapping[tuple[int, bool, bool, Op], Floats]:
+    def _firsts(self) -> Mapping[tuple[int, bool, bool, Op], Floats]:
         """The peaks of the actions that make weight gradients."""
         points = defaultdict(list)
         for slices, table in self.rehearsed:
@@ -197,52 +219,6 @@ def _raised(points: Sequence[tuple[float, float, float, float]], value: int) -> 
     return found
 
 
-_OPS = (Op.F, Op.B, Op.I, Op.W)
-
-
 def covers(schedule: Schedule) -> bool:
     """Returns whether the account over arrays knows all actions of a schedule."""
     return schedule.ops.issubset((*_OPS, Op.REDUCE_GRAD))
-
-
-def step_bytes(rows: RowAccount, placement: Sequence[int], slices: Sequence[Slices]) -> StepBytes:
-    """Returns the bytes of a step of rows in these slices, as `RowAccount.table` has those of each.
-
-    An action that was never rehearsed takes infinitely many.
-    """
-    from slipstream.simulator.memory_arrays import StepBytes  # loads numba
-
-    lengths = np.array([length for row in slices for length in row], float)
-    ends = np.concatenate([np.cumsum(row) for row in slices]).astype(float)
-    counts = np.array([len(row) for row in slices])
-    totals = np.array([sum(row) for row in slices], float)
-    last = np.cumsum(counts) - 1
-    features = np.stack([np.ones(len(lengths)), lengths, ends])
-    shape = len(_OPS), len(placement), len(lengths)
-    leaves, peaks, made = np.zeros(shape), np.full(shape, np.inf), np.zeros(shape)
-    context, context_gradients = (np.outer(each, totals) for each in rows.context_rates(len(placement)))
-    made[0][:, last - counts + 1] = context
-    made[1:3, :, last] = context_gradients
-    gradients = np.zeros(shape[:2])
-    for (stage, recomputed, offloaded, op), (left, most) in rows.fits.items():
-        if op in _OPS and not recomputed and not offloaded:
-            number = _OPS.index(op)
-            leaves[number, stage], peaks[number, stage] = left @ features, most @ features
-            gradients[number, stage] = rows.gradient_bytes(stage, op)
-    peaks += made
-    first = peaks + gradients[:, :, None]
-    for (stage, recomputed, offloaded, op), most in rows.firsts.items():
-        if op in _OPS and not recomputed and not offloaded:
-            number = _OPS.index(op)
-            first[number, stage][last] = (most @ features + made[number, stage])[last]
-    return StepBytes(
-        leaves=leaves,
-        peaks=peaks,
-        first=first,
-        context=context,
-        context_gradients=context_gradients,
-        payload=rows.message_bytes(lengths),
-        header=rows.header_bytes,
-        gradients=gradients,
-        state=np.bincount(placement, [rows.kept_bytes(stage) for stage in range(len(placement))]).astype(float),
-    )

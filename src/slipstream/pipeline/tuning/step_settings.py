@@ -43,8 +43,8 @@ class StepSettings:
         counts = [len(each.slices) for each in self._given]
         if self._given:
             slices = max((each.slices for each in self._given), key=len)
-        self._reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
-        self.is_open = self._reorders or self._reslices
+        self.reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
+        self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
         # Whether backwards may be split: W would hold what all segments recompute.
         self.splits = not compiled and options.memory.recompute != "segments"
@@ -93,7 +93,7 @@ class StepSettings:
             num_microbatches=self._num_in_flush,
             slices=None if self._reslices else tuple(slice_lengths(self.slices, length)),
             named=self._named,
-            reorders=self._reorders,
+            reorders=self.reorders,
             splits=self.splits,
         )
 
@@ -145,7 +145,7 @@ class StepSettings:
             lengths=lengths,
             placement=self.schedule.placement,
             rates=rates,
-            schedule=None if self.is_given or self._reorders else self._name,
+            schedule=None if self.is_given or self.reorders else self._name,
             num_microbatches=None if is_free else min(self._num_microbatches, len(lengths)),
             num_slices=num_slices,
             split=self.splits and (self.is_given or self.is_open),
@@ -182,7 +182,7 @@ class StepSettings:
             )
 
     def _check_lengths_may_differ(self, is_planned: bool = False) -> None:
-        searched = {"schedule='auto'": self._reorders, "slices='auto'": self._reslices}
+        searched = {"schedule='auto'": self.reorders, "slices='auto'": self._reslices}
         wrong = {"microbatches=...": bool(self._given)} | ({} if is_planned else searched)
         wrong["memory.num_flushes"] = self._num_flushes > 1
         wrong["slices=[...]"] = not self.is_given and not isinstance(self.slices, int)
@@ -215,7 +215,7 @@ class StepSettings:
         """Returns the schedule to start from, with its backwards split where they may be."""
         counts = num_microbatches, num_slices, self._stages_per_rank
         schedule = make_schedule(self._name, self._num_ranks, *counts)
-        schedule = join_backwards(schedule) if self._reorders else schedule
+        schedule = join_backwards(schedule) if self.reorders else schedule
         return split_backwards(schedule) if self.splits else schedule
 
 

@@ -15,7 +15,6 @@ from slipstream.cost import CostSource, StageCosts, StageParts
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import (
-    NARROWEST_WINDOW,
     Op,
     Schedule,
     add_offload,
@@ -200,7 +199,6 @@ class ConfigurationGroup:
 
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
-_OFFLOAD = OPS.index(Op.OFFLOAD)
 _NOT_AWAY = 4  # slices of a rank that may be on the device
 
 
@@ -224,28 +222,6 @@ def marked_actions(shape: ScheduleShape) -> MarkedActions:
     op, stage, (opens, _, closes) = arrays.op, arrays.stage, arrays.context_marks
     reduces = first_of(stage, (op == _B) | (op == _W))
     return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, reduces)
-
-
-def least_messages(arrays: ActionArrays, message_bytes: Sequence[float]) -> Floats:
-    """Returns a lower bound of each rank's message buffers (see `slipstream.simulator.buffers.pool_bytes`).
-
-    What a forward received stays until its slice's backward is done, unless it is offloaded or no backward comes; and
-    the last few sends of a channel may still be on their way.
-    """
-    awaits, channel, num_channels = arrays.messages
-    received = (arrays.op == _F) & awaits & (arrays.stage >= arrays.schedule.num_frozen_stages)
-    done = (arrays.op == _B) | (arrays.op == _W)
-    key = np.stack([arrays.stage, arrays.microbatch, arrays.slice], axis=1)
-    stays = np.zeros(key.max(axis=0) + 1, bool)
-    stays[tuple(key[received].T)] = True
-    stays[tuple(key[arrays.op == _OFFLOAD].T)] = False
-    changes = (stays[tuple(key.T)] & received).astype(int) - (stays[tuple(key.T)] & done)
-    most = []
-    for first, end in pairwise(arrays.firsts):
-        sent = np.arange(num_channels)[:, None] == channel[first:end]
-        on_their_way = np.minimum(np.cumsum(sent, axis=1), NARROWEST_WINDOW).sum(axis=0)
-        most.append((np.cumsum(changes[first:end]) + on_their_way).max())
-    return np.array(most) * min(message_bytes)
 
 
 @dataclass(frozen=True)

@@ -152,16 +152,16 @@ class _PlanSearch:
     known: dict[Configuration, Prediction] = field(default_factory=dict)
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
-        """Returns the best configurations, with their memory counted in full, and the alternatives to the best one.
+        """Returns the best configurations, and the alternatives to the best one.
 
-        Counting may rule some out, and looking for alternatives may find better ones: then the search resumes.
+        Looking for alternatives may find better ones: then the search resumes.
         """
         while True:
             self.simulate_promising()
-            before = self.num_simulated, len(self.too_large)
+            before = self.num_simulated
             best = list(islice(self.predictions(), self.space.options.num_best))
             alternatives = list(self.alternatives(best[0])) if best else []
-            if before == (self.num_simulated, len(self.too_large)):
+            if before == self.num_simulated:
                 return best, alternatives
 
     def simulate_promising(self) -> None:
@@ -180,7 +180,7 @@ class _PlanSearch:
         for start in promising(sorted(self.seconds, key=self.seconds.__getitem__)):
             for found in joint_candidates(self.space, start, self.report):
                 candidate = SimulatedConfiguration.of(self.space, found)
-                if candidate.fits() and predict(candidate).peak_memory <= self.space.memory:
+                if candidate.fits():
                     self.num_simulated += 1
                     self.seconds[found], _ = candidate.step()
                     break
@@ -219,21 +219,15 @@ class _PlanSearch:
         return SimulatedConfiguration.of(self.space, configuration)
 
     def predictions(self) -> Iterator[Prediction]:
-        """Yields the simulated ones, best first; those that don't fit with their messages are dropped."""
+        """Yields the simulated ones, best first."""
         allowed = [c for c in self.seconds if self.space.options.allows("schedule", c.schedule)]
-        yield from filter(None, map(self.prediction, sorted(allowed, key=self.seconds.__getitem__)))
+        yield from map(self.prediction, sorted(allowed, key=self.seconds.__getitem__))
 
-    def prediction(self, configuration: Configuration) -> Prediction | None:
-        """Returns what a simulated configuration does; None where it doesn't fit with its messages."""
+    def prediction(self, configuration: Configuration) -> Prediction:
+        """Returns what a simulated configuration does."""
         if configuration not in self.known:
             self.known[configuration] = predict(SimulatedConfiguration.of(self.space, configuration))
-        found = self.known[configuration]
-        if found.peak_memory <= self.space.memory:
-            return found
-        del self.seconds[configuration]
-        self.too_large.add(configuration)
-        self.reached = 0  # configurations that it excluded count again
-        return None
+        return self.known[configuration]
 
     def gap(self, best: Prediction) -> float:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
@@ -244,8 +238,8 @@ class _PlanSearch:
         """Yields for each choice the best configuration with another value of it; other choices may differ as well."""
         for each in fields(Configuration):
             configuration = self._best_with_other(each.name, getattr(best.configuration, each.name))
-            if configuration and (prediction := self.prediction(configuration)):
-                yield Alternative(each.name, prediction)
+            if configuration:
+                yield Alternative(each.name, self.prediction(configuration))
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
         """Returns the best simulated one; a few more are simulated where there is none yet."""
@@ -281,7 +275,7 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     )
 
 
-_SMALLEST = 8  # configurations whose memory is counted in full
+_SMALLEST = 8  # configurations whose memory is counted
 _MOST_NODES = 64  # how many times the nodes may grow
 
 
@@ -421,7 +415,7 @@ def _most_bytes(
     schedule: Schedule,
     recompute: bool,
 ) -> list[float]:
-    """Returns the most bytes that each rank holds, with the fewest message buffers that may be needed."""
+    """Returns the most bytes that each rank holds."""
     plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
     tried = _added(space, start, plan, "stage" if recompute else "none", 0.0)
     return SimulatedConfiguration.of(space, tried).peaks()

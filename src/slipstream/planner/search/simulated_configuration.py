@@ -11,12 +11,12 @@ import numpy as np
 from slipstream.array_types import Floats
 from slipstream.cost import memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
-from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes, least_messages
+from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.simulator.action_graph import OPS, ActionArrays
-from slipstream.simulator.memory_arrays import quick_peaks
+from slipstream.simulator.memory_arrays import OrderBytes, order_bytes
 from slipstream.simulator.time_kernel import end_times
 
 
@@ -57,20 +57,19 @@ class SimulatedConfiguration:
         )
 
     def fits(self) -> bool:
-        """Returns whether all devices and hosts have room, with the fewest message buffers that may be needed."""
+        """Returns whether all devices and hosts have room."""
         host = self.space.source.host
-        most_on_host = self._most_bytes[1].max()
-        return max(self.peaks()) <= self.space.memory and (host is None or most_on_host <= host.capacity)
+        has_host_room = host is None or self._bytes.host_peaks().max() <= host.capacity
+        return has_host_room and max(self.peaks()) <= self.space.memory
 
     def peaks(self) -> list[float]:
-        """Returns a lower bound of each rank's bytes; only the lowered schedule says how many buffers messages need."""
-        messages = least_messages(self.arrays, self.table.message_bytes)
-        found: list[float] = (self._most_bytes[0] + messages).tolist()
-        return found
+        """Returns the most bytes that each rank holds."""
+        peaks: list[float] = self._bytes.rank_peaks().tolist()
+        return peaks
 
     @cached_property
-    def _most_bytes(self) -> tuple[Floats, Floats]:
-        return quick_peaks(self.arrays, self.table)
+    def _bytes(self) -> OrderBytes:
+        return order_bytes(self.arrays, self.table)
 
     @cached_property
     def run(self) -> tuple[Floats, Floats]:

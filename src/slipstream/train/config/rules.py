@@ -227,42 +227,118 @@ def check_validations(training: TrainingSection, checkpoint: CheckpointSection, 
         raise ValueError("training.export=best exports the checkpoint that checkpoint.keep_best=true keeps; give that")
 
 
-OTHER_NAMES: Mapping[str, str] = {
-    "learning_rate": "optimizer.lr",
-    "warmup": "optimizer.warmup_steps",
-    "max_grad_norm": "optimizer.clip_norm",
-    "grad_clip": "optimizer.clip_norm",
-    "max_steps": "training.steps",
-    "num_steps": "training.steps",
-    "num_epochs": "training.epochs",
-    "num_train_epochs": "training.epochs",
-    "global_batch_size": "training.batch_size",
-    "train_batch_size": "training.batch_size",
-    "per_device_train_batch_size": "training.batch_size",
-    "gradient_accumulation_steps": "pipeline.num_microbatches",
-    "max_seq_length": "training.seq_len",
-    "sequence_length": "training.seq_len",
-    "context_length": "training.seq_len",
-    "output_dir": "training.output",
-    "dtype": "training.precision",
-    "bf16": "training.precision",
-    "fp16": "training.precision",
-    "eval_steps": "training.eval_every",
-    "save_steps": "checkpoint.every",
-    "early_stopping_patience": "training.patience",
-    "save_best": "checkpoint.keep_best",
-    "load_best_model_at_end": "training.export",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "report_to": "tracking.to",
-    "model_name_or_path": "model.path",
-    "num_stages": "pipeline.num_ranks",
-    "tensor_parallel": "parallel.tensor",
-    "data_parallel": "parallel.data",
-    "gradient_checkpointing": "memory.recompute",
-    "rank": "lora.r",
-    "lora_alpha": "lora.alpha",
+OTHER_NAMES: Mapping[str, tuple[str, str]] = {
+    "base_model": ("model.path", ""),
+    "model_name_or_path": ("model.path", ""),
+    "datasets": ("data.sources", "a list of {dataset: NAME, weight: 1}; data.dataset for one"),
+    "dataset_name": ("data.dataset", "a name on the hub, a folder or a table"),
+    "dataset_text_field": ("data.text_column", ""),
+    "max_samples": ("", "there is no such setting: write the first rows to a file of their own, as head -n 1000 does"),
+    "val_set_size": ("data.validation_fraction", "a share of the documents, not a number of rows"),
+    "sample_packing": ("data.packing", "fixed packs samples into sequences of training.seq_len tokens; none doesn't"),
+    "template": ("data.chat_template", "a file; by default the tokenizer's own"),
+    "max_seq_length": ("training.seq_len", ""),
+    "sequence_length": ("training.seq_len", ""),
+    "sequence_len": ("training.seq_len", ""),
+    "context_length": ("training.seq_len", ""),
+    "cutoff_len": ("training.seq_len", ""),
+    "learning_rate": ("optimizer.lr", ""),
+    "warmup": ("optimizer.warmup_steps", ""),
+    "warmup_ratio": ("optimizer.warmup_steps", "a number of steps: the ratio times training.steps"),
+    "lr_scheduler": ("optimizer.schedule", ""),
+    "lr_scheduler_type": ("optimizer.schedule", ""),
+    "max_grad_norm": ("optimizer.clip_norm", ""),
+    "grad_clip": ("optimizer.clip_norm", ""),
+    "max_steps": ("training.steps", ""),
+    "num_steps": ("training.steps", ""),
+    "num_epochs": ("training.epochs", ""),
+    "num_train_epochs": ("training.epochs", ""),
+    "global_batch_size": ("training.batch_size", ""),
+    "train_batch_size": ("training.batch_size", "sequences of a step on all devices together"),
+    "per_device_train_batch_size": (
+        "training.batch_size",
+        "sequences of a step on all devices together: that number times the devices times gradient_accumulation_steps",
+    ),
+    "micro_batch_size": (
+        "training.batch_size",
+        "sequences of a step on all devices together: that number times the devices times gradient_accumulation_steps",
+    ),
+    "local_batch_size": (
+        "training.batch_size",
+        "sequences of a step on all devices together: that number times the replicas",
+    ),
+    "gradient_accumulation_steps": (
+        "training.batch_size",
+        "multiply it by that number; pipeline.num_microbatches cuts the same batch into more parts",
+    ),
+    "per_device_eval_batch_size": ("", "there is no such setting: validations take as much as a step does"),
+    "output_dir": ("training.output", ""),
+    "dtype": ("training.precision", ""),
+    "bf16": ("training.precision", ""),
+    "fp16": ("training.precision", ""),
+    "logging_steps": ("", "there is no such setting: every step is in metrics.jsonl"),
+    "eval_steps": ("training.eval_every", ""),
+    "save_steps": ("checkpoint.every", ""),
+    "save_total_limit": ("checkpoint.keep", ""),
+    "save_best": ("checkpoint.keep_best", ""),
+    "load_best_model_at_end": ("training.export", ""),
+    "resume_from_checkpoint": ("checkpoint.resume", ""),
+    "early_stopping_patience": ("training.patience", ""),
+    "report_to": ("tracking.to", ""),
+    "num_stages": ("pipeline.num_ranks", ""),
+    "pipeline_parallel_degree": ("pipeline.num_ranks", ""),
+    "tensor_parallel": ("parallel.tensor", ""),
+    "tensor_parallel_degree": ("parallel.tensor", ""),
+    "data_parallel": ("parallel.data", ""),
+    "data_parallel_replicate_degree": ("parallel.data", ""),
+    "gradient_checkpointing": ("memory.recompute", ""),
+    "activation_checkpoint": ("memory.recompute", "none, selective, full or a number of layers"),
+    "adapter": ("lora", "a section: lora: {r: 16, alpha: 32}"),
+    "finetuning_type": ("lora", "a section, without which all weights train"),
+    "use_peft": ("lora", "a section, without which all weights train"),
+    "rank": ("lora.r", ""),
+    "lora_r": ("lora.r", ""),
+    "lora_rank": ("lora.r", ""),
+    "lora_alpha": ("lora.alpha", ""),
+    "lora_dropout": ("lora.dropout", ""),
+    "lora_target": ("lora.target_modules", "a list such as [q_proj, v_proj], or all-linear"),
+    "lora_target_modules": ("lora.target_modules", "a list such as [q_proj, v_proj], or all-linear"),
+    "load_in_4bit": ("", "weights can't be quantised; training.precision=bf16-weights takes half of float32's"),
+    "load_in_8bit": ("", "weights can't be quantised; training.precision=bf16-weights takes half of float32's"),
+    "quantization_bit": ("", "weights can't be quantised; training.precision=bf16-weights takes half of float32's"),
 }
-"""The setting that is meant by another name: by its last part, whatever section was typed."""
+"""The setting that is meant by a name of another tool, "" for none, and what it takes where that differs: found by the
+name's last part, whatever section was typed. The page docs/coming-from.md is made of it."""
+
+# Keys of other tools' configurations that none of the tools before has; two of them tell the tool.
+OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
+    "axolotl": (
+        "base_model", "sequence_len", "micro_batch_size", "datasets", "val_set_size", "adapter", "sample_packing",
+        "dataset_prepared_path", "load_in_4bit", "flash_attention",
+    ),
+    "LLaMA-Factory": (
+        "stage", "finetuning_type", "template", "cutoff_len", "do_train", "lora_target", "lora_rank", "dataset",
+        "dataset_dir", "overwrite_cache", "preprocessing_num_workers",
+    ),
+    "torchtitan": (
+        "job", "metrics", "profiling", "lr_scheduler", "parallelism", "activation_checkpoint", "float8", "comm",
+    ),
+    "TRL": (
+        "model_name_or_path", "dataset_name", "output_dir", "learning_rate", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "num_train_epochs", "max_length", "use_peft", "lora_r", "report_to",
+    ),
+}  # fmt: skip
+
+
+def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError where the keys of a file are those of another tool's configuration."""
+    for tool, keys in OTHER_TOOLS.items():
+        if len(found := [key for key in keys if key in values]) > 1:
+            raise SlipstreamError(
+                f"{path} is a configuration of {tool} ({', '.join(found[:3])}); `slipstream init MODEL DATA` writes "
+                "one of Slipstream's, and the page 'Coming from other tools' says what each setting is called here"
+            )
+
 
 OTHER_VALUES: Mapping[str, Mapping[Any, str]] = {
     "training.precision": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from slipstream.train.config.rules import (
     OTHER_NAMES,
     OTHER_VALUES,
     check_batch,
+    check_is_ours,
     check_lengths,
     check_partition,
     check_schedule,
@@ -240,15 +242,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _Loader)
     except _TwiceError as error:
         raise SlipstreamError(f"{path}: {error}") from None
     except OSError as error:
         raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
+    check_is_ours(path, values)
     _locate_schedule(values, path.parent)
     for override in overrides:
         set_override(values, override)

@@ -11,7 +11,7 @@ from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data.samples import ChatTemplate, SampleReader, tokenise_samples
 from slipstream.train.data.sources import Documents, read_documents, read_rows, with_given_keys
-from slipstream.train.data.tokenised_text import TokenisedText, tokenise
+from slipstream.train.data.tokenised_text import TokenisedText, check_known, tokenise
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,20 @@ class OpenSource:
         """Returns the tokens of all rows.
 
         Raises:
-            SlipstreamError: with the number of a row that hasn't the form of the others.
+            SlipstreamError: with the number of a row that hasn't the form of the others, and where the tokenizer
+                doesn't know the text.
         """
         if isinstance(self.rows, Documents):
-            return tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
+            text = tokenise(tokenizer, self.rows, progress, self.rows.num_characters)
+            check_known(text, tokenizer, self.source.name)
+            return text
         reader = SampleReader(self.source, self.form, self.loss, tokenizer, template)
         with progress.counting("tokenising", total=len(self.rows)) as show:
             rows = with_given_keys(self.rows, self.rows.features)
-            return tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)
+            text = tokenise_samples(rows, reader, self.source.name, seq_len, progress.warn, show)
+        if self.form != "tokens":
+            check_known(text, tokenizer, self.source.name)
+        return text
 
 
 def is_list(feature: Any) -> bool:

@@ -225,16 +225,22 @@ def is_of_tokenizer(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in (*_FILES, *_FURTHER))
 
 
-def load_tokenizer(name: str, trusts_code: bool = False) -> Any:
+_ANOTHER = "Name one with --data.tokenizer=..., a folder or hub name."
+
+
+def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER) -> Any:
     """Returns the tokenizer of a folder or hub name. `trusts_code`: runs the Python code that comes with it, if any.
 
-    Raises SlipstreamError where there is none, and where it comes with code that isn't trusted.
+    Raises SlipstreamError, which ends with what to do `instead`, where there is none, also where transformers would
+    make up one without a vocabulary, and where it comes with code that isn't trusted.
     """
     from transformers import AutoTokenizer
 
+    if Path(name).is_dir() and not has_tokenizer(Path(name)):
+        raise SlipstreamError(f"no tokenizer in {name!r}: the folder has no tokenizer.json. {instead}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trusts_code)  # None would ask on the terminal
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the backend raises errors of its own for a damaged file
         if "trust_remote_code" in str(error):
             raise SlipstreamError(
                 f"the tokenizer of {name!r} comes with Python code of its own, which transformers would run. That code "
@@ -242,22 +248,39 @@ def load_tokenizer(name: str, trusts_code: bool = False) -> Any:
                 "true where it is the model's own, without data.tokenizer, give a command --trust-remote-code, or name "
                 "another with --data.tokenizer=..."
             ) from error
+        reason = str(error).partition("\n")[0]
+        if Path(name).is_dir():
+            raise SlipstreamError(f"the tokenizer in {name!r} can't be read: {reason} {instead}") from error
         raise SlipstreamError(
-            f"{_absence(name, error)} Name one with --data.tokenizer=..., a folder or hub name."
+            f"no tokenizer at {name!r}: there is no such folder here. On the hub: {reason} {instead}"
         ) from error
+    if {*tokenizer.get_vocab()} <= {*tokenizer.all_special_tokens}:
+        raise SlipstreamError(f"no tokenizer in {name!r}: it has no vocabulary but its special tokens. {instead}")
     if type(tokenizer).__module__.startswith("transformers_modules"):
         type(tokenizer).register_for_auto_class()  # so that an export has the code, too
     return tokenizer
 
 
-def _absence(name: str, error: Exception) -> str:
-    """Says in a line why there is no tokenizer, for which transformers takes four."""
-    if Path(name).is_dir() and not has_tokenizer(Path(name)):
-        return f"no tokenizer in {name!r}: the folder has no tokenizer.json."
-    reason = str(error).partition("\n")[0]
-    if Path(name).is_dir():
-        return f"the tokenizer in {name!r} can't be read: {reason}"
-    return f"no tokenizer at {name!r}: there is no such folder here. On the hub: {reason}"
+_LOOKED_AT = 2**20  # tokens
+
+
+def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
+    """Raises SlipstreamError where the tokenizer turned the text of a source into nothing, or most of it into its
+    token for what it doesn't know."""
+    backend = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    unknown = tokenizer.unk_token or getattr(backend, "unk_token", None)
+    if unknown == tokenizer.eos_token:  # as GPT-2 has it, which knows every byte
+        unknown = None
+    special = [token for token in tokenizer.all_special_tokens if token != unknown]
+    tokens, ids = text.tokens[:_LOOKED_AT], tokenizer.convert_tokens_to_ids
+    num_text = int(np.isin(tokens, ids(special), invert=True).sum())
+    num_unknown = 0 if unknown is None else int((tokens == ids(unknown)).sum())
+    if num_text <= 2 * num_unknown:
+        found = f"{num_unknown:,} of {num_text:,} tokens are {unknown!r}" if num_unknown else "no token is left of it"
+        raise SlipstreamError(
+            f"the tokenizer {tokenizer.name_or_path!r} doesn't know the text of {name}: {found}; use one that was made "
+            "for such text"
+        )
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, progress: Progress) -> Any:

@@ -3,4 +3,4 @@
 from slipstream.train.preflight.all_checks import preflight
 from slipstream.train.preflight.memory_check import less_memory, memory_account
 from slipstream.train.preflight.model_checks import load_model_config
-from slipstream.train.preflight.text_preparation import check_turns
+from slipstream.train.preflight.text_preparation import check_turns, named_tokenizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -90,8 +91,14 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         SlipstreamError: with what was given, what is allowed and what to type.
     """
     check_trackers(config.tracking.to)
-    FolderLock(config.training.output, progress.warn).check_free()
-    check_run_folder(config)
+    try:
+        _check_place(config.training.output)
+        FolderLock(config.training.output, progress.warn).check_free()
+        check_run_folder(config)
+    except OSError as error:
+        raise SlipstreamError(
+            f"training.output={config.training.output} can't be read: {error.strerror}; name a folder of your own"
+        ) from error
     model_config = load_model_config(config.model)
     check_model(config, model_config, progress)
     check_optimizer(config, model_config)
@@ -105,6 +112,15 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     if config.preference is not None and not is_finished and find_saved(config) is not None:
         check_reference(config, {"train": text.train, "validation": text.validation})
     return RunInputs(config, model_config, text, is_finished)
+
+
+def _check_place(output: Path) -> None:
+    """Raises SlipstreamError where no folder can be made or written here, and OSError where that can't be found out."""
+    there = next(each for each in (output.absolute(), *output.absolute().parents) if each.exists())
+    if there != output.absolute() and not there.is_dir():
+        raise SlipstreamError(f"training.output={output}: {there} is a file; name a folder")
+    if there.is_dir() and not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise SlipstreamError(f"training.output={output}: nothing can be written in {there}; name a folder of your own")
 
 
 def check_run_folder(config: Config) -> None:
@@ -232,6 +248,8 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
     saved = find_saved(config)
     if saved is None:
         return False
+    if "settings" not in saved.facts:
+        raise saved.unfit("was saved by pipe.save, and doesn't say on what it was trained: pipe.load goes on from it")
     _check_adapter(saved, config)
     if changes := list(_changes(saved.facts["settings"], config)):
         progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")

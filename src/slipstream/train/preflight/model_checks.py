@@ -16,6 +16,7 @@ from slipstream.model import (
     check_carried_state,
     check_length,
     check_sliceable,
+    check_unquantised,
     config_from_settings,
     find_anatomy,
     load_config,
@@ -54,6 +55,7 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     Raises:
         SlipstreamError: with what was given, what is allowed and what to type.
     """
+    check_unquantised(model_config)
     check_layers(config, model_config)
     if config.lora is not None:
         _check_lora(config, model_config, progress)

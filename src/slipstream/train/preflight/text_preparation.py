@@ -22,6 +22,7 @@ from slipstream.train.data.samples import (
     show_example,
 )
 from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
+from slipstream.train.data.tokenised_text import check_known
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
         SlipstreamError: where a source can't be read, or its tokens don't fit the model or the length.
     """
     section, training = config.data, config.training
+    named = named_tokenizer(config)
     with progress.waiting("reading text"):
         sources = [] if section.streaming else [_open(config, each, progress) for each in section.all_sources]
         held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
-    tokenizer = make_tokenizer(config, model_config, sources, progress)
+    tokenizer = make_tokenizer(config, model_config, sources, named, progress)
     needs_template = any(source.has_messages for source in [*sources, *held_out])
     template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
     texts = [source.tokenise(tokenizer, template, training.seq_len, progress) for source in sources]
@@ -100,6 +102,8 @@ def _open_stream(
             f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
             f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
         )
+        if stream.origin["form"] != "tokens":
+            check_known(stream.first_text, tokenizer, source.name)
     chats = [stream.first_text for stream in streams if stream.origin["form"] in WITH_ANSWERS]
     return sequences, [stream.first_text for stream in streams], chats
 
@@ -115,10 +119,9 @@ def check_turns(config: Config) -> list[str] | None:
     forms = ["pairs" if pairs else find_form(source, stream.columns) for source, stream in sources]
     if not pairs and {*forms}.isdisjoint(WITH_ANSWERS):
         return None
-    name, seq_len = config.data.tokenizer or config.model.path, config.training.seq_len
-    if name is None or config.data.vocab_size is not None:
+    tokenizer, seq_len = named_tokenizer(config), config.training.seq_len
+    if tokenizer is None:
         raise SlipstreamError("the run trains its tokenizer first, and warns itself")
-    tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
     template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
     texts = []
     for (source, stream), form in zip(sources, forms, strict=True):
@@ -129,14 +132,22 @@ def check_turns(config: Config) -> list[str] | None:
     return find_turn_problems(texts, tokenizer, seq_len)
 
 
-def make_tokenizer(config: Config, model_config: Any, sources: Sequence[OpenSource], progress: Progress) -> Any:
-    """Returns the tokenizer that the configuration names, or one that is trained on the text, whose special tokens
-    `model_config` gets."""
-    name, vocab_size = config.data.tokenizer or config.model.path, config.data.vocab_size
-    if name is not None and vocab_size is None:
-        tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
-    else:
-        vocab_size = vocab_size or model_config.get_text_config().vocab_size
+def named_tokenizer(config: Config) -> Any | None:
+    """Returns the tokenizer that the configuration names; None where the run trains one on its text."""
+    name = config.data.tokenizer or config.model.path
+    if name is None or config.data.vocab_size is not None:
+        return None
+    return data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+
+
+def make_tokenizer(
+    config: Config, model_config: Any, sources: Sequence[OpenSource], named: Any | None, progress: Progress
+) -> Any:
+    """Returns the tokenizer that is `named`, or one that is trained on the text, whose special tokens `model_config`
+    gets."""
+    tokenizer = named
+    if tokenizer is None:
+        vocab_size = config.data.vocab_size or model_config.get_text_config().vocab_size
         check_vocabulary(vocab_size - 1, model_config)
         texts = (text for source in sources for text in source.texts())
         first = next(texts, None)

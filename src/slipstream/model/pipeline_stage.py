@@ -1,0 +1,54 @@
+"""What a pipeline asks of a stage, whatever the family of its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from slipstream.attention import ContextStore
+from slipstream.model.tensors import Tensors, TensorSpec
+from slipstream.model.vocabulary import HeadRows, TiedWeight
+
+
+class PipelineStage(Protocol):
+    """Some consecutive layers of a model, which run on one piece of a batch at a time: a microbatch, or a slice of it.
+
+    Pieces are of the family's own type. Parameters and states have the names of the unsplit model.
+    """
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    layers_here: range  # their numbers in the model
+    is_first: bool
+    is_last: bool
+    has_loss: bool
+    has_skips: bool  # tensors that pass other stages by
+    tied: list[TiedWeight]
+    vocabulary: HeadRows | None  # this rank's rows of a head that is spread
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """Why its steps can't be recorded as CUDA graphs; None where they can."""
+        ...
+
+    def receives(self, piece: Any) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that come from other stages, in order."""
+        ...
+
+    def sends(self, piece: Any) -> tuple[TensorSpec, ...]:
+        """Returns the tensors that go to other stages, in order."""
+        ...
+
+    def compute(self, piece: Any, inputs: Tensors, store: ContextStore) -> Any:
+        """Runs the layers' forward; returns what is sent, and from the last stage what the loss takes."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters, each once."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the stage's part of the unsplit model's state dict."""
+        ...
