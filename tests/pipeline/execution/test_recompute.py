@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slipstream import Memory, Op, Pipeline, SlipstreamError, gpipe
+from slipstream import Memory, Op, Pipeline, SlipstreamError, gpipe, make_schedule, split_backwards
 from slipstream.attention import ContextStore
 from slipstream.model import storage_id
 from slipstream.model.autograd_memory import RecomputationError, RecomputePolicy, SavedTensors, SliceReplay
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.schedule import Schedule, add_communication, add_recompute
+from slipstream.simulator import memory_of
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -162,6 +163,20 @@ def test_no_more_is_held_than_by_transformers() -> None:
         assert held <= most
         # norms round to float32; without that, which transformers' backward can't leave out, see above
         assert gradient_error(gradients(theirs), gradients(pipe)) < 1e-7
+
+
+def test_a_backward_stays_whole_as_w_would_hold_what_all_layers_recompute() -> None:
+    """By the account: of the last rank, whose backwards are split without recomputation of layers."""
+    config, most = llama(num_hidden_layers=6, intermediate_size=192, max_position_embeddings=96), {}
+    orders = {"whole": "1f1b", "split": split_backwards(make_schedule("1f1b", 2, 2, 1))}
+    for name, order in orders.items():
+        for recompute in ("none", "full"):
+            options = {"num_microbatches": 2, "recompute": recompute} | ({"num_ranks": 2} if name == "whole" else {})
+            pipe, ids = make_pipe(build(config), order, **options), tokens(batch=2, length=96)
+            training = pipe.layout.training
+            assert (Op.I in training.ops) == (name == "split" or recompute == "none")
+            most[name, recompute] = memory_of(training, pipe.memory_table(ids, ids))[1].peak
+    assert most["whole", "full"] < 0.7 * most["split", "full"] < 0.8 * most["whole", "none"]
 
 
 def test_a_layer_reads_the_modes_that_surround_the_step() -> None:
