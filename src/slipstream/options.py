@@ -74,11 +74,14 @@ class Memory(Record):
     """The memory that a rank may use, and what it recomputes or offloads to use less."""
 
     section: ClassVar[str] = "memory"
-    recompute: Literal["none", "selective", "full", "segments"] | PositiveInt = "none"
-    """Which of a slice's activations are dropped after its forward and computed again before its backward: `none`;
-    `selective`, all but the outputs of matrix products and attention; `full`, all but keys and values; or the number of
-    layers of each stage, its first ones, that are recomputed in full (half a layer counts as one). Of an nn.Sequential
-    also `segments`: each stage of a microbatch is run again as a whole, as in GPipe section 2.3."""
+    recompute: Literal["none", "selective", "full", "stage", "stage+full", "segments"] | PositiveInt = "none"
+    """Which of a slice's activations are dropped after its forward and computed again for its backward: `none`;
+    `full`, all but what enters each layer, one layer at a time within the backward, with its keys and values where a
+    microbatch is one slice; the number of layers of each stage, its first ones, that are recomputed so (half a layer
+    counts as one); `stage`, all but what enters the stage and its keys and values, at once before the backward, as in
+    GPipe section 2.3, unless that follows the forward directly; `stage+full`, both, so that only what enters each layer
+    is there at once; `selective`, all but the outputs of matrix products and attention, before the backward. Of an
+    nn.Sequential also `segments`, its best number of pieces of a stage, one at a time within the backward."""
     check_recompute: bool = True
     """Whether the outputs of layers that are computed again are compared with what they were, by sums of their bits:
     a layer that draws random numbers of its own, or changes what it reads, would give wrong gradients. Where kernels

@@ -24,7 +24,7 @@ class HostMemorySpec(NamedTuple):
 class AnalyticSource:
     """A counted model on a described cluster."""
 
-    recomputations: tuple[str, ...] = ("none", "selective", "full")  # values of `recompute` whose times are known
+    recomputations: tuple[str, ...] = ("none", "selective", "stage")  # values of `recompute` whose times are known
     microbatch_sizes = None  # sequences that a microbatch may have: any number
 
     def __init__(self, model: ModelCount, cluster: Cluster, name: str) -> None:
@@ -97,7 +97,7 @@ class ProfileSource:
     It has what an AnalyticSource has.
     """
 
-    recomputations: tuple[str, ...] = ("none", "full")
+    recomputations: tuple[str, ...] = ("none", "stage")
     devices_per_node = 2**62
     memory, host = float("inf"), None  # what isn't known can't be planned with
 

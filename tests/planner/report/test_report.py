@@ -184,7 +184,7 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
     best = plan.best
     other = replace(
         best,
-        configuration=replace(best.configuration, tensor_parallel=4, data_parallel=2, recompute="full"),
+        configuration=replace(best.configuration, tensor_parallel=4, data_parallel=2, recompute="stage"),
         step_seconds=best.step_seconds * 1.071,
         seconds_by_cause={
             **best.seconds_by_cause,
@@ -193,7 +193,7 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
         },
     )
     found = reasons(replace(plan, alternatives=(Alternative("tensor_parallel", other),)))
-    told = "+7.1% (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute full)"
+    told = "+7.1% (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute stage)"
     assert found == [f"tensor parallel 4 instead of 1: {told}"]
     both = (Alternative("tensor_parallel", other), Alternative("data_parallel", other))
     (line,) = reasons(replace(plan, alternatives=both))

@@ -41,7 +41,7 @@ from support.pipelines import make_pipe
 
 SEQ_LEN = 512
 NAMED = ("equal-time", "exact")  # nothing that takes a joint search
-PLAIN = PlanOptions(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
+PLAIN = PlanOptions(num_slices=(1,), recompute=("stage",), offload=(0.0,), shard_optimizer=(False,))
 
 
 def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str = "float16") -> ModelCount:
@@ -179,7 +179,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     options = PlanOptions(
         stages_per_rank=draw.choice(((1,), (1, 2), (2, 3))),
         num_slices=draw.choice(((1, 2), (1, 4), (2, 3))),
-        recompute=draw.choice((("none", "full"), ("none", "selective"), ("full",))),
+        recompute=draw.choice((("none", "stage"), ("none", "selective"), ("stage",))),
         offload=draw.choice(((0.0,), (0.0, 1.0))),
         num_simulated=10**9,
     )
@@ -411,7 +411,7 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
 
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "recompute"),
-    each_once([("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "full"]),
+    each_once([("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "stage"]),
 )
 def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
     """Backwards too, which a Pipeline splits where their result goes to another rank."""

@@ -64,7 +64,7 @@ def test_a_gpt_is_counted_as_ptdps_equations_2_and_3_but_for_masked_scores(gpt: 
 def test_full_recomputation_is_counted_as_equation_3_but_for_the_head(gpt: FlopsMeter) -> None:
     """Ours recomputes the head too, and on each rank all but the slice whose backward directly follows."""
     slices = [200, 150, 100, 62]
-    step = gpt.of_step(1.0, layout("gpipe", slices, "full"), alone(slices))
+    step = gpt.of_step(1.0, layout("gpipe", slices, "stage"), alone(slices))
     head = 2 * BATCH * LENGTH * HIDDEN * VOCABULARY
     length = slices[-1]
     seen = sum(range(LENGTH - length + 1, LENGTH + 1))
@@ -117,7 +117,7 @@ def test_the_smallest_model_of_table_1_has_its_parameters() -> None:
 
 def test_rates_are_per_device_and_second(gpt: FlopsMeter) -> None:
     slices = [256, 256]
-    step = gpt.of_step(0.5, layout("1f1b", slices, "full"), alone(slices))
+    step = gpt.of_step(0.5, layout("1f1b", slices, "stage"), alone(slices))
     assert step.tokens_per_second == BATCH * LENGTH / 0.5
     assert step.hardware_flops > step.model_flops == gpt.run.model_flops
     assert step.tflops_per_device == pytest.approx(step.model_flops / 0.5 / 2 / 1e12)
@@ -132,7 +132,7 @@ def test_what_keeps_products_repeats_none(gpt: FlopsMeter, recompute: str) -> No
 
 
 def test_a_new_layout_or_new_slices_are_counted_again(gpt: FlopsMeter) -> None:
-    slices, full = [400, 112], layout("gpipe", [400, 112], "full")
+    slices, full = [400, 112], layout("gpipe", [400, 112], "stage")
     first = gpt.of_step(1.0, full, alone(slices))
     assert gpt.of_step(1.0, full, alone([112, 400])).hardware_flops < first.hardware_flops  # the last is left alone
     assert gpt.of_step(1.0, layout("gpipe", slices, 1), alone(slices)).hardware_flops < first.hardware_flops
@@ -229,7 +229,7 @@ def test_documents_attend_to_themselves(gpt: FlopsMeter) -> None:
     ids = torch.tensor([[0] * 500 + [1] * 12, [1] * 512, [1] * 100 + [2] * 412])
     lengths = TokenBatch(ids, ids, ids).document_lengths()
     assert lengths == [500, 12, 512, 100, 412]
-    slices, whole = [256, 256], layout("1f1b", [256, 256], "full")
+    slices, whole = [256, 256], layout("1f1b", [256, 256], "stage")
     step, unpacked = (gpt.of_step(1.0, whole, alone(slices), documents) for documents in (lengths, None))
     seen = sum(n * (n + 1) // 2 for n in lengths)
     hidden = BATCH * LENGTH * (LENGTH + 1) // 2 - seen

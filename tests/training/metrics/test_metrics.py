@@ -158,7 +158,7 @@ def test_waits_for_messages_and_copies_are_told_from_idling() -> None:
 
 
 def test_phases_of_a_measured_step_add_up() -> None:
-    pipe = make_pipe(ARCHITECTURES["llama"], schedule="zb-h1", slices=4, num_ranks=2, recompute="full", offload=0.5)
+    pipe = make_pipe(ARCHITECTURES["llama"], schedule="zb-h1", slices=4, num_ranks=2, recompute="stage", offload=0.5)
     inputs = tokens()
     pipe.step(inputs, inputs)
     timeline = pipe.timeline()

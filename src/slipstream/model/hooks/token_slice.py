@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -62,6 +61,7 @@ class SliceContext:
     reads_prefixes: bool = False  # whether layers attend by their own code, to keys and values from the cache
     records_masks: bool = False  # true in the first forward of a stage, which learns what masks its model builds
     carries_states: bool = False  # from slice to slice or between documents: the model is given a cache
+    has_lone_tokens: bool = False  # whether a layer that carries a state computes some token alone
     received: Sequence[Tensor] = ()  # from the stage before, besides the hidden states
     taken: dict[int, Tensor] = field(default_factory=dict)  # of what the stage sends, by number; computed here
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
@@ -93,6 +93,11 @@ class SliceContext:
     def enter_layer(self, layer: int) -> None:
         """Starts the next layer."""
         self.layer, self.calls_in_layer, self.parts_of_layer = layer, 0, 0
+
+    def entered_layer(self) -> SliceContext:
+        """Returns the slice as the layer that runs found it, without tensors of other layers: to run it again."""
+        own: dict[str, Any] = {"states": {}, "changed_states": set(), "router_sums": {}, "taken": {}}
+        return replace(self, calls=self.calls.copy(), hidden=None, received=(), output=None, **own)
 
     def next_mask(self) -> KeyRanges | NotCausalError:
         """Returns the key ranges of the model's next mask; models build their masks in a fixed order."""
@@ -147,12 +152,6 @@ class RunningForward(Protocol):
 
 
 _current: ContextVar[RunningForward | None] = ContextVar("slipstream_slice", default=None)
-
-
-def current_layer() -> int:
-    """Returns the number of the layer whose forward runs: -1 before the first, beyond all for the loss."""
-    context = _current.get()
-    return sys.maxsize if context is None else context.layer
 
 
 def current_slice() -> SliceContext:

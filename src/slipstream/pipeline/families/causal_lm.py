@@ -32,6 +32,7 @@ from slipstream.model import (
 )
 from slipstream.model.adapters import check_parallel
 from slipstream.model.attached_code import separate_modules
+from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
@@ -212,7 +213,7 @@ class CausalLMFamily:
             return None
         request = self.start_request(layout.num_ranks, length, num_rows)
         partition = [stage.stop - stage.start for stage in layout.layers]
-        again = layout.recompute is not None and layout.recompute.setting == "full"
+        again = layout.recompute is not None and layout.recompute.setting in ("full", "stage")
         return measure_rates(self.config, request, partition, self._ranks, self._device, say, again)
 
     def length(self, batch: WholeBatch) -> int:
@@ -234,9 +235,22 @@ class CausalLMFamily:
         )
         if self._changed is not None:
             self._changed.check_layout(layout, self._options)
+        if layout.recompute is not None and layout.recompute.num_layers:
+            self._check_layers_run_alone(layout.recompute)
         if layout.spreads_vocabulary:
             self._head_names = find_spreadable_head(self.config, self._anatomy)
         return layout
+
+    def _check_layers_run_alone(self, recompute: RecomputePolicy) -> None:
+        """Raises SlipstreamError, the same on every rank, for whole layers that torch.compile runs: what keeps a
+        layer's input would be compiled with it."""
+        for name in self.compiled:
+            inside = name.removeprefix(self._anatomy.layers).lstrip(".")
+            if name == "the model" or "." not in inside:
+                raise SlipstreamError(
+                    f"memory.recompute={recompute.setting!r} with {name}, which torch.compile runs as a whole: compile "
+                    "parts of its layers, or give memory.recompute='stage'."
+                )
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, CausalLMStage], TensorParallel | None]:
         """Returns the stages of this process, of every weight this rank's share, and how they share. Collective."""
@@ -253,7 +267,7 @@ class CausalLMFamily:
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
         stages = {}
         for g in here:
-            of_stage = layout.layers[g], self._device, tensor, heads.get(g), self._router_loss
+            of_stage = layout.layers[g], self._device, tensor, heads.get(g), self._router_loss, layout.recompute
             stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
         return stages, tensor
 

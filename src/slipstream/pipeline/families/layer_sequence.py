@@ -181,8 +181,10 @@ class SequenceFamily:
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
         """Returns the stages of this process. Collective."""
-        is_checked = self._options.memory.check_recompute
-        model = _ranges(layout), self._routes, self._tracer, self._has_segments, is_checked
+        what = layout.recompute
+        if self._has_segments:
+            what = RecomputePolicy(is_checked=self._options.memory.check_recompute)
+        model = _ranges(layout), self._routes, self._tracer, self._has_segments, what
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         self._stages = {number: SequentialStage(number, *model) for number in here}
         kept = {module for stage in self._stages.values() for layer in stage.layers for module in layer.modules()}

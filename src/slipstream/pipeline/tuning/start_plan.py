@@ -234,7 +234,7 @@ def _most_bytes(
         schedule = add_recompute(schedule)
     stages = StageParts.of_partition(partition, units.num_layers, units.units_per_layer)
     account = head_part_memory if schedule.spreads_vocabulary else memory_table
-    table = account(profile, stages, schedule, slices, "full" if recompute else "none", units.state)
+    table = account(profile, stages, schedule, slices, "stage" if recompute else "none", units.state)
     batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
     ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
     return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]
@@ -273,7 +273,7 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
 
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
-    memory = options.memory.model_copy(update={"recompute": "full"}) if plan.recompute else options.memory
+    memory = options.memory.model_copy(update={"recompute": "stage"}) if plan.recompute else options.memory
     return replace(
         options,
         schedule=plan.schedule,

@@ -36,7 +36,7 @@ from slipstream.units import bytes_text
 ProgressReport = Callable[[str, int, int], None]  # what is done, how many are done, out of how many (0: unknown)
 BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
 
-_SAVINGS = {"none": 0, "selective": 1, "full": 2}
+_SAVINGS = {"none": 0, "selective": 1, "stage": 2}
 _EVERY = 5000  # configurations between two reports of progress
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 100_000  # slices of stages in all schedules that are made: about a minute
@@ -373,7 +373,7 @@ def joint_candidates(space: PlanSpace, start: Configuration, report: ProgressRep
         if allows("recompute", "none") and allows("offload", offload):
             yield _added(space, start, plan, "none", offload)
     limited = None if start.offload or not allows("offload", 0.0) else _find(space, start, report, limited=True)
-    if limited and allows("recompute", recompute := "full" if limited.recompute else "none"):
+    if limited and allows("recompute", recompute := "stage" if limited.recompute else "none"):
         yield _added(space, start, limited, recompute, 0.0)
     if start.recompute != "none":
         yield from (_added(space, start, plan, start.recompute, start.offload) for plan in plans)
@@ -417,7 +417,7 @@ def _most_bytes(
 ) -> list[float]:
     """Returns the most bytes that each rank holds."""
     plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
-    tried = _added(space, start, plan, "full" if recompute else "none", 0.0)
+    tried = _added(space, start, plan, "stage" if recompute else "none", 0.0)
     return SimulatedConfiguration.of(space, tried).peaks()
 
 

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from transformers import PretrainedConfig
@@ -27,7 +26,6 @@ from transformers import PretrainedConfig
 from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
-from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
 from slipstream.profile import count_model
 from slipstream.schedule import Op, SlicedMicrobatch
@@ -144,7 +142,7 @@ class FlopsMeter:
 
         Args:
             seconds: the time that the step took.
-            layout: what ran; its R actions are what every replica recomputed. None: nothing was recomputed.
+            layout: what ran; its policy and R actions say what every replica recomputed. None: nothing.
             microbatches: the rows of each microbatch of a replica, and the tokens of its slices.
             documents: the tokens of each document of the whole batch, which attends to itself alone. Default: every
                 sequence is one document, of `seq_len` tokens.
@@ -173,7 +171,7 @@ class FlopsMeter:
     def _recomputed(
         self, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], tokens: int
     ) -> tuple[float, float, float]:
-        """Returns the FLOPs of products and of scores that R actions compute, and those of all scores in rows that are
+        """Returns the FLOPs of products and of scores that are computed again, and those of all scores in rows that are
         each one document, were every replica like this one."""
         rows = [(each.num_sequences, sum(each.slices)) for each in microbatches] or [(self._batch_size, self._seq_len)]
         replicas = tokens / sum(number * length for number, length in rows)
@@ -197,7 +195,8 @@ class FlopsMeter:
 def recomputed_flops(
     count: ModelCount, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], replicas: float
 ) -> tuple[float, float]:
-    """Returns the FLOPs that the R actions of a step compute: of matrix products, and of attention's scores.
+    """Returns the FLOPs that a step computes again, in R actions and within backwards: of matrix products, and of
+    attention's scores.
 
     Selective recomputation keeps both, so it repeats none. Otherwise the forward of a slice is counted, through the
     layers that are recomputed; the little that a replay leaves out at its end is not subtracted. Of a layer that is cut
@@ -206,11 +205,14 @@ def recomputed_flops(
     if layout is None or layout.recompute is None or layout.recompute.keeps_products:
         return 0.0, 0.0
     stages, what = layout.layers, layout.recompute
-    forwards = [_Forward.of(_repeated(count, stages, stage, what)) for stage in range(len(stages))]
+    numbers = range(len(stages))
+    whole = [_Forward.of(_repeated(count, stages, stage)) for stage in numbers]
+    layers = [_Forward.of(_repeated(count, stages, stage, what.num_layers)) for stage in numbers]
+    again = {Op.R: whole, Op.B: layers, Op.I: layers}
     products = scores = 0.0
     for action in layout.training.positions:
-        if action.op is Op.R:
-            forward, each = forwards[action.stage], microbatches[action.microbatch]
+        if action.op in again:
+            forward, each = again[action.op][action.stage], microbatches[action.microbatch]
             first, tokens, size = sum(each.slices[: action.slice]), each.slices[action.slice], each.num_sequences
             products += replicas * size * tokens * forward.products
             scores += replicas * size * forward.scores(first, first + tokens)
@@ -250,16 +252,17 @@ class _Forward:
 
 
 def _repeated(
-    count: ModelCount, stages: Sequence[LayerRange], stage: int, what: RecomputePolicy
+    count: ModelCount, stages: Sequence[LayerRange], stage: int, num_layers: float | None = None
 ) -> Iterator[tuple[PartCount, LayerHalf | None]]:
-    """Yields what a replay runs: the first layers of a stage, or all of them with the head and the loss."""
-    if stage == 0:
+    """Yields what runs again: the first layers of a stage, or all of it with what embeds, the head and the loss."""
+    if num_layers is None and stage == 0:
         yield count.embedding, None
-    layers = (each for each in stages[stage] if not isinstance(each, ModelEnd))
-    for each in islice(layers, what.num_layers):
-        layer, half = each if isinstance(each, HalfLayer) else (each, None)
-        yield count.layers[count.kinds[layer]], half
-    if what.num_layers is None and stage == len(stages) - 1:
+    layers = [each for each in stages[stage] if not isinstance(each, ModelEnd)]
+    for number, each in enumerate(layers):
+        if num_layers is None or number < num_layers:
+            layer, half = each if isinstance(each, HalfLayer) else (each, None)
+            yield count.layers[count.kinds[layer]], half
+    if num_layers is None and stage == len(stages) - 1:
         yield count.head, None
 
 
