@@ -71,14 +71,23 @@ def evaluate(
     the run's sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2.
     Runs in this process alone.
     """
+    settings = [*context.args]
+    if stray := next((each for each in settings if not each.startswith("--")), None):
+        raise SlipstreamError(f"{stray!r} is one argument too many; settings are given as --data.loss=all")
+    if stray := next((each for each in settings if not each.startswith(("--data.", "--preference."))), None):
+        raise SlipstreamError(
+            f"`slipstream eval` doesn't take {stray}: give settings of data and preference, such as "
+            "--data.loss=all, or see `slipstream eval --help`"
+        )
+    from slipstream.train.config import read_settings
+
+    read_settings(settings)  # says what is misspelt before torch is imported
     from slipstream.launch import Progress
     from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
     from slipstream.train.export import opened_model
     from slipstream.train.preferences import describe_rewards
 
-    progress, settings = Progress(make_console()), [*context.args]
-    if stray := next((each for each in settings if not each.startswith("--")), None):
-        raise SlipstreamError(f"{stray!r} is one argument too many; settings are given as --data.loss=all")
+    progress = Progress(make_console())
     if column is not None:
         settings.append(f"--data.text_column={column}")
     with opened_model(model, remote_code, progress, best) as opened:

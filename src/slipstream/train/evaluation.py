@@ -159,7 +159,6 @@ def _check_vocabulary(text: TokenisedText, model: str) -> None:
 
 # What an evaluation takes over from a run; it has one process, and trains nothing.
 _TAKEN_OVER = ("model", "data", "preference", "training")
-_TYPED = ("data", "preference")
 _ABSENT: dict[str, Any] = {"steps": 1, "epochs": None, "eval_every": 0, "batch_size": 1, "batch_tokens": None}
 
 
@@ -198,12 +197,6 @@ def settings_of_model(model: str, file: str, seq_len: int, typed: Sequence[str])
 def _parse(values: dict[str, Any], seq_len: int | None, typed: Sequence[str]) -> Config:
     kept: dict[str, Any] = {name: values[name] for name in _TAKEN_OVER if values.get(name) is not None}
     for setting in typed:
-        name = setting.removeprefix("--").partition("=")[0]
-        if not name.startswith(tuple(f"{section}." for section in _TYPED)):
-            raise SlipstreamError(
-                f"`slipstream eval` doesn't take {setting}: give settings of data and preference, such as "
-                "--data.loss=all, or see `slipstream eval --help`"
-            )
         set_override(kept, setting)
     training: Mapping[str, Any] = kept["training"]
     kept["training"] = {
