@@ -165,6 +165,15 @@ COMMANDS: list[tuple[str, list[str]]] = [
         (f"train {tool}.{'toml' if tool == 'torchtitan' else 'yaml'}", [f"a configuration of {tool} ("])
         for tool in FOREIGN
     ),
+    ("train open.yaml", ["open.yaml isn't valid YAML: line 2, column 9: expected ',' or '}', but got ':'\n"]),
+    (
+        "train tabs.yaml",
+        ["tabs.yaml isn't valid YAML: line 2, column 1: found character '\\t'", "; indent with spaces"],
+    ),
+    ("train bare.toml", ["bare.toml isn't valid TOML: Invalid value (at line 2, column 8)"]),
+    ("train config.yaml --training.steps=[3", ["training.steps='[3' isn't valid YAML: line 1, column 3: expected"]),
+    ("plan open.yaml h100-dgx --seq-len=32 --global-batch=8", ["open.yaml isn't valid YAML: line 2, column 9"]),
+    ("train broken.yaml --data.dataset=pairs.jsonl", ["pairs of answers", "give --preference.loss=dpo"]),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
     ("train broken.yaml --data.dataset=sharegpt.jsonl", ["'text'", "ShareGPT", "from and value", "messages_column"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
@@ -184,6 +193,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
     (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
     (place / "twice.yaml").write_text("model: {path: model}\ntraining:\n  steps: 2\n  steps: 3\n")
+    (place / "open.yaml").write_text("model: {path: m\ntraining: {steps: 3}\n")
+    (place / "tabs.yaml").write_text("model:\n\tpath: m\n")
+    (place / "bare.toml").write_text("[model]\npath = m\n")
+    (place / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     for tool, text in FOREIGN.items():
         (place / f"{tool}.{'toml' if tool == 'torchtitan' else 'yaml'}").write_text(text)
     (place / "sharegpt.jsonl").write_text('{"conversations": [{"from": "human", "value": "hello"}]}\n')

@@ -10,6 +10,7 @@ from typer import Argument, Context, Option
 from slipstream.cli.options import Best, TrustRemoteCode, amount, count
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console
+from slipstream.units import plural
 
 
 def export(
@@ -93,10 +94,10 @@ def evaluate(
     with opened_model(model, remote_code, progress, best) as opened:
         found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
     if isinstance(found, PairLoss):
-        progress.say_result(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
+        progress.say_result(f"evaluated: {plural(found.num_pairs, 'pair')}, {describe_rewards(found.rewards)}")
         progress.say_result(f"loss: {found.loss:.4f} per pair")
         return
-    progress.say_result(f"evaluated: {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
+    progress.say_result(f"evaluated: {plural(found.num_tokens, 'token')}, {found.num_predicted:,} predicted")
     progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
 
 

@@ -33,6 +33,7 @@ from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.preflight import load_model_config
 from slipstream.train.preflight.model_checks import check_model
 from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer, named_tokenizer
+from slipstream.units import plural
 
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
@@ -165,11 +166,11 @@ def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
 def _lines(choices: Choices) -> Sequence[str]:
     """Returns lines on what was found and chosen."""
     training, purpose = choices.training, choices.purpose
-    rows = "pairs" if purpose.are_pairs else "sequences"
+    rows = plural(training.batch_size, "pair" if purpose.are_pairs else "sequence")
     what = "an adapter" if purpose.is_adapter else "all weights"
     lines = [
         choices.data.opened.describe(),
-        f"training {what}: {training.steps:,} steps of {training.batch_size} {rows} of {training.seq_len:,} tokens, "
+        f"training {what}: {plural(training.steps, 'step')} of {rows} of {training.seq_len:,} tokens, "
         f"learning rate {purpose.learning_rate:g}",
         "pipeline: " + choices.pipeline.reason.partition(".\n")[0],
     ]

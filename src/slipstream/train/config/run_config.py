@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import yaml
 from pydantic import ValidationError, model_validator
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.option_problems import describe_problems, records_in
 from slipstream.options import Memory, Precision, Record, Runtime
 from slipstream.train.config import sections
@@ -253,7 +253,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as error:
         raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
+        kind = "TOML" if path.suffix == ".toml" else "YAML"
+        raise SlipstreamError(f"{path} isn't valid {kind}: {syntax_text(error)}") from error
     if not isinstance(values, dict):
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
     check_is_ours(path, values)
@@ -347,7 +348,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
     try:
         section[key] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {error}") from error
+        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {syntax_text(error)}") from error
 
 
 SMALLEST: dict[str, dict[str, Any]] = {

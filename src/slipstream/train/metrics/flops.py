@@ -31,7 +31,6 @@ from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
 from slipstream.profile import count_model
 from slipstream.schedule import Op, SlicedMicrobatch
-from slipstream.units import long_duration_text
 
 _TERA = 1e12
 
@@ -67,19 +66,6 @@ class StepFigures:
     hardware_tflops_per_device: float  # PTD-P's figure, since PTD-P recomputes everything
     mfu: float
     hfu: float
-
-
-@dataclass(frozen=True)
-class TrainingTime:
-    """The seconds that training on some number of tokens takes."""
-
-    measured: float  # at the step's rate
-    ptdp: float | None  # 8TP/(nX), which leaves out attention's scores; None where weights are frozen
-
-    def describe(self, tokens: int) -> str:
-        """Returns a line that says how long training on `tokens` takes, as measured and by the rule of PTD-P."""
-        by_rule = "" if self.ptdp is None else f" (8TP/(nX): {long_duration_text(self.ptdp)})"
-        return f"{tokens:,} tokens take {long_duration_text(self.measured)} at this rate{by_rule}"
 
 
 class FlopsMeter:
@@ -179,19 +165,6 @@ class FlopsMeter:
         replicas = tokens / sum(number * length for number, length in rows)
         scores = replicas * sum(number * self._whole.scores(0, length) for number, length in rows)
         return *recomputed_flops(self.count, layout, microbatches, replicas), scores
-
-    def time_to_train(self, tokens: float, seconds_per_step: float) -> TrainingTime:
-        """Returns the seconds that training on `tokens` takes, at the measured rate and by PTD-P section 5.1, 8TP/(nX).
-
-        The paper's X counts a recomputed forward, four passes for three, and so does this, whether or not there is one.
-        """
-        run = self.run
-        achieved = 4 / 3 * run.model_flops / (run.num_devices * seconds_per_step)
-        by_rule = 8 * tokens * run.num_parameters / (run.num_devices * achieved)
-        return TrainingTime(
-            measured=tokens / run.tokens_per_step * seconds_per_step,
-            ptdp=by_rule if run.num_trained == run.num_parameters else None,
-        )
 
 
 def recomputed_flops(
