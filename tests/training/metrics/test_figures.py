@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,6 +250,22 @@ def test_a_cpus_peak_is_measured() -> None:
     found = find_peak(torch.device("cpu"), torch.float32)
     assert 1e8 < found.flops < 1e14
     assert found.source == "measured: 1024 x 1024 by 1024 x 1024, float32, on this cpu"
+
+
+def test_a_busy_machine_has_no_lower_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def peak(seconds: float, dtype: torch.dtype = torch.float32) -> float:
+        monkeypatch.setattr("slipstream.train.metrics.flops._seconds", lambda _a, _b: seconds)
+        return find_peak(torch.device("cpu"), dtype).flops * 1e-9
+
+    product = 2 * 1024**3 * 1e-9
+    assert [peak(each) for each in (0.02, 0.1, 0.01)] == pytest.approx([product / 0.02, product / 0.02, product / 0.01])
+    assert peak(0.1, torch.bfloat16) == pytest.approx(product / 0.1)  # which has one of its own
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert peak(0.1) == pytest.approx(product / 0.1)
+    (tmp_path / "slipstream" / "peaks.json").write_text("[")
+    assert peak(0.2) == pytest.approx(product / 0.2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The FLOPs of a step, the utilisation of the devices, and the time that training takes.
+"""The FLOPs of a step, and the utilisation of the devices.
 
 FLOPs are those of matrix products, two for a multiplication with its addition (PTD-P appendix A), in any precision.
 They are counted by running the model's code; PTD-P's formulas for a GPT of the same size are given for comparison.
@@ -14,22 +14,26 @@ A part's own I is counted as far down as its lowest trained weight. What an adap
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from itertools import islice
 
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.attention import cache_folder
 from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.pipeline.families import StageLayout
-from slipstream.profile import count_model
+from slipstream.profile import count_model, identify_hardware
 from slipstream.schedule import Op, SlicedMicrobatch
 
 _TERA = 1e12
@@ -277,7 +281,11 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """Returns the rate of the fastest product of two square matrices; takes half a second or so."""
+    """Returns the rate of the fastest product of two square matrices; takes half a second or so.
+
+    It is kept, and returned where this hardware is slower now: busy with something else, it has no lower peak, against
+    which the same step would look faster.
+    """
     n = _SIZES.get(device.type, _SIZES["cuda"])
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
     a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
@@ -286,7 +294,23 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     while runs == 0 or (time.perf_counter() - began < _SECONDS and runs < _MOST_PRODUCTS):
         best, runs = min(best, _seconds(a, b)), runs + 1
     kind = str(dtype).removeprefix("torch.")
-    return DevicePeak(2 * n**3 / best, f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
+    hardware = identify_hardware(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    flops = _fastest(json.dumps([kind, *asdict(hardware).values()]), 2 * n**3 / best)
+    return DevicePeak(flops, f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
+
+
+def _fastest(measured_on: str, flops: float) -> float:
+    """Returns the highest rate that was measured on this hardware so far, this one included, and keeps it."""
+    file, kept = cache_folder() / "peaks.json", dict[str, float]()
+    with suppress(OSError, ValueError):
+        kept = {str(name): float(rate) for name, rate in json.loads(file.read_text()).items()}
+    if flops > kept.get(measured_on, 0.0):
+        with suppress(OSError):  # where nothing can be kept, each run has what it measures
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({**kept, measured_on: flops}))
+            part.replace(file)
+    return max(flops, kept.get(measured_on, 0.0))
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
