@@ -166,6 +166,17 @@ class Layers(Record):
     """Whether batch norms average their running statistics over all replicas."""
 
 
+ALLOWED_LAYER_COUNTS = (
+    "at least half a layer, in multiples of 0.5 (the first may have 0, for the embedding alone, and the last 0, for "
+    "the head alone)"
+)
+
+
+def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
+    """Returns whether consecutive stages may have these numbers of layers."""
+    return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
+
+
 _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 
 

@@ -119,7 +119,7 @@ def _facts(report: ModelReport) -> Table:
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
     """Yields what the report says, by its name."""
-    from slipstream.units import count_text
+    from slipstream.units import count_text, plural
 
     size = "" if report.num_parameters is None else f", {count_text(report.num_parameters)} parameters"
     yield "model", f"{report.model_type}{size}"
@@ -142,7 +142,7 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         yield (
             "token slices",
             f"exact: largest relative difference {found.output_error:.0e} in outputs, {found.gradient_error:.0e} in "
-            f"gradients ({found.num_layers} layers, float64, {found.seconds:.1f} s)",
+            f"gradients ({plural(found.num_layers, 'layer')}, float64, {found.seconds:.1f} s)",
         )
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"

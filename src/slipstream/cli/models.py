@@ -10,6 +10,7 @@ from typer import Argument, Context, Option
 from slipstream.cli.options import Best, TrustRemoteCode, amount, count
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console
+from slipstream.units import plural
 
 
 def export(
@@ -73,23 +74,32 @@ def evaluate(
     the run's sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2.
     Runs in this process alone.
     """
+    settings = [*context.args]
+    if stray := next((each for each in settings if not each.startswith("--")), None):
+        raise SlipstreamError(f"{stray!r} is an unexpected argument; write settings as --data.loss=all")
+    if stray := next((each for each in settings if not each.startswith(("--data.", "--preference."))), None):
+        raise SlipstreamError(
+            f"`slipstream eval` doesn't take {stray}: give settings of data and preference, such as "
+            "--data.loss=all, or see `slipstream eval --help`"
+        )
+    from slipstream.train.config import read_settings
+
+    read_settings(settings)  # says what is misspelt before torch is imported
     from slipstream.launch import Progress
     from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
     from slipstream.train.export import opened_model
     from slipstream.train.preferences import describe_rewards
 
-    progress, settings = Progress(make_console()), [*context.args]
-    if stray := next((each for each in settings if not each.startswith("--")), None):
-        raise SlipstreamError(f"{stray!r} is an unexpected argument; write settings as --data.loss=all")
+    progress = Progress(make_console())
     if column is not None:
         settings.append(f"--data.text_column={column}")
     with opened_model(model, remote_code, progress, best) as opened:
         found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
     if isinstance(found, PairLoss):
-        progress.say_result(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
+        progress.say_result(f"evaluated: {plural(found.num_pairs, 'pair')}, {describe_rewards(found.rewards)}")
         progress.say_result(f"loss: {found.loss:.4f} per pair")
         return
-    progress.say_result(f"evaluated: {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
+    progress.say_result(f"evaluated: {plural(found.num_tokens, 'token')}, {found.num_predicted:,} predicted")
     progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
 
 

@@ -7,10 +7,12 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from typer import BadParameter, Option
+from typer import BadParameter, Context, Option
+from typer.core import TyperCommand
 
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import LEVELS, Level, at_level, level_named, shows
@@ -72,6 +74,36 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
+
+
+class CommandWithSettings(TyperCommand):
+    """A command that also takes settings of a configuration, wherever they are typed; its context has them as `args`.
+
+    A value may be typed after a space, as `--training.steps 100`.
+    """
+
+    allow_extra_args = True  # a word without dashes, which is said to be no setting
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Takes the settings out of what was typed, and leaves the rest to the command's own options."""
+        own = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        rest, settings, typed = [], [], list(args)
+        while typed:
+            word = typed.pop(0)
+            name, equals, _ = word.partition("=")
+            is_misspelt = (
+                not equals
+                and "." not in name
+                and get_close_matches(name[2:], [each.lstrip("-") for each in own], cutoff=0.7)
+            )
+            if not word.startswith("--") or name in own or word == "--" or is_misspelt:
+                rest.append(word)
+                continue
+            follows = not equals and bool(typed) and not typed[0].startswith("--") and typed[0] not in own
+            settings.append(f"{word}={typed.pop(0)}" if follows else word)
+        super().parse_args(ctx, rest)
+        ctx.args += settings
+        return ctx.args
 
 
 def count(text: str, least: int = 1) -> Any:

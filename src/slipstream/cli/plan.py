@@ -145,6 +145,7 @@ def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
 
 def _print(plan: Plan) -> None:
     from slipstream.planner.report import cut_lines, reasons, search_text, shared_choices, shared_text
+    from slipstream.units import plural
 
     console = make_console()
     if not console.is_interactive:
@@ -155,7 +156,7 @@ def _print(plan: Plan) -> None:
 
     shared = shared_choices(plan.predictions)
     plans, memory = _tables(plan, shared)
-    say(f"{plan.model} on {plan.cluster}, {plan.num_devices:,} devices")
+    say(f"{plan.model} on {plan.cluster}, {plural(plan.num_devices, 'device')}")
     for note in plan.trained:
         say(note)
     console.print(plans)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.errors import SlipstreamError, did_you_mean, syntax_text
 
 SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx")
 """The names of clusters that `load_cluster` knows."""
@@ -177,7 +177,7 @@ def _read(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SlipstreamError(f"{where} is neither YAML nor JSON: {error}.") from error
+        raise SlipstreamError(f"{where} is neither YAML nor JSON: {syntax_text(error)}.") from error
 
 
 def parse_cluster(values: Any, where: str = "cluster") -> Cluster:

@@ -26,7 +26,7 @@ from slipstream.train.folder_lock import FolderLock
 from slipstream.train.optimizers import make_optimizer, make_scheduler
 from slipstream.train.run_folder import RunFolder, read_lines
 from slipstream.train.training_step import train_step
-from slipstream.units import seconds_text
+from slipstream.units import plural, seconds_text
 
 _WARM_UP = 2  # steps that pay for first touches of memory
 
@@ -108,7 +108,7 @@ def compare(folder: RunFolder) -> str:
         part.write_text(json.dumps(result, indent=2) + "\n")
     others = ", ".join(f"{name} {seconds_text(value)}" for name, value in alone.items())
     return (
-        f"{num_ranks} ranks: {seconds_text(together)} per step; one process: {others}\n"
+        f"{plural(num_ranks, 'rank')}: {seconds_text(together)} per step; one process: {others}\n"
         f"{alone[best] / together:.2f}x the best single process ({best})"
     )
 

@@ -35,6 +35,7 @@ from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, preflight
 from slipstream.train.run_context import RunContext
 from slipstream.train.trainer import Trainer
+from slipstream.units import plural
 from slipstream.watchdog import counted_off
 
 _log = logging.getLogger("slipstream.train.training_rank")  # a launched rank runs this module as __main__
@@ -60,7 +61,7 @@ def join_run(config: Config) -> None:
     except SlipstreamError as error:
         problem = str(error)
     if os.environ["RANK"] == "0":
-        launch.Progress(make_console()).say(f"connecting {config.num_processes} ranks")
+        launch.Progress(make_console()).say(f"connecting {plural(config.num_processes, 'rank')}")
     ranks = launch.connect_ranks(_describe(config), problem)
     check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)

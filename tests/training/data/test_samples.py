@@ -218,17 +218,18 @@ def test_what_is_left_out_or_cut_is_counted(tokenise: Tokenise, tokenizer: Any) 
     assert counted(text, tokenizer) == counted(text, tokenizer, 1) == "a fox" + END
     (line,) = said
     assert line.endswith(
-        "left out 5 of 7 samples: 2 without content (null), 1 empty, 2 in which no token counts (of the first "
-        f"{short}); "
+        "left out 5 of 7 samples: 2 without content (null), 1 empty, 1 in which no turn is the assistant's (the roles "
+        f"are user), 1 in which no token counts (of the first {short}); "
         f"1 of 7 samples have more than training.seq_len={short} tokens: what comes after them is left out"
     )
 
 
 def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
-    with pytest.raises(
-        SlipstreamError, match=r"holds no sample to train on: left out 1 of 1 samples: 1 in which no tok"
-    ):
-        tokenise([{"messages": TURNS[:1]}])
+    none = "holds no sample to train on: left out 1 of 1 samples: 1 in which no "
+    with pytest.raises(SlipstreamError, match=none + r"turn is the assistant's \(the roles are user, narrator\)"):
+        tokenise([{"messages": [TURNS[0], {"role": "narrator", "content": "a fox"}]}])
+    with pytest.raises(SlipstreamError, match=none + r"token counts"):
+        tokenise([{"messages": TURNS[:2]}], seq_len=3)
 
 
 @pytest.mark.parametrize(

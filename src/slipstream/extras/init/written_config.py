@@ -24,23 +24,19 @@ from slipstream.extras.init.choices import (
 from slipstream.extras.init.data import DataChoice, DataSizes, choose_data, count_tokens, place_of, some_of
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
-from slipstream.option_problems import records_in
 from slipstream.options import Runtime
 from slipstream.planning.plan_model import model_section
 from slipstream.train.config import Config, ModelSection
-from slipstream.train.config.run_config import parse_config, set_override
+from slipstream.train.config.run_config import SMALLEST, parse_config
 from slipstream.train.data import has_tokenizer
 from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.preflight import load_model_config
 from slipstream.train.preflight.model_checks import check_model
 from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer, named_tokenizer
+from slipstream.units import plural
 
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
-_SMALLEST: dict[str, dict[str, Any]] = {
-    "training": {"output": "runs", "seq_len": 1, "steps": 1},
-    "pipeline": {"num_ranks": 1, "slices": 1},
-}
 
 
 @dataclass(frozen=True)
@@ -80,30 +76,6 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
     return WrittenConfig(config_text(head, parts), (*_lines(choices),))
 
 
-def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns settings by section, from `section.key=value`.
-
-    Raises:
-        SlipstreamError: for what isn't one, and for settings that there aren't.
-    """
-    given: dict[str, Any] = {}
-    for override in overrides:
-        set_override(given, override)
-    _check_names(given)
-    return given
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-    """Raises SlipstreamError for a section or setting that there isn't, before anything is read."""
-    smallest: dict[str, dict[str, Any]] = {**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
-    for name, values in given.items():
-        section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
-        if section is None or not isinstance(values, dict):
-            parse_config({**smallest, name: values})
-        elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
-            parse_config({**smallest, name: smallest.get(name, {}) | unknown})
-
-
 @dataclass(frozen=True)
 class _FirstReading:
     """What is known of the model before the data is read."""
@@ -120,7 +92,7 @@ class _FirstReading:
         model_config = load_model_config(ModelSection(**section))
         if _lacks_tokenizer(section) and not {"tokenizer", "vocab_size"} & settings.keys():
             settings["vocab_size"] = model_config.get_text_config().vocab_size
-        config = parse_config({**_SMALLEST, "model": section, "data": place_of(data) | settings})
+        config = parse_config({**SMALLEST, "model": section, "data": place_of(data) | settings})
         number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
         return cls(config, section, settings, model_config, number)
 
@@ -194,11 +166,11 @@ def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
 def _lines(choices: Choices) -> Sequence[str]:
     """Returns lines on what was found and chosen."""
     training, purpose = choices.training, choices.purpose
-    rows = "pairs" if purpose.are_pairs else "sequences"
+    rows = plural(training.batch_size, "pair" if purpose.are_pairs else "sequence")
     what = "an adapter" if purpose.is_adapter else "all weights"
     lines = [
         choices.data.opened.describe(),
-        f"training {what}: {training.steps:,} steps of {training.batch_size} {rows} of {training.seq_len:,} tokens, "
+        f"training {what}: {plural(training.steps, 'step')} of {rows} of {training.seq_len:,} tokens, "
         f"learning rate {purpose.learning_rate:g}",
         "pipeline: " + choices.pipeline.reason.partition(".\n")[0],
     ]

@@ -14,14 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
-    ALLOWED_LAYER_COUNTS,
     HalfLayer,
     LayerPart,
     LayerRange,
     ModelAnatomy,
     ModelEnd,
     StagePart,
-    are_allowed_layer_counts,
     check_router_loss,
     find_halves,
     fuse_kernels,
@@ -31,6 +29,7 @@ from slipstream.model.adapters import Adapter, adapted_model, is_wrapper
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import RouterLoss
 from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_spreadable_head
+from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.parallel import part_bounds
 from slipstream.parallel.tensor import TensorPlan, adapted_plan, find_tensor_plan
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts

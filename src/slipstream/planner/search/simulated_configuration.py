@@ -147,7 +147,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         step_seconds=step,
         tokens_per_second=space.global_batch * space.seq_len / step,
         mfu=None if peak is None else peak / (step * num_devices),
-        idle_fraction=float(1 - seconds.sum() / (schedule.num_ranks * ends.max())),
+        idle_fraction=max(0.0, float(1 - seconds.sum() / (schedule.num_ranks * ends.max()))),
         seconds_by_cause=causes,
         memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
         memory_limit=space.memory,

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
-from slipstream.options import Memory
-from slipstream.pipeline.pipeline_options import check_microbatches, given_microbatches
-from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
+from slipstream.options import ALLOWED_LAYER_COUNTS, Memory, are_allowed_layer_counts
+from slipstream.schedule import (
+    AUTOMATIC,
+    Schedule,
+    ScheduleError,
+    check_microbatches,
+    check_name,
+    given_microbatches,
+    make_schedule,
+    placed_as,
+    validate,
+)
 from slipstream.train.config.data_section import DataSection
 from slipstream.train.config.sections import (
     CheckpointSection,

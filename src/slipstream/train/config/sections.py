@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.model.adapters import read_adapter_config
 from slipstream.options import Parallelism, Record
 
 
@@ -380,6 +379,8 @@ class LoraSection(Record):
         Raises SlipstreamError where that of `path` can't be read.
         """
         from peft import LoraConfig
+
+        from slipstream.model.adapters import read_adapter_config
 
         if self.path is not None:
             return read_adapter_config(self.path, base, "lora.path")

@@ -12,6 +12,7 @@ from slipstream.train.config import SourceSection
 from slipstream.train.data.samples import ChatTemplate, SampleReader, tokenise_samples
 from slipstream.train.data.sources import Documents, read_documents, read_rows, with_given_keys
 from slipstream.train.data.tokenised_text import TokenisedText, check_known, tokenise
+from slipstream.units import plural
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,13 @@ class OpenSource:
         if self.form == "pairs":
             has_prompts = "prompt" in self.rows.column_names
             whose = "a prompt of its own" if has_prompts else "the first messages that both have"
-            return f"preferences: {len(self.rows):,} pairs of answers to {whose}, of which the answers count"
+            return f"preferences: {plural(len(self.rows), 'pair')} of answers to {whose}, of which the answers count"
         if isinstance(self.rows, Documents):
-            noun = "document" if len(self.rows) == 1 else "documents"
-            return f"text: {len(self.rows):,} {noun}, {self.rows.num_characters:,} characters"
+            return f"text: {plural(len(self.rows), 'document')}, {self.rows.num_characters:,} characters"
         counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
         counted |= {"completion": "the completion counts" if self.form != "messages" else "the last turn counts"}
         what = "what the labels say counts" if "labels" in self.rows.column_names else counted[self.loss]
-        return f"{self.form}: {len(self.rows):,} samples, of which {what}"
+        return f"{self.form}: {plural(len(self.rows), 'sample')}, of which {what}"
 
     @property
     def has_messages(self) -> bool:
@@ -175,6 +175,12 @@ def find_form(source: SourceSection, columns: Sequence[str]) -> str:
         raise SlipstreamError(
             f"{source.name} has the columns of several forms ({', '.join(columns)}); choose one with data.form: "
             + " or ".join(fitting)
+        )
+    if not fitting and {*PAIR_COLUMNS} <= {*columns}:
+        raise SlipstreamError(
+            f"{source.name} has the columns {' and '.join(PAIR_COLUMNS)}, pairs of answers to prefer one of, for which "
+            "a configuration has the section preference: give --preference.loss=dpo, or choose the column of a text "
+            "with data.text_column"
         )
     if not fitting:
         raise SlipstreamError(_without(source, source.text_column, columns))

@@ -77,6 +77,9 @@ class SampleReader:
     def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
         template = self._template = self._template or ChatTemplate(self._tokenizer)
+        roles = dict.fromkeys(str(each.get("role")) for each in messages)
+        if self._loss == "assistant" and "assistant" not in roles:
+            raise UnusableRowError(f"in which no turn is the assistant's (the roles are {', '.join(roles)})")
         if self._loss == "assistant":
             return template.assistant_turns(messages, tools)
         tokens = template.tokens(messages, tools)

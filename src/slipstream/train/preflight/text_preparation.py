@@ -23,6 +23,7 @@ from slipstream.train.data.samples import (
 )
 from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
 from slipstream.train.data.tokenised_text import check_known
+from slipstream.units import plural
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _open_stream(
         whose = "" if len(streams) == 1 else f" of {source.name}"
         progress.say(
             f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
-            f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
+            f"{plural(len(stream.first_text.tokens), 'token')} in {plural(stream.num_sequences, 'sequence')}"
         )
         if stream.origin["form"] != "tokens":
             check_known(stream.first_text, tokenizer, source.name)
@@ -204,12 +205,13 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
     size = data.BatchSize.of(training).at(sequences, 0)
     if size > sequences.num_sequences and not config.data.streaming:
         progress.warn(
-            f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
-            f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"
+            f"each step takes {plural(size, 'sequence')}, but the training text has {sequences.num_sequences:,}: a "
+            f"step goes through it {size / sequences.num_sequences:.3g} times; give more text or a smaller "
+            "training.batch_size"
         )
     if isinstance(sequences, data.PackedSamples):
         progress.say(
-            f"{sequences.text.num_documents:,} samples in {sequences.num_sequences:,} sequences of "
+            f"{plural(sequences.text.num_documents, 'sample')} in {plural(sequences.num_sequences, 'sequence')} of "
             f"{sequences.seq_len:,} tokens, of which {1 - sequences.filled:.1%} are padding"
         )
     if training.eval_every:
