@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,15 @@ class SampleReader:
     def _read_document(self, row: Mapping[str, Any]) -> Sample:
         if self._form == "tokens":
             return _given_tokens(row)
-        tokens, counts = self._conversation(row) if self._form == "messages" else self._completion(row)
+        tokens, counts = self._completion(row) if self._form in ("prompt-completion", "pairs") else self._turns(row)
         return tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)]
 
-    def _conversation(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        messages = _checked_messages(row[self._source.messages_column], self._source.messages_column)
+    def _turns(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        if self._form == "question-answer":
+            messages = _question_and_answer(row)
+        else:
+            column = conversation_column(self._source, row)
+            messages = _checked_messages(row[column], column, row.get("system"))
         return self._counted(messages, len(messages) - 1, _tools(row.get("tools")))
 
     def _completion(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
@@ -133,8 +137,72 @@ def _tools(given: Any) -> Any:
         raise SlipstreamError(f"tools must be a list of tools, or JSON text of one, and this isn't: {error}") from error
 
 
-def _checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:
-    """Returns messages without their empty fields. Raises UnusableRowError and SlipstreamError as `read` does."""
+def conversation_column(source: SourceSection, columns: Container[str]) -> str:
+    """Returns the column with the conversations: where the usual one isn't there, the one that ShareGPT has."""
+    usual = type(source).model_fields["messages_column"].default
+    is_sharegpt = source.messages_column == usual and usual not in columns and _SHAREGPT in columns
+    return _SHAREGPT if is_sharegpt else source.messages_column
+
+
+def question_columns(columns: Container[str]) -> tuple[str, str]:
+    """Returns the columns with the question and the answer; Alpaca's, where there are none."""
+    return next((both for both in _QUESTIONS if both[0] in columns and both[1] in columns), _QUESTIONS[0])
+
+
+_SHAREGPT = "conversations"
+# Who speaks, as ShareGPT and its kin say it.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
+_ROLES |= {"observation": "tool", "function_response": "tool"}
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
+
+_QUESTIONS = (
+    ("instruction", "output"),  # Alpaca
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("prompt", "response"),
+)
+# What a question is asked of, where a row has it.
+QUESTION_CONTEXTS = ("input", "context")
+
+
+def _question_and_answer(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the turns of a row with a question and an answer, after those of its `system` and `history`, if any.
+
+    Raises UnusableRowError and SlipstreamError as `read` does.
+    """
+    columns = question_columns(row)
+    question, answer = (row[name] for name in columns)
+    if question is None or answer is None:
+        raise UnusableRowError(_NULL)
+    contexts = [row[name] for name in QUESTION_CONTEXTS if row.get(name) is not None]
+    if not all(isinstance(each, str) for each in (question, answer, *contexts)):
+        raise SlipstreamError(f"{' and '.join(columns)} must be texts, and so must {' and '.join(QUESTION_CONTEXTS)}")
+    if not answer.strip():
+        raise UnusableRowError(_EMPTY)
+    asked = "\n\n".join(each for each in (question, *contexts) if each.strip())
+    before = row.get("history") or []
+    if not isinstance(before, list) or any(not isinstance(each, list) or len(each) != 2 for each in before):
+        raise SlipstreamError("history must be a list of pairs: a question and its answer")
+    turns = [text for both in (*before, (asked, answer)) for text in both]
+    speakers = ("user", "assistant") * (len(before) + 1)
+    messages = [{"role": who, "content": text} for who, text in zip(speakers, turns, strict=True)]
+    return _after_system(messages, row.get("system"))
+
+
+def _after_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """Returns messages after the text of a row's column `system`, unless they begin with such a message."""
+    if not isinstance(system, str) or not system.strip() or messages[0].get("role") == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _checked_messages(messages: Any, column: str, system: Any = None) -> list[dict[str, Any]]:
+    """Returns messages without their empty fields, and ShareGPT's as any other, after the text of its column `system`.
+
+    Raises UnusableRowError and SlipstreamError as `read` does.
+    """
     if messages is None:
         raise UnusableRowError(_NULL)
     if len(messages) == 0:
@@ -142,15 +210,32 @@ def _checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise SlipstreamError(f"{column} must be a list of messages like {{role: user, content: ...}}")
     given = [{name: value for name, value in each.items() if value is not None} for each in messages]
+    is_sharegpt = "from" in given[0] and "role" not in given[0]
+    if is_sharegpt:
+        given = [_with_role(each, column) for each in given]
     for each in given:
         if "role" not in each:
-            hint = "; rename from and value" if "from" in each else ""
             raise SlipstreamError(
-                f"each message in {column} needs a role and a content, but one has {', '.join(each) or 'nothing'}{hint}"
+                f"each message in {column} needs a role and a content, or from and value, but one has "
+                f"{', '.join(each) or 'nothing'}"
             )
         if len(each) == 1:
             raise UnusableRowError(_NULL)
-    return given
+    return _after_system(given, system) if is_sharegpt else given
+
+
+def _with_role(message: dict[str, Any], column: str) -> dict[str, Any]:
+    """Returns a message of ShareGPT with a role and a content. Raises SlipstreamError where nobody knows who speaks."""
+    names = {"from": "role", "value": "content"}
+    found = {names.get(name, name): value for name, value in message.items()}
+    if "role" not in found:
+        return found
+    if found["role"] not in _ROLES:
+        raise SlipstreamError(
+            f"a message in {column} is from {found['role']!r}, which is none of {', '.join(_ROLES)}; rename it, and "
+            "give calls of tools as messages with role and tool_calls"
+        )
+    return found | {"role": _ROLES[found["role"]]}
 
 
 def _given_tokens(row: Mapping[str, Any]) -> Sample:
