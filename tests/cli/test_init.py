@@ -141,8 +141,16 @@ def _block(lines: list[str], number: int) -> range:
 
 
 def test_what_is_given_is_taken(place: Path) -> None:
-    given = ["--training.steps=7", "--pipeline.num_ranks=1", "--pipeline.slices=[40,24]", "--runtime.self_check=false"]
+    given = [
+        "--training.steps=7",
+        "--data.loss=all",
+        "--data.validation_fraction=0.1",
+        "--pipeline.num_ranks=1",
+        "--pipeline.slices=[40,24]",
+        "--runtime.self_check=false",
+    ]
     config = yaml.safe_load(written("model", "talks.jsonl", "--overwrite", *given))
+    assert load_config(Path("config.yaml")).data.loss == "all"  # which is written once
     assert config["training"]["steps"] == 7
     assert config["pipeline"] == {"num_ranks": 1, "slices": [40, 24]}
     assert config["runtime"] == {"self_check": False}

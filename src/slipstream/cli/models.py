@@ -101,6 +101,9 @@ def generate(
         float, amount("0: the likeliest token each time. Above: drawn, more freely the higher.")
     ] = 0,
     seed: Annotated[int, Option(help="Of what is drawn.")] = 0,
+    chat: Annotated[
+        bool, Option("--chat", help="Print what the assistant answers to PROMPT, by the model's chat template.")
+    ] = False,
     best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -115,5 +118,5 @@ def generate(
 
     with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
         writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
-        writer.check(prompt, max_new_tokens)
-        print(writer.write(prompt, max_new_tokens, temperature, seed))
+        writer.check(prompt, max_new_tokens, chat)
+        print(writer.write(prompt, max_new_tokens, temperature, seed, chat))

@@ -15,8 +15,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data import read_rows
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import PAIR_COLUMNS, OpenSource, columns_of
-from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.sources import Documents
 from slipstream.train.data.tokenised_text import Array
 

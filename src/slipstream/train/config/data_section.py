@@ -128,8 +128,15 @@ class DataSection(SourceSection):
     """A folder or hub name. Default: the one of `model.path`; without one, a BPE is trained on the text."""
     vocab_size: PositiveInt | None = None
     """Tokens of the tokenizer that is trained here. Default: the model's vocabulary."""
-    chat_template: Path | None = None
-    """A file with the Jinja template by which messages become text. Default: the tokenizer's own."""
+    chat_template: Literal["chatml", "gemma", "llama3", "zephyr"] | Path | None = None
+    """The template by which messages become text: a file in Jinja, or a name, whose special tokens the tokenizer then
+    gets and whose end of a turn becomes the end of text. Default: the tokenizer's own."""
+    special_tokens: list[str] = Field(default=[])
+    """Tokens that the tokenizer gets in addition, such as `['<|im_start|>', '<|im_end|>']`. Where the model has no rows
+    for them, its embedding and head get new ones, each the mean of the others."""
+    end_of_text: str | None = None
+    """The token that ends a text, at which the exported model stops: one of the tokenizer's or of `special_tokens`.
+    Default: the tokenizer's own."""
     streaming: bool = False
     """Read rows while training, and keep neither their text nor their tokens; for files or data sets of the hub that
     are too large for that. Needs `training.steps` and a tokenizer."""

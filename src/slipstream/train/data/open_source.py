@@ -9,9 +9,9 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.samples import (
     QUESTION_CONTEXTS,
-    ChatTemplate,
     SampleReader,
     conversation_column,
     question_columns,

@@ -14,9 +14,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import Config, SourceSection
 from slipstream.train.data import sequences_of
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import CONVERSATIONS, find_form, find_loss
 from slipstream.train.data.packing import Mixture, rounded_counts
-from slipstream.train.data.samples import ChatTemplate, SampleReader, read_samples
+from slipstream.train.data.samples import SampleReader, read_samples
 from slipstream.train.data.sequences import Row, TokenBatch, TrainingSequences
 from slipstream.train.data.sources import find_bad_line, read_rows, row_files, with_given_keys
 from slipstream.train.data.tokenised_text import Array, TokenisedText, load_texts, load_tokenizer, tokenise
