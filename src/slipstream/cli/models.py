@@ -111,6 +111,9 @@ def generate(
     max_new_tokens: Annotated[int, count("The largest number of tokens to generate.")] = 64,
     temperature: Annotated[float, amount("Sampling temperature; 0 always takes the most likely token.")] = 0,
     seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
+    chat: Annotated[
+        bool, Option("--chat", help="Print what the assistant answers to PROMPT, by the model's chat template.")
+    ] = False,
     best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -125,5 +128,5 @@ def generate(
 
     with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
         writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
-        writer.check(prompt, max_new_tokens)
-        print(writer.write(prompt, max_new_tokens, temperature, seed))
+        writer.check(prompt, max_new_tokens, chat)
+        print(writer.write(prompt, max_new_tokens, temperature, seed, chat))

@@ -26,7 +26,14 @@ from slipstream.model.layer_range import (
     ModelEnd,
     StagePart,
 )
-from slipstream.model.loading import meta_model, model_for_timing, pretrained_model, random_model
+from slipstream.model.loading import (
+    meta_model,
+    model_for_timing,
+    pretrained_model,
+    random_model,
+    set_vocab_size,
+    whole_pretrained_model,
+)
 from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.self_check import (
     TOLERANCE,

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.launch import reported_to_the_launcher
-from slipstream.model import trust_remote_code
+from slipstream.model import trust_remote_code, whole_pretrained_model
 from slipstream.model.adapters import find_frozen, freeze
 from slipstream.pipeline import Pipeline
 from slipstream.train.config import Config, load_config
-from slipstream.train.configured_pipeline import make_pipeline
+from slipstream.train.configured_pipeline import config_of_run, make_pipeline
 from slipstream.train.data import load_texts, sequences_of
 from slipstream.train.device_choice import choose_device
 from slipstream.train.folder_lock import FolderLock
@@ -40,8 +40,8 @@ class UnslicedModel(torch.nn.Module):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
         if config.model.pretrained:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                config.model.path, dtype=torch.float32, trust_remote_code=False
+            self.model: PreTrainedModel = whole_pretrained_model(
+                str(config.model.path), config_of_run(config), torch.float32
             )
         else:
             model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)

@@ -29,8 +29,8 @@ from slipstream.train.data import (
     load_texts,
     sequences_of,
 )
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import OpenSource
-from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.export import OpenedModel
 from slipstream.train.preferences import (

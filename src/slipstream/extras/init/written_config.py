@@ -29,10 +29,15 @@ from slipstream.planning.plan_model import model_section
 from slipstream.train.config import Config, ModelSection
 from slipstream.train.config.run_config import SMALLEST, parse_config
 from slipstream.train.data import has_tokenizer
-from slipstream.train.data.samples import ChatTemplate
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.preflight import load_model_config
 from slipstream.train.preflight.model_checks import check_model
-from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer, named_tokenizer
+from slipstream.train.preflight.text_preparation import (
+    add_vocabulary,
+    check_vocabulary,
+    make_tokenizer,
+    named_tokenizer,
+)
 from slipstream.units import plural
 
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
@@ -93,6 +98,7 @@ class _FirstReading:
         if _lacks_tokenizer(section) and not {"tokenizer", "vocab_size"} & settings.keys():
             settings["vocab_size"] = model_config.get_text_config().vocab_size
         config = parse_config({**SMALLEST, "model": section, "data": place_of(data) | settings})
+        add_vocabulary(config, model_config, Progress(None))
         number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
         return cls(config, section, settings, model_config, number)
 
@@ -361,9 +367,11 @@ class ConfigPart:
     settings: tuple[Setting, ...]
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigPart:
-        """Returns the section with these values: in the place of its own, or after them."""
-        known = {setting.name for setting in self.settings}
-        kept = (Setting(each.name, values[each.name]) if each.name in values else each for each in self.settings)
+        """Returns the section with these values: in the place of its own, or after them. Each comes once."""
+        known: dict[str, Setting] = {}
+        for each in self.settings:  # of one that is used and also a tip, the first stays
+            known.setdefault(each.name, each)
+        kept = (Setting(name, values[name]) if name in values else each for name, each in known.items())
         more = (Setting(name, value) for name, value in values.items() if name not in known)
         return replace(self, settings=(*kept, *more))
 
