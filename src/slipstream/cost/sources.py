@@ -87,7 +87,8 @@ class AnalyticSource:
             f"Times are computed from counted operations and the description of {self.cluster.name}, not measured.",
             f"A parameter takes {state.weights:g} bytes, its gradient {state.gradients:g}, its optimizer state "
             f"{state.optimizer:g}.",
-            "The gradients' reduction and the optimizer's step follow a rank's last backward, without overlap.",
+            "The gradients of a rank's first stage are reduced after its last backward, those of its others while "
+            "earlier stages compute; the optimizer's step follows, and with a sharded one the gathering of weights.",
         )
 
 

@@ -277,18 +277,27 @@ def test_a_busy_machine_has_no_lower_peak(tmp_path: Path, monkeypatch: pytest.Mo
         ("NVIDIA H200", torch.float16, 989.4e12),
         ("Tesla V100-SXM2-32GB", torch.float16, 125e12),
         ("Tesla V100-SXM2-32GB", torch.bfloat16, None),
-        ("NVIDIA H100 PCIe", torch.bfloat16, None),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA B200", torch.bfloat16, 2250e12),
+        ("NVIDIA GB200", torch.bfloat16, 2500e12),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4e12),
+        ("NVIDIA L40S", torch.float16, 362.05e12),
+        ("NVIDIA RTX A6000", torch.bfloat16, 154.8e12),
+        ("NVIDIA GeForce RTX 5090", torch.bfloat16, 209.5e12),
+        ("NVIDIA GeForce RTX 5090 D", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, None),
         ("NVIDIA H100 NVL", torch.bfloat16, None),
         ("NVIDIA A100-PCIE-40GB", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
         ("NVIDIA GH200 480GB", torch.bfloat16, None),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
     ],
 )
 def test_a_known_gpus_peak_is_its_data_sheets(name: str, dtype: torch.dtype, flops: float | None) -> None:
     found = peak_by_name(name, dtype)
     assert (None if found is None else found.flops) == flops
-    assert found is None or found.source.startswith("data sheet of NVIDIA")
+    assert found is None or found.source.startswith(("data sheet of NVIDIA", "data sheet of AMD"))
 
 
 def test_float32_that_runs_as_something_else_has_no_data_sheet() -> None:

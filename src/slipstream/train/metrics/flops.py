@@ -247,7 +247,7 @@ _SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 _SECONDS = 0.5  # of measuring
 _MOST_PRODUCTS = 50
 # Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
-_LESSER = frozenset({"pcie", "nvl", "mig"})
+_LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})  # of a device's name, where it has other peaks
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,9 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
         return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
     words, kind = set(_words(name)), str(dtype).removeprefix("torch.")
     for each in (load_cluster(shipped).device for shipped in SHIPPED):
-        model = _words(each.name)[1]  # `h100` of NVIDIA H100-SXM5-80GB
-        if model in words and not words & _LESSER and kind in each.flops:
+        described = _words(each.name)
+        model = next(word for word in described if re.search(r"\d{2}", word))  # `h100` of NVIDIA H100-SXM5-80GB
+        if model in words and words & _LESSER == {*described} & _LESSER and kind in each.flops:
             return DevicePeak(each.flops[kind], f"data sheet of {each.name}, {kind}")
     return None
 
