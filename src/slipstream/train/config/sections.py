@@ -137,6 +137,10 @@ class TrainingSection(Record):
     max_restarts: int = Field(default=0, ge=0)
     """How often `slipstream train` starts its local ranks again, from the last good checkpoint, after one has crashed,
     unless one step fails twice. torchrun has --max-restarts."""
+    min_ranks: PositiveInt | None = None
+    """The fewest processes with which the run goes on where others are lost, and takes them in again when they are
+    back: its own local ones, or those of `torchrun --nnodes=MIN:MAX`. The mesh that is given is then the largest. null:
+    always all."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before the run ends and says which one is to blame.
     Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
