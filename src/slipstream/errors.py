@@ -24,7 +24,15 @@ class StoppedRunError(BaseException):
 
 
 class RankFailedError(RuntimeError):
-    """A rank ended early; the message names the rank and the cause."""
+    """A rank ended early; the message names the rank and the cause.
+
+    Attributes:
+        lost: the ranks whose processes were ended from outside, as far as a launcher of ours has seen.
+    """
+
+    def __init__(self, *message: object, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(*message)
+        self.lost = lost
 
 
 class InterruptedRunError(RuntimeError):

@@ -91,7 +91,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
         name=name,
         settings=_settings(text, unread),
         settings_text=text,
-        starts=[line for line in lines if "started_after" in line],
+        starts=_starts(lines),
         figures=next((line for line in reversed(lines) if "num_parameters" in line), {}),
         steps=[steps[number] for number in sorted(steps)],
         validations=list({line["step"]: line for line in lines if "validation_loss" in line}.values()),
@@ -120,6 +120,17 @@ def _lines(path: Path, unread: list[str]) -> Iterator[Record]:
             damaged += 1
     if damaged:
         unread.append(f"{damaged:,} {'line' if damaged == 1 else 'lines'} of {path.name} can't be read")
+
+
+def _starts(lines: list[Record]) -> list[Record]:
+    """Returns the starts, each with how long the run stood still before its first step."""
+    starts: list[Record] = []
+    for line in lines:
+        if "started_after" in line:
+            starts.append(line)
+        elif "change_seconds" in line and starts:
+            starts[-1] = starts[-1] | line
+    return starts
 
 
 def _has_its_step(record: Record) -> bool:

@@ -139,13 +139,14 @@ def check_batch(
 ) -> None:
     """Raises ValueError where the rows or the tokens of a step can't be divided into those of all replicas."""
     if training.batch_tokens is None:
-        _check_rows(training.batch_size, parallel.data, pipeline.num_microbatches)
+        _check_rows(training.batch_size, parallel.data, pipeline.num_microbatches, training.min_ranks is not None)
     else:
         _check_batch_tokens(training.batch_tokens, training.seq_len, parallel.data, data.packing, are_pairs)
 
 
-def _check_rows(batch_size: int, replicas: int, num_microbatches: int) -> None:
-    if batch_size % replicas:
+def _check_rows(batch_size: int, replicas: int, num_microbatches: int, may_differ: bool) -> None:
+    """Raises ValueError where replicas don't have rows for each microbatch; `may_differ` where their number changes."""
+    if batch_size % replicas and not may_differ:
         below = batch_size - batch_size % replicas
         raise ValueError(
             f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "

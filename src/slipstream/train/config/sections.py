@@ -139,6 +139,10 @@ class TrainingSection(Record):
     max_restarts: int = Field(default=0, ge=0)
     """How often `slipstream train` restarts its local ranks from the last good checkpoint after one has crashed, unless
     the same step fails twice. Under torchrun, use --max-restarts."""
+    min_ranks: PositiveInt | None = None
+    """The fewest processes with which the run goes on where others are lost, and takes them in again when they are
+    back: its own local ones, or those of `torchrun --nnodes=MIN:MAX`. The mesh that is given is then the largest. null:
+    always all."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before the run ends and names the rank at fault.
     Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
