@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
-from slipstream.attention import ContextStore
+from slipstream.attention import ContextStore, HeadExchange
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
 from slipstream.model.cutting import PassThrough, has_end, keep_layers, second_half
@@ -39,7 +39,14 @@ from slipstream.model.hooks.slice_cache import (
     recorded_carriers,
     reset_at_documents,
 )
-from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice, noting_outputs
+from slipstream.model.hooks.token_slice import (
+    SliceContext,
+    TokenParts,
+    TokenSlice,
+    active_forward,
+    current_slice,
+    noting_outputs,
+)
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
 from slipstream.model.pipeline_stage import PipelineStage
@@ -54,7 +61,7 @@ class CausalLMStage(PipelineStage):
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
     last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
-    each layer's routers add to the loss.
+    each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice.
     """
 
     has_skips = False  # past other stages
@@ -68,6 +75,7 @@ class CausalLMStage(PipelineStage):
         shared: TensorParallelLayers | None = None,
         head: SpreadHead | None = None,
         router_loss: RouterLoss | None = None,
+        exchange: Callable[[TokenParts], HeadExchange] | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -86,7 +94,7 @@ class CausalLMStage(PipelineStage):
             model.set_submodule(head.embedding, embedding)
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
-        self._shared, self._device = shared, device
+        self._shared, self._exchange, self._device = shared, exchange, device
         self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
@@ -178,6 +186,8 @@ class CausalLMStage(PipelineStage):
         context.received = inputs[1:]
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
+        if self._exchange is not None:
+            context.exchange = self._exchange(token_slice.parts)
         past, as_trained = self._past(context)
         if self._shared is not None:  # now, as the first packed slice runs a token of its own
             self._shared.begin(token_slice.input_ids.shape[1])
