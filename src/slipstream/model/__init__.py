@@ -39,6 +39,7 @@ from slipstream.model.self_check import (
     TOLERANCE,
     LabelLoss,
     SelfCheck,
+    TokenCuts,
     check_carried_state,
     check_causal,
     check_sliceable,

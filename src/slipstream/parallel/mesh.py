@@ -49,10 +49,14 @@ class MeshAxis:
 
 PIPELINE = MeshAxis("pp", shares_weights=False, shares_batch=True)  # each rank has other layers
 DATA = MeshAxis("dp", shares_weights=True, shares_batch=False)
+CONTEXT = MeshAxis(  # each rank has some tokens of every slice
+    "cp", shares_weights=True, shares_batch=True, part_of=lambda batch, rank, size: batch.part(rank, size)
+)
 TENSOR = MeshAxis("tp", shares_weights=False, shares_batch=True)  # each rank has a share of every layer
 
-# By name, in the order of ranks: those along tp are neighbours.
-_axes = {axis.name: axis for axis in (PIPELINE, DATA, TENSOR)}
+# By name, in the order of ranks: those along tp are neighbours. A mesh always has the first of these.
+_ALWAYS = (PIPELINE, DATA, TENSOR)
+_axes = {axis.name: axis for axis in (PIPELINE, DATA, CONTEXT, TENSOR)}
 
 
 def add_axis(axis: MeshAxis) -> None:
@@ -88,7 +92,8 @@ def make_mesh(
         device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
         transport: what connects the processes, as `Runtime(transport=...)` has it, of the group that this makes; of one
             that is there it is only checked.
-        others: the sizes of further axes, by name.
+        others: the sizes of further axes: `cp`, the number of ranks that share every slice, each with some of its
+            tokens.
 
     Returns:
         The mesh, for `Pipeline(mesh=...)`.
@@ -107,10 +112,11 @@ def make_mesh(
             "torch.distributed.init_process_group first. One process alone needs no mesh."
         )
     given = {"pp": pp, "dp": dp, "tp": tp} | others
-    names = list(_axes)
-    if unknown := [name for name in others if name not in names]:
+    if unknown := [name for name in others if name not in _axes]:
         raise TypeError(f"make_mesh() got an unexpected keyword argument {unknown[0]!r}")
-    sizes = {name: given[name] for name in names if name in given}
+    sizes = {
+        name: given[name] for name, axis in _axes.items() if name in given and (axis in _ALWAYS or given[name] != 1)
+    }
     world = dist.get_world_size()
     if min(sizes.values()) < 1 or prod(sizes.values()) != world:
         raise SlipstreamError(
@@ -177,7 +183,7 @@ class Ranks:
         groups = {
             axis: RankGroup(mesh.get_group(name)) if name in names else RankGroup()
             for name, axis in _axes.items()
-            if name in names or axis in (PIPELINE, DATA, TENSOR)
+            if name in names or axis in _ALWAYS
         }
         alike = [axis for axis in groups if axis.shares_weights]
         if all(groups[axis].size == 1 for axis in alike if axis is not DATA):
@@ -191,6 +197,11 @@ class Ranks:
     def token_axes(self) -> list[tuple[MeshAxis, RankGroup]]:
         """The axes whose ranks work on parts of the tokens of a batch that they share."""
         return [(axis, group) for axis, group in self.groups.items() if axis.part_of is not None and group.size > 1]
+
+    @property
+    def context(self) -> RankGroup:
+        """The ranks that each have some tokens of every slice."""
+        return self.groups.get(CONTEXT) or RankGroup()
 
     @property
     def device(self) -> torch.device:
