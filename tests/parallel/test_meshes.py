@@ -14,7 +14,7 @@ import pytest
 
 from support.forked import launch
 from support.paths import ROOT, WORKERS
-from workers.parallel import data_parallel, mesh, tensor_parallel, token_parts, zero3
+from workers.parallel import data_parallel, expert_parallel, mesh, tensor_parallel, token_parts, zero3
 
 BOUND = 1e-9
 Runs = Callable[[str, int], CompletedProcess[str]]
@@ -40,6 +40,7 @@ LIKE_OTHERS |= {"llama, padding", "llama, as many keys as queries"}
 CASES = [
     *cases(mesh, 4, mesh.CASES.keys() - {"dropout", "packed_rows", "refusals"}, grid=("auto", "planned_halves")),
     *cases(token_parts, 2),
+    *cases(expert_parallel, 2, {"mixtral", "glm4_moe"}),
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
     *cases(zero3, 4, grid=zero3.CASES),
     *cases(data_parallel, 2),

@@ -39,10 +39,17 @@ from slipstream.model.hooks.slice_cache import (
     recorded_carriers,
     reset_at_documents,
 )
-from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice, noting_outputs
+from slipstream.model.hooks.token_slice import (
+    SliceContext,
+    TokenSlice,
+    active_forward,
+    current_slice,
+    noting_outputs,
+    running_alone,
+)
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.pipeline_stage import PipelineStage
+from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
@@ -54,7 +61,7 @@ class CausalLMStage(PipelineStage):
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
     last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
-    each layer's routers add to the loss.
+    each layer's routers add to the loss. With `experts` the model has this rank's experts.
     """
 
     has_skips = False  # past other stages
@@ -68,6 +75,7 @@ class CausalLMStage(PipelineStage):
         shared: TensorParallelLayers | None = None,
         head: SpreadHead | None = None,
         router_loss: RouterLoss | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -91,6 +99,9 @@ class CausalLMStage(PipelineStage):
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
+        self.experts = experts
+        if experts is not None:
+            experts.install(model)
         self.model: PreTrainedModel = model.to(device)
         self._second_names = anatomy.second_names
         self._canonical = {name: names[0] for names in anatomy.shared for name in names}
@@ -303,6 +314,6 @@ class CausalLMStage(PipelineStage):
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad(), kept_frequencies(self.model):
+        with torch.no_grad(), kept_frequencies(self.model), running_alone():
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

@@ -70,7 +70,7 @@ class SequenceFamily:
 
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         check_runs_its_children(model)
-        check_options(model, options, ranks.tensor.size)
+        check_options(model, options, ranks.tensor.size, ranks.experts.size)
         self._options, self._ranks = options, ranks
         self._has_segments = options.memory.recompute == "segments"
         self._layers, self._sequences = flatten_layers(model), nested_sequences(model)
@@ -459,12 +459,16 @@ def balance_of(
     return Balance(totals[slowest] / mean, slowest, str(layers[dearest]), costs[dearest] / mean)
 
 
-def check_options(model: nn.Sequential, options: PipelineOptions, tensor_ranks: int) -> None:
+def check_options(model: nn.Sequential, options: PipelineOptions, tensor_ranks: int, expert_ranks: int = 1) -> None:
     """Raises SlipstreamError for options that an nn.Sequential doesn't have, and for a model without weights."""
     _check_options_of_causal_lms(options)
     if tensor_ranks > 1:
         raise SlipstreamError(
             f"an nn.Sequential on a mesh with tp={tensor_ranks}: nothing says how its layers could be shared. Use tp=1."
+        )
+    if expert_ranks > 1:
+        raise SlipstreamError(
+            f"an nn.Sequential on a mesh with ep={expert_ranks}: nothing says which weights are experts. Use ep=1."
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
