@@ -14,7 +14,7 @@ import pytest
 
 from support.forked import launch
 from support.paths import ROOT, WORKERS
-from workers.parallel import context, data_parallel, mesh, tensor_parallel, token_parts, zero3
+from workers.parallel import context, data_parallel, expert_parallel, mesh, tensor_parallel, token_parts, zero3
 
 BOUND = 1e-9
 Runs = Callable[[str, int], CompletedProcess[str]]
@@ -48,6 +48,7 @@ CASES = [
     *cases(token_parts, 2),
     *cases(context, 2, context.TWO.keys() - {"llama, tied", "documents, gpt_oss"}, chosen=context.TWO),
     *cases(context, 4, context.MESHES, chosen=context.MESHES),
+    *cases(expert_parallel, 2, {"mixtral", "glm4_moe"}),
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
     *cases(zero3, 4, grid=zero3.CASES),
     *cases(data_parallel, 2),

@@ -49,10 +49,11 @@ from slipstream.model.hooks.token_slice import (
     current_slice,
     note_output,
     noting_outputs,
+    running_alone,
 )
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.pipeline_stage import PipelineStage
+from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
@@ -64,8 +65,9 @@ class CausalLMStage(PipelineStage):
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
     last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
-    each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice. `recompute`
-    says which layers keep only what enters them, until a backward computes them again.
+    each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts`
+    the model has this rank's experts. `recompute` says which layers keep only what enters them, until a backward
+    computes them again.
     """
 
     has_skips = False  # past other stages
@@ -81,6 +83,7 @@ class CausalLMStage(PipelineStage):
         router_loss: RouterLoss | None = None,
         recompute: RecomputePolicy | None = None,
         exchange: Callable[[TokenParts], HeadExchange] | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -104,6 +107,9 @@ class CausalLMStage(PipelineStage):
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
+        self.experts = experts
+        if experts is not None:
+            experts.install(model)
         self.model: PreTrainedModel = model.to(device)
         self._second_names = anatomy.second_names
         self._canonical = {name: names[0] for names in anatomy.shared for name in names}
@@ -353,6 +359,6 @@ class CausalLMStage(PipelineStage):
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad(), kept_frequencies(self.model):
+        with torch.no_grad(), kept_frequencies(self.model), running_alone():
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

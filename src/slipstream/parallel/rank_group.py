@@ -116,7 +116,7 @@ class RankGroup:
         """Returns every rank's tensor, all of one shape, in order: (size, *shape). Collective."""
         gathered, work = self.start_all_gather(tensor)
         if work is not None:
-            with self._loss_named("an all-gather"):
+            with self.loss_named("an all-gather"):
                 work.wait()
         return gathered
 
@@ -127,14 +127,14 @@ class RankGroup:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._count("all_gather", gathered)
         flat = tensor.contiguous().view(-1)
-        with self._loss_named("an all-gather"):
+        with self.loss_named("an all-gather"):
             return gathered, _start(_all_gather, gathered.view(-1), flat, self.process_group)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""
         mine, work = self.start_reduce_scatter(tensor)
         if work is not None:
-            with self._loss_named("a reduce-scatter"):
+            with self.loss_named("a reduce-scatter"):
                 work.wait()
         return mine
 
@@ -161,7 +161,7 @@ class RankGroup:
         is_staged = _is_staged(tensor, self.process_group)
         host = _host_memory(result) if is_staged else result
         flat = _on_host(tensor) if is_staged else tensor.contiguous()
-        with self._loss_named("an all-to-all"):
+        with self.loss_named("an all-to-all"):
             dist.all_to_all_single(host, flat, [*received], [*sent], group=self.process_group)
         return result.copy_(host) if is_staged else result
 
@@ -170,7 +170,7 @@ class RankGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._loss_named("an exchange of values"):
+        with self.loss_named("an exchange of values"):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -204,7 +204,7 @@ class RankGroup:
     def barrier(self) -> None:
         """Waits until all ranks are here. Collective."""
         if self.size > 1:
-            with self._loss_named("a barrier"):
+            with self.loss_named("a barrier"):
                 dist.barrier(group=self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
@@ -214,7 +214,7 @@ class RankGroup:
         if self.size == 1:
             return None
         self._count("all_reduce", tensor)
-        with self._loss_named("an all-reduce"):
+        with self.loss_named("an all-reduce"):
             if not wait:
                 return start_all_reduce(tensor, op, self.process_group)
             all_reduce(tensor, op, self.process_group)
@@ -235,7 +235,7 @@ class RankGroup:
         return f"rank {me} waited in {what} for {missing} ({reason})"
 
     @contextmanager
-    def _loss_named(self, what: str) -> Iterator[None]:
+    def loss_named(self, what: str) -> Iterator[None]:
         """Turns an error of gloo or NCCL, which the end of another rank causes, into one that says so."""
         try:
             with waiting(what.encode()):

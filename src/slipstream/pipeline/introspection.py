@@ -102,8 +102,9 @@ class PipelineFacts:
 
     @property
     def axes(self) -> dict[str, RankGroup]:
-        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp."""
-        return {axis.name: group for axis, group in self._runtime.ranks.groups.items()}
+        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp; and ep, where experts
+        are spread over a part of the ranks that hold the same other weights."""
+        return self._runtime.ranks.by_name
 
     @property
     def bytes_sent(self) -> int:
@@ -189,8 +190,8 @@ def _mesh(runtime: PipelineRuntime) -> str:
     ranks = runtime.ranks
     if ranks.world.size == 1:
         return f"one process, on {runtime.device}"
-    sizes = ", ".join(f"{axis.name}={group.size}" for axis, group in ranks.groups.items())
-    mine = ", ".join(f"{group.rank} of {axis.name}" for axis, group in ranks.groups.items())
+    sizes = ", ".join(f"{name}={group.size}" for name, group in ranks.by_name.items())
+    mine = ", ".join(f"{group.rank} of {name}" for name, group in ranks.by_name.items())
     return f"{sizes}; this is rank {mine}, on {runtime.device}"
 
 

@@ -297,7 +297,7 @@ def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Para
     mine = []
     for name, tensor in own.items():
         share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
-        if ranks.copies.rank == 0 and share.copy == 0:
+        if parameters.copies_of(name).rank == 0 and share.copy == 0:
             mine.append(_Part(name, share, tensor.shape, tensor.dtype))
     others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
     if not ranks.leads:

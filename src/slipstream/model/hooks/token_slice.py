@@ -220,6 +220,25 @@ def noting_outputs(note: Callable[[str, object], None] | None) -> Iterator[None]
         _note = before
 
 
+_is_alone = False
+
+
+@contextmanager
+def running_alone() -> Iterator[None]:
+    """Makes forwards from here on exchange no tokens with ranks that run other batches: these don't run them too."""
+    global _is_alone
+    before, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = before
+
+
+def runs_alone() -> bool:
+    """Returns whether what runs now runs on this rank alone."""
+    return _is_alone
+
+
 def note_output(layer: str, output: object) -> None:
     """Hands a layer's output to whoever notes it."""
     if _note is not None:

@@ -182,6 +182,8 @@ def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
     for name, group in (("tensor", ranks.tensor), ("context", ranks.context)):
         if group.size > 1:
             return f"ranks of the {name} axis exchange tensors inside of layers"
+    if ranks.experts.size > 1:
+        return "how many tokens go to each expert is read on the host"
     if options.parallel.shard_parameters:
         return "sharded parameters lie elsewhere in every step"
     if options.loss_fn is not None:

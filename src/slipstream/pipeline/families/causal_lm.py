@@ -37,6 +37,7 @@ from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks, SliceExchange
+from slipstream.parallel.experts import ExpertParallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import (
@@ -55,6 +56,7 @@ from slipstream.pipeline.cut_batch import (
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SequenceLosses, SliceLosses
 from slipstream.pipeline.families.causal_lm_checks import ChangedModel, check_context_parallel, check_tensor_parallel
 from slipstream.pipeline.families.causal_lm_layout import (
+    check_expert_parallel,
     find_router_loss,
     load_layers,
     plan_layout,
@@ -110,12 +112,20 @@ class CausalLMFamily:
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
             check_compiler(device.type)
+        if (size := ranks.experts.size) > 1:
+            ranks.decided(lambda: check_expert_parallel(self.config, self.adapter, size, options, f"ep={size}"))
+            if device.type == "cuda" and ranks.world.gpu_backend != "nccl":
+                raise SlipstreamError(
+                    f"ep={size}: between GPUs tokens go to their experts by NCCL alone, and gloo connects these. Give "
+                    "transport='nccl', or use ep=1."
+                )
         self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
             self._self_check = ranks.decided(lambda: check_sliceable(self.config))
             if ranks.tensor.size > 1:
                 parallel = options.parallel
-                check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
+                cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, ranks.experts.size == 1
+                check_tensor_parallel(self.config, *cut)
         if ranks.context.size > 1:
             self._shares_slices(options)
         self._anatomy = find_anatomy(self.config)
@@ -269,9 +279,13 @@ class CausalLMFamily:
         tensor = None
         if self._ranks.tensor.size > 1:
             parallel = self._options.parallel
-            plan = plan_shares(self.config, self._anatomy, self._ranks.tensor.size, parallel.tensor_plan, self.adapter)
+            cut = self._ranks.tensor.size, parallel.tensor_plan, self.adapter, self._ranks.experts.size == 1
+            plan = plan_shares(self.config, self._anatomy, *cut)
             tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
             tensor.shard(model)
+        experts = ExpertParallel.of(meta_model(self.config), self._ranks, tensor)
+        if experts is not None:
+            experts.shard(model)
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
         stages, context = {}, self._ranks.context
@@ -285,6 +299,7 @@ class CausalLMFamily:
                 self._router_loss,
                 layout.recompute,
                 exchange,
+                experts,
             )
             stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
         return stages, tensor

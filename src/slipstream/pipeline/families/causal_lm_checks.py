@@ -77,6 +77,11 @@ class ChangedModel:
                     f"{first}: tensor parallelism cuts the weights that the configuration describes, by code of its "
                     "own. Use tp=1, or undo the change."
                 )
+            if ranks.experts.size > 1:
+                raise SlipstreamError(
+                    f"{first}, which hasn't been shown to be exact where experts are spread over ranks. Use ep=1, or "
+                    "undo the change."
+                )
             if options.parallel.shard_parameters:
                 raise SlipstreamError(
                     f"{first}, which hasn't been shown to be exact with parallel.shard_parameters=True. Use "
@@ -194,7 +199,11 @@ _INTERMEDIATE_SIZES = (
 
 
 def check_tensor_parallel(
-    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
+    config: PretrainedConfig,
+    given_plan: Mapping[str, str] | None,
+    group: RankGroup,
+    sequence: bool,
+    cuts_experts: bool = True,
 ) -> None:
     """Compares the loss and all gradients of the toy in float64. Collective over the tensor axis.
 
@@ -202,7 +211,7 @@ def check_tensor_parallel(
     """
     try:
         with torch.random.fork_rng(devices=[]), full_precision():
-            wrong = _first_wrong(config, given_plan, group, sequence)
+            wrong = _first_wrong(config, given_plan, group, sequence, cuts_experts)
     except (SlipstreamError, RankFailedError):  # a rank that has ended says nothing about the model
         raise
     except Exception as error:  # the model's own code
@@ -213,7 +222,11 @@ def check_tensor_parallel(
 
 
 def _first_wrong(
-    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
+    config: PretrainedConfig,
+    given_plan: Mapping[str, str] | None,
+    group: RankGroup,
+    sequence: bool,
+    cuts_experts: bool,
 ) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
     whole = reference_model(_toy_config(config, group.size))
@@ -223,7 +236,7 @@ def _first_wrong(
     labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
     anatomy = find_anatomy(config)
     shared = copy.deepcopy(whole)
-    plan = find_tensor_plan(shared, shared.config, group.size, anatomy, given_plan)
+    plan = find_tensor_plan(shared, shared.config, group.size, anatomy, given_plan, cuts_experts)
     parallel = TensorParallel(plan, group, sequence)
     parallel.shard(shared)
     parallel.install(shared, lambda: None, lambda: None)
