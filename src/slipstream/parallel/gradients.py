@@ -195,6 +195,7 @@ class GradientReduction:
         self._stages = _each_once(stages)
         self._masters, self._whole = masters, frozenset(whole)
         self._copies = {name: copies_of(name) for named in stages.values() for name, _ in named}
+        self._sharing = [group for group in dict.fromkeys(self._copies.values()) if group.size > 1]
         self._named = [named for parameters in self._stages.values() for named in parameters]
         self._added_over = {name: ranks for name in sorted(dict(self._named)) if (ranks := added_over(name))}
         self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
@@ -286,6 +287,8 @@ class GradientReduction:
         return gradient if self._scale == 1 else gradient.div_(self._scale)
 
     def _plan(self, parameters: Sequence[NamedParameter]) -> _StageCollectives:
+        if not self._sharing and not self._groups:
+            return _StageCollectives([], [], [])
         trained = [named for named in parameters if named[1].requires_grad]
         partial = [
             (group, bucket)
@@ -293,8 +296,8 @@ class GradientReduction:
             for bucket in self._in_buckets(named for named in trained if self._added_over.get(named[0]) == ranks)
         ]
         plan = _StageCollectives(partial, [], [])
-        for group in dict.fromkeys(self._copies[name] for name, _ in trained):
-            here = [named for named in trained if self._copies[named[0]] is group and group.size > 1]
+        for group in self._sharing:
+            here = [named for named in trained if self._copies[named[0]] is group]
             for scatters, collectives in ((False, plan.summed), (True, plan.scattered)):
                 alike = [named for named in here if self._scatters(named[0]) == scatters]
                 collectives.extend((group, bucket) for bucket in self._in_buckets(alike))
