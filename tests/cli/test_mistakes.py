@@ -176,7 +176,7 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("plan open.yaml h100-dgx --seq-len=32 --global-batch=8", ["open.yaml isn't valid YAML: line 2, column 9"]),
     ("train broken.yaml --data.dataset=pairs.jsonl", ["pairs of answers", "give --preference.loss=dpo"]),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
-    ("train broken.yaml --data.dataset=sharegpt.jsonl", ["'text'", "ShareGPT", "from and value", "messages_column"]),
+    ("train broken.yaml --data.dataset=sharegpt.jsonl", ["no chat template", "--data.chat_template=chatml"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
     ("profile model --seq-len=32 --output=no/x.json", ["no/x.json", "make it first"]),
 ]
@@ -345,5 +345,5 @@ def test_what_may_not_be_read(tmp_path: Path) -> None:
             if is_root:
                 os.seteuid(0)
 
-    with pytest.raises(SlipstreamError, match=r"locked: Permission denied; name what you may read"):
+    with pytest.raises(SlipstreamError, match=r"locked: Permission denied; give a path that you may read"):
         with_output_options(command)(quiet=False, log_level=None)
