@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -21,6 +22,11 @@ class StoppedRunError(BaseException):
     """
 
     exit_code = 75  # sysexits.h calls it a temporary failure: to be tried again
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""The signals that ask a run to save at the end of its step and to end. The third request ends it at once."""
+NOTHING_TO_SAVE = "ended the run while no rank was training; nothing new is to be saved"
 
 
 class RankFailedError(RuntimeError):

@@ -15,6 +15,7 @@ import yaml
 
 import slipstream
 from slipstream.cli.plan import plan as command
+from slipstream.cli.plan import training_lines
 from slipstream.cost import ProfileSource
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
@@ -94,11 +95,34 @@ def test_table_reasons_and_files_agree_with_the_plan(
     assert all(kind in shown for kind, size in best.memory[best.fullest_rank].items() if size)
     assert shown.count(" instead of ") >= 1
     assert f"searched {found.num_configurations:,} configurations" in shown
-    assert shown.splitlines()[-1] == f"wrote {output} and {report}"
+    wrote, train = shown.splitlines()[-2:]
+    assert wrote == f"wrote {output} and {report}"
+    assert train.startswith("to train on each of 2 nodes: torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d ")
+    assert f" -m slipstream train {output} --data.files=[TEXT.txt] " in train
+    (legend,) = [line for line in shown.splitlines() if line.startswith("Computed, not measured")]
+    heading = next(line for line in shown.splitlines() if "tokens/s" in line)
+    for column in ("tp x pp x dp", "step", "tokens/s", "MFU", "idle", "memory", "slicing"):
+        assert (f" {column}: " in legend) == (column in heading)
     assert written["parallel"]["tensor"] == chosen.tensor_parallel
     assert written["plan"]["predicted"]["step_seconds"] == pytest.approx(best.step_seconds, rel=1e-5)
     assert written["pipeline"]["slices"] == list(best.slices)
     assert "Where the step's time goes" in unescape(report.read_text())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "price", "said"),
+    [
+        (1e9, None, ["1,000,000,000 tokens: 7,813 steps, 2.6 days, 500.0 device hours"]),
+        (1e9, 2.5, ["1,000,000,000 tokens: 7,813 steps, 2.6 days, 500.0 device hours, $1,250.08"]),
+        (None, 2.5, ["a billion tokens: 500.0 device hours, $1,250.00"]),
+        (None, None, []),
+    ],
+)
+def test_days_and_dollars(tokens: float | None, price: float | None, said: list[str]) -> None:
+    plan = make_plan()
+    best = replace(plan.best, step_seconds=28.8)
+    plan = replace(plan, num_devices=8, seq_len=16_000, global_batch=8, predictions=(best,))
+    assert training_lines(plan, tokens, price) == said
 
 
 def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from slipstream.errors import StoppedRunError
 from support.timeouts import LIMIT
 
 SCRIPT = """
@@ -48,6 +50,24 @@ def test_the_third_request_ends_at_once(is_same: bool) -> None:
             assert process.stdout.readline() == "taken 3\n"
             process.kill()
         assert process.wait(timeout=LIMIT) == (-signal.SIGKILL if is_same else 128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_while_imports_run_is_answered_as_any(tmp_path: Path, number: signal.Signals) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"model: {{config: {{model_type: llama}}}}\ndata: {{files: [{config}]}}\n"
+        f"training: {{output: {tmp_path / 'run'}, steps: 2, seq_len: 32}}\n"
+    )
+    command = [sys.executable, "-m", "slipstream", "train", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing torch and transformers\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LIMIT)
+    assert said == f"{number.name} ended the run while no rank was training; nothing new is to be saved\n"
+    assert process.returncode == StoppedRunError.exit_code
+    assert not (tmp_path / "run").exists()
 
 
 def test_before_the_first_step_a_request_ends_at_once() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+from slipstream import make_mesh
 from slipstream.errors import SlipstreamError
 from support.architectures import ARCHITECTURES
 from support.pipelines import make_pipe
@@ -30,6 +33,24 @@ def test_what_no_pipeline_can_connect(
     with pytest.raises(SlipstreamError, match=message) as error:
         make_pipe(ARCHITECTURES["llama"], slices=2)
     assert "torch.distributed.init_process_group(...) before the Pipeline is made" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [(0, "rank 0 on .* can't listen at"), (1, "rank 1 on .* reached .* another program holds that")],
+)
+def test_a_port_that_another_program_holds_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, rank: int, message: str
+) -> None:
+    """One that accepts connections and answers none."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stranger.getsockname()[1])}
+        more = {"RANK": str(rank), "WORLD_SIZE": "2", "SLIPSTREAM_RENDEZVOUS_SECONDS": "0.5"}
+        for name, value in (place | more).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SlipstreamError, match=message) as error:
+            make_mesh(pp=2)
+    assert f"MASTER_ADDR=127.0.0.1, MASTER_PORT={place['MASTER_PORT']}" in str(error.value)
 
 
 def test_one_task_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -508,6 +508,7 @@ def test_ends_while_costs_are_measured(
     else:
         assert last.startswith(f"the ranks were stopped. rank {victim} ")
         assert "measuring what layers cost" in last
+        assert "(the limit of a wait is 3 s: SLIPSTREAM_STALL_LIMIT)" in last
     assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,6 +61,13 @@ def plan(
         float | None,
         above_zero("Memory of a device that may be used, in bytes, such as 70e9. Default: all.", "bytes", "70e9"),
     ] = None,
+    tokens: Annotated[
+        float | None,
+        above_zero("Tokens of the whole training, such as 15e9: shows how long it takes.", "tokens", "15e9"),
+    ] = None,
+    price_per_device_hour: Annotated[
+        float | None, above_zero("What an hour of a device costs: shows what the training costs.", "dollars", "2.5")
+    ] = None,
     output: Annotated[Path, Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
     report: Annotated[Path | None, Option(help="An HTML report of the plan, its timeline and memory.")] = None,
     overwrite: Overwrite = False,
@@ -81,7 +89,49 @@ def plan(
         **_parse(float, offload=offload),
         **_parse(_yes_or_no, shard_optimizer=shard_optimizer),
     }
-    _run(model, cluster, output, report, overwrite, **settings)
+    found = _run(model, cluster, output, report, overwrite, **settings)
+    for line in training_lines(found, tokens, price_per_device_hour):
+        print(line)
+    print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
+    steps = 10 if tokens is None else num_steps(found, tokens)
+    typed = f"train {output} --data.files=[TEXT.txt] --training.output=runs/x --training.steps={steps}"
+    print(f"to train{_launcher(found, cluster, num_nodes)} {typed}")
+
+
+def _launcher(plan: Plan, cluster: str | None, num_nodes: int | None) -> str:
+    """Returns the words between "to train" and the command's arguments, for one machine or several."""
+    nodes = 1
+    if cluster is not None and not cluster.endswith(".json"):  # a profile's processes are on one machine
+        from slipstream.cost import load_cluster
+
+        nodes = num_nodes or load_cluster(cluster).num_nodes
+    if nodes == 1:
+        return ": slipstream"
+    torchrun = f"torchrun --nnodes={nodes} --nproc-per-node={plan.num_devices // nodes} --rdzv-backend=c10d"
+    return f" on each of {nodes} nodes: {torchrun} --rdzv-endpoint=NODE0:29400 -m slipstream"
+
+
+def num_steps(plan: Plan, tokens: float) -> int:
+    """Returns the steps in which a plan trains on at least so many tokens."""
+    return ceil(tokens / (plan.global_batch * plan.seq_len))
+
+
+def training_lines(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
+    """Returns what training by a plan takes on so many tokens, and costs at so many dollars for a device and hour."""
+    from slipstream.units import long_duration_text, plural
+
+    hours = plan.best.step_seconds * plan.num_devices / 3600  # of devices, for a step
+    lines = []
+    if tokens is not None:
+        steps = num_steps(plan, tokens)
+        lines.append(
+            f"{tokens:,.0f} tokens: {plural(steps, 'step')}, {long_duration_text(steps * plan.best.step_seconds)}, "
+            f"{steps * hours:,.1f} device hours" + ("" if price is None else f", ${steps * hours * price:,.2f}")
+        )
+    elif price is not None:
+        each = hours / (plan.global_batch * plan.seq_len) * 1e9
+        lines.append(f"a billion tokens: {each:,.1f} device hours, ${each * price:,.2f}")
+    return lines
 
 
 def _parse(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[Any]]:
@@ -103,7 +153,7 @@ def _yes_or_no(text: str) -> bool:
     return text == "yes"
 
 
-def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> None:
+def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> Plan:
     from slipstream.planning.plan_file import schedule_file, write_plan_file
 
     check_new_file(output, "--output", overwrite)
@@ -127,7 +177,7 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
         from slipstream.planner.report import write_report
 
         write_report(found, report)
-    print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
+    return found
 
 
 def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
@@ -144,7 +194,7 @@ def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
 
 
 def _print(plan: Plan) -> None:
-    from slipstream.planner.report import cut_lines, reasons, search_text, shared_choices, shared_text
+    from slipstream.planner.report import cut_lines, legend_text, reasons, search_text, shared_choices, shared_text
     from slipstream.units import plural
 
     console = make_console()
@@ -162,6 +212,7 @@ def _print(plan: Plan) -> None:
     console.print(plans)
     if shared:
         say(shared_text(shared))
+    say("Computed, not measured: each step was simulated. " + legend_text(shared))
     for line in cut_lines(plan.best):
         say(line)
     say()

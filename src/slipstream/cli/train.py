@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Never
 
 from typer import Argument, Context, Option
 
 from slipstream.cli.options import Overwrite, TrustRemoteCode, check_new_file
-from slipstream.errors import SlipstreamError
+from slipstream.errors import NOTHING_TO_SAVE, STOP_SIGNALS, SlipstreamError, StoppedRunError
 from slipstream.terminal import make_console, outlast_readers, shows
 
 _LEAST_FILES, _ENOUGH_FILES = 256, 4096  # and connections: some for each rank and group
@@ -37,6 +40,12 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
+def _end_before_the_run(number: int, _frame: FrameType | None) -> Never:
+    """Ends this process, which has started and written nothing, even where an import would swallow an exception."""
+    print(f"{signal.Signals(number).name} {NOTHING_TO_SAVE}", file=sys.stderr, flush=True)
+    os._exit(StoppedRunError.exit_code)
+
+
 def train(
     context: Context, config: Annotated[Path, Argument(help="A YAML file; see the documentation for its settings.")]
 ) -> None:
@@ -50,11 +59,16 @@ def train(
     from slipstream.train.config import load_config
 
     settings = load_config(config, context.args)
-    if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
-    from slipstream.train.start_training import start_training
+    handlers = {each: signal.signal(each, _end_before_the_run) for each in STOP_SIGNALS}  # until the run takes them
+    try:
+        if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
+        from slipstream.train.start_training import start_training
 
-    start_training(settings)
+        start_training(settings)
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def init(

@@ -72,7 +72,7 @@ def _measure_as_rank(folder: Path) -> None:
         torch.cuda.set_device(device)
     backend = choose_backend("auto", device.type, num_local)
     limit = limit_of_the_environment()
-    with watched_local_rank(limit) as connection, counted_off("measuring what layers cost"):
+    with watched_local_rank(limit, "SLIPSTREAM_STALL_LIMIT") as connection, counted_off("measuring what layers cost"):
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
         is_first = dist.get_rank() == 0

@@ -7,7 +7,6 @@ import ipaddress
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,21 +23,18 @@ import transformers
 
 from slipstream.errors import RankFailedError, SlipstreamError, StoppedRunError
 from slipstream.launch.stop_request import StopRequest
-from slipstream.parallel import ranks_text
+from slipstream.parallel import RENDEZVOUS_SECONDS, accepts, connected_store, describe_held_port, ranks_text, time_limit
 from slipstream.version import __version__
 from slipstream.watchdog import listen_at, loopback_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
-_DEFAULT_SECONDS = 120.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT_SECONDS = 10.0
 _OVER = "over"  # a key of the store
 _IDLE_SECONDS = 0.5
 _SECONDS_TO_LEAVE = 10.0
-_SECONDS_FOR_AN_ANSWER = 2.0  # after the store's own limit, which it mostly keeps
 
 
 @dataclass(frozen=True)
@@ -77,18 +73,6 @@ class RendezvousPoint:
 
     def __str__(self) -> str:
         return f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
-
-
-def time_limit(environment: Mapping[str, str]) -> float:
-    """Returns the seconds that a rank waits for the master's answer, and for the other ranks."""
-    given = environment.get(_SECONDS, str(_DEFAULT_SECONDS))
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise SlipstreamError(f"{_SECONDS}={given} is not a number of seconds above 0; remove it, or set it to 300")
-    return seconds
 
 
 def connect_ranks(facts: Mapping[str, str], problem: str | None = None, is_elastic: bool = False) -> ConnectedRanks:
@@ -192,35 +176,26 @@ class ConnectedRanks:
         return (
             f"rank {place.rank} connected to {place}, but of {place.world_size} ranks these didn't within "
             f"{place.seconds:g} seconds: {', '.join(absent)}. See their output; if they only start late, wait "
-            f"longer with {_SECONDS}={2 * place.seconds:g}"
+            f"longer with {RENDEZVOUS_SECONDS}={2 * place.seconds:g}"
         )
 
 
 def _connect(place: RendezvousPoint) -> Store:
     """Returns the store at MASTER_ADDR; each restart by torchrun has separate keys."""
-    found: list[Any] = []
 
-    def connect() -> None:
-        try:
-            address = _listening_address(place) if place.keeps_store else ""
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                place.address,
-                place.port,
-                place.world_size,
-                is_master=place.keeps_store,
-                timeout=timedelta(seconds=place.seconds),
-                wait_for_workers=False,
-                master_listen_fd=listen_at(address, place.port).detach() if address else None,
-            )
-            found.append(store)
-        except (RuntimeError, OSError) as error:
-            found.append(error)
+    def connect() -> Store:
+        address = _listening_address(place) if place.keeps_store else ""
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            place.address,
+            place.port,
+            place.world_size,
+            is_master=place.keeps_store,
+            timeout=timedelta(seconds=place.seconds),
+            wait_for_workers=False,
+            master_listen_fd=listen_at(address, place.port).detach() if address else None,
+        )
 
-    # In a thread, as no limit of the store holds once its connection is made: it waits for ever for the first answer.
-    thread = threading.Thread(target=connect, name="connecting to the store", daemon=True)
-    thread.start()
-    thread.join(place.seconds + _SECONDS_FOR_AN_ANSWER)
-    store = found[0] if found else TimeoutError("no answer")
+    store = connected_store(connect, place.seconds)
     if isinstance(store, Exception):
         raise SlipstreamError(_describe_silence(place, str(store).splitlines()[0])) from store
     return dist.PrefixStore(f"slipstream/{place.attempt}", store)  # type: ignore[attr-defined]
@@ -237,32 +212,17 @@ def _listening_address(place: RendezvousPoint) -> str:
 
 
 def _describe_silence(place: RendezvousPoint, reason: str) -> str:
-    host = socket.gethostname()
     if place.keeps_store:
-        return (
-            f"rank 0 on {host} can't listen at {place} ({reason}); choose a free port with MASTER_PORT, and start "
-            f"rank 0 on the machine that MASTER_ADDR names"
-        )
-    if _accepts(place):
-        return (
-            f"rank {place.rank} on {host} reached {place} ({_resolve(place)}), but what listens there doesn't "
-            f"answer as the store of rank 0 does ({reason}): another program holds that port on the master, or rank 0 "
-            "is stopped. See rank 0's output, and choose a free port there with MASTER_PORT"
-        )
+        return describe_held_port(0, str(place), reason)
+    if accepts(place.address, place.port, place.seconds):
+        return describe_held_port(place.rank, f"{place} ({_resolve(place)})", reason)
+    host = socket.gethostname()
     return (
         f"rank {place.rank} on {host} got no answer from the master at {place} ({_resolve(place)}) within "
         f"{place.seconds:g} seconds ({reason}). Check that rank 0 has started there, that the name stands for its "
         f"address here (getent hosts {place.address}), and that firewalls pass the port (nc -vz {place.address} "
-        f"{place.port}); to wait longer, set {_SECONDS}={2 * place.seconds:g}"
+        f"{place.port}); to wait longer, set {RENDEZVOUS_SECONDS}={2 * place.seconds:g}"
     )
-
-
-def _accepts(place: RendezvousPoint) -> bool:
-    """Returns whether somebody listens there."""
-    with suppress(OSError):
-        socket.create_connection((place.address, place.port), timeout=min(_CONNECT_SECONDS, place.seconds)).close()
-        return True
-    return False
 
 
 def _resolve(place: RendezvousPoint) -> str:

@@ -14,15 +14,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from slipstream.errors import NonFiniteError, RankFailedError, SlipstreamError, StoppedRunError
+from slipstream.errors import (
+    NOTHING_TO_SAVE,
+    STOP_SIGNALS,
+    NonFiniteError,
+    RankFailedError,
+    SlipstreamError,
+    StoppedRunError,
+)
 from slipstream.watchdog import WatchSettings, end_watch, explain_loss, open_hub, start_watch, supervised_hub
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""The signals that ask a run to save at the end of its step and to end. The third request ends it at once."""
-
 
 # Seconds in which the same signal is the same request: Slurm sends it to every process of a step, launchers pass on
 # what they get, and people type it twice.
@@ -62,7 +65,7 @@ def ended_by_requests() -> Iterator[Callable[[], None]]:
 
     def end(number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        came.append(StoppedRunError(f"{name} ended the run while no rank was training; nothing new is to be saved"))
+        came.append(StoppedRunError(f"{name} {NOTHING_TO_SAVE}"))
         raise came[0]
 
     def end_if_asked() -> None:
@@ -144,6 +147,7 @@ def watched_run(
     limit: float | Literal["off"] | None,
     address: str,
     error_file: str | None = None,
+    limit_setting: str = "training.stall_limit",
 ) -> Iterator[None]:
     """Watches this rank in the body. Every rank enters it.
 
@@ -154,13 +158,15 @@ def watched_run(
         limit: seconds that a rank may wait; None for the default, "off" for no watchers.
         address: of this machine, at which the other ranks reach it.
         error_file: where our launcher reads why the rank has ended.
+        limit_setting: by which the limit is given.
     """
     if limit != "off" and num_ranks > 1:
         hub = None
         if rank == 0 and launched_error_file() is None:  # our launcher keeps the hub itself
             hub, mine = open_hub(address)
             store.set(_KEY, json.dumps(vars(mine)))
-        start_watch(WatchSettings(**json.loads(store.get(_KEY))), rank, num_ranks, limit, hub, error_file)
+        settings = WatchSettings(**json.loads(store.get(_KEY)))
+        start_watch(settings, rank, num_ranks, limit, hub, error_file, limit_setting=limit_setting)
     try:
         yield
     except _DECIDED_BY_ALL:
@@ -176,10 +182,12 @@ def watched_run(
 
 
 @contextmanager
-def watched_local_rank(limit: float | Literal["off"] | None) -> Iterator[dict[str, Any]]:
+def watched_local_rank(
+    limit: float | Literal["off"] | None, limit_setting: str = "training.stall_limit"
+) -> Iterator[dict[str, Any]]:
     """Connects a rank of our launcher with the others, and watches it in the body; every rank enters it.
 
-    Yields what `init_process_group` takes of the connection. `limit` is that of `watched_run`.
+    Yields what `init_process_group` takes of the connection. `limit` is that of `watched_run`, and so is the other.
     """
     import torch.distributed as dist
 
@@ -187,7 +195,7 @@ def watched_local_rank(limit: float | Literal["off"] | None) -> Iterator[dict[st
 
     rank, size, host, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     store = dist.TCPStore(host, int(port), timeout=NO_LIMIT)  # type: ignore[attr-defined]
-    with watched_run(store, int(rank), int(size), limit, host, launched_error_file()):
+    with watched_run(store, int(rank), int(size), limit, host, launched_error_file(), limit_setting):
         yield {"rank": int(rank), "world_size": int(size), "store": store}
 
 

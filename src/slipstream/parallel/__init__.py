@@ -16,13 +16,18 @@ from slipstream.parallel.gpus import (
 )
 from slipstream.parallel.mesh import (
     NO_LIMIT,
+    RENDEZVOUS_SECONDS,
     MeshAxis,
     Ranks,
+    accepts,
     add_axis,
+    connected_store,
+    describe_held_port,
     end_group_at_exit,
     join_launched_group,
     limit_of_the_environment,
     make_mesh,
+    time_limit,
     watch_group,
 )
 from slipstream.parallel.parameter_share import ParameterShard, ParameterShare, part_bounds

@@ -7,7 +7,9 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -380,10 +382,98 @@ def _make_group(
             "torch.distributed.init_process_group(...) before the Pipeline is made, or, for a process by itself, "
             "remove WORLD_SIZE."
         )
-    store, rank, size = next(rendezvous("env://", timeout=NO_LIMIT))
+    store, rank, size = _launched_store(environment)
     watch_store(store, rank, size, stall_limit, is_provisional)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=NO_LIMIT)
     end_group_at_exit()
+
+
+def _launched_store(environment: Mapping[str, str]) -> tuple[Store, int, int]:
+    """Returns the store at MASTER_ADDR, this rank and how many there are. Raises SlipstreamError where it can't listen
+    there, or another program does."""
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own, which is there before its ranks
+        found: tuple[Store, int, int] = next(rendezvous("env://", timeout=NO_LIMIT))
+        return found
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    address, port, seconds = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), time_limit(environment)
+
+    def connect() -> Store:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, is_master=rank == 0, timeout=NO_LIMIT, wait_for_workers=False, multi_tenant=True
+        )
+
+    # As long as nobody listens there, rank 0 may still start.
+    store = connected_store(connect, seconds, lambda: accepts(address, port, seconds))
+    if not isinstance(store, Exception):
+        return store, rank, size
+    place, reason = f"MASTER_ADDR={address}, MASTER_PORT={port}", str(store).partition("\n")[0]
+    raise SlipstreamError(describe_held_port(rank, place, reason)) from store
+
+
+def describe_held_port(rank: int, place: str, reason: str) -> str:
+    """Returns why a rank can't use the store at a place where somebody listens."""
+    here = f"rank {rank} on {socket.gethostname()}"
+    if rank == 0:
+        return (
+            f"{here} can't listen at {place} ({reason}); choose a free port with MASTER_PORT, and start rank 0 on the "
+            "machine that MASTER_ADDR names"
+        )
+    return (
+        f"{here} reached {place}, but what listens there doesn't answer as the store of rank 0 does ({reason}): "
+        "another program holds that port on the master, or rank 0 is stopped. See rank 0's output, and choose a free "
+        "port there with MASTER_PORT"
+    )
+
+
+RENDEZVOUS_SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
+"""The environment's variable with the seconds that a rank waits for the others."""
+_DEFAULT_SECONDS, _CONNECT_SECONDS = 120.0, 10.0
+_SECONDS_FOR_AN_ANSWER = 2.0  # after the store's own limit, which it mostly keeps
+
+
+def time_limit(environment: Mapping[str, str]) -> float:
+    """Returns the seconds that a rank waits for the master's answer, and for the other ranks."""
+    given = environment.get(RENDEZVOUS_SECONDS, str(_DEFAULT_SECONDS))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise SlipstreamError(
+            f"{RENDEZVOUS_SECONDS}={given} is not a number of seconds above 0; remove it, or set it to 300"
+        )
+    return seconds
+
+
+def connected_store(
+    connect: Callable[[], Store], seconds: float, gives_up: Callable[[], bool] = lambda: True
+) -> Store | Exception:
+    """Returns the store, the error of connecting to it, or a TimeoutError after some seconds, unless it `gives_up`
+    later only."""
+    found: list[Store | Exception] = []
+
+    def try_to() -> None:
+        try:
+            found.append(connect())
+        except (RuntimeError, OSError) as error:
+            found.append(error)
+
+    # In a thread, as no limit of the store holds once its connection is made: it waits for ever for the first answer.
+    thread = threading.Thread(target=try_to, name="connecting to the store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    while not found and not gives_up():
+        thread.join(seconds)
+    thread.join(_SECONDS_FOR_AN_ANSWER)
+    return found[0] if found else TimeoutError("no answer")
+
+
+def accepts(address: str, port: int, seconds: float) -> bool:
+    """Returns whether somebody listens there."""
+    with suppress(OSError):
+        socket.create_connection((address, port), timeout=min(_CONNECT_SECONDS, seconds)).close()
+        return True
+    return False
 
 
 def end_group_at_exit() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from html import escape
 from math import isfinite
 from pathlib import Path
@@ -106,6 +106,27 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "memory": lambda p: memory_text(p),
 }
 """The columns of the table of predictions: heading -> the text of a cell."""
+
+_LEGEND = {
+    "tp x pp x dp": "devices that share every layer, ranks of a pipeline, pipelines that share the batch",
+    "stages per rank": "parts of the model on a rank",
+    "schedule": "the order of forwards and backwards",
+    "slices": "parts of a sequence",
+    "slicing": "how their lengths were found",
+    "microbatches": "of a pipeline's step, each of so many sequences",
+    "sharded": "whether pipelines share the optimizer's state",
+    "step": "seconds of an optimizer step",
+    "tokens/s": "of all devices together",
+    "MFU": "the share of the devices' peak that the model's own FLOPs take",
+    "idle": "the share of the ranks' time without computation",
+    "memory": "of the fullest rank",
+}
+
+
+def legend_text(left_out: Container[str] = ()) -> str:
+    """Returns what the columns mean, in a line."""
+    return "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in left_out) + "."
+
 
 _NUM_CHOSEN = 9  # the first columns are choices, the others predictions
 

@@ -10,6 +10,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import check_compiler
 from slipstream.parallel import choose_backend, describe_sharing, gpu_of, refuse_shards
 from slipstream.train.config import Config
+from slipstream.units import plural
 
 
 def count_local_ranks(config: Config) -> int:
@@ -50,6 +51,18 @@ def sharing_here(config: Config) -> str:
 def describe_device(config: Config) -> str:
     """Returns what must be alike on all machines of a run: "cpu", "cuda", or that ranks share GPUs."""
     return "cuda, shared by ranks" if sharing_here(config) else choose_device_type(config)
+
+
+def describe_run(config: Config) -> str:
+    """Returns in a line what a configuration may have left open: the mesh, the device, the precision, checkpoints, and
+    where results go."""
+    device, every = choose_device_type(config), config.checkpoint.every
+    saves = "none" if every == 0 else every if every == "auto" else f"every {plural(every or 0, 'step')}"
+    saves = "once it has trained for ten minutes" if every is None else saves
+    return (
+        f"{config.mesh_text} on {device}, training.precision={config.training.precision}; checkpoints: {saves}; "
+        f"results go to {config.training.output.absolute()}"
+    )
 
 
 def share_of_gpu(config: Config) -> float:

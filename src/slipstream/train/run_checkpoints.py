@@ -122,8 +122,13 @@ class RunCheckpoints:
         return saved.step
 
     def is_due(self, step: int) -> bool:
-        """Returns whether `checkpoint.every` asks for a checkpoint after a step."""
+        """Returns whether `checkpoint.every` asks for a checkpoint after a step. Collective."""
         return self._interval.is_due(step)
+
+    @property
+    def has_one_at_the_end(self) -> bool:
+        """Whether a checkpoint is due after the last step."""
+        return self._interval.has_one_at_the_end
 
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
@@ -197,6 +202,7 @@ class FailureLog:
 
 
 _FIRST = 10  # the step of the first one, before anything is measured
+_PATIENCE = 600.0  # seconds of training before the first one where none is asked for
 _REMEMBERED = 32  # steps and saves, of whose seconds the median is taken
 _SECONDS_OF_A_DAY = 86400.0
 
@@ -219,20 +225,21 @@ class SaveInterval:
 
     Args:
         every: steps, 0 for never, or "auto": from the seconds that training stands still for a save, but never so often
-            that a save would wait for the one before.
+            that a save would wait for the one before. None: as "auto", of a run that has trained for ten minutes.
         failures_per_day: that are expected of the whole run.
         world: all ranks, which follow the first.
     """
 
-    def __init__(self, every: int | Literal["auto"], failures_per_day: float, world: RankGroup) -> None:
+    def __init__(self, every: int | Literal["auto"] | None, failures_per_day: float, world: RankGroup) -> None:
         self._every, self._world = every, world
         self._between_failures = _SECONDS_OF_A_DAY / failures_per_day
         self._steps, self._costs, self._writes = (deque[float](maxlen=_REMEMBERED) for _ in range(3))
-        self._next = 0
+        self._next, self._trained = 0, 0.0
 
     def note_step(self, seconds: float) -> None:
         """Notes how long a step took."""
         self._steps.append(seconds)
+        self._trained += seconds
 
     def note_written(self, seconds: float) -> None:
         """Notes how long it took until a checkpoint was complete, while training went on."""
@@ -242,14 +249,21 @@ class SaveInterval:
         """Notes for how many seconds training stood still for the last save, and decides about the next. Collective
         where the interval is found here."""
         self._costs.append(cost)
-        if self._every == "auto":
+        if not isinstance(self._every, int):
             self._next = step + int(self._world.gather(self._best_steps())[0])
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after a step."""
-        if self._every == "auto":
+        """Returns whether a checkpoint is due after a step. Collective until the first one, where nothing is said."""
+        if self._every is None and not self._next:
+            return step % _FIRST == 0 and bool(self._world.gather(self._trained >= _PATIENCE)[0])
+        if not isinstance(self._every, int):
             return step >= (self._next or _FIRST)
         return self._every > 0 and step % self._every == 0
+
+    @property
+    def has_one_at_the_end(self) -> bool:
+        """Whether a checkpoint is due after the last step too: where they are asked for, or there are some."""
+        return bool(self._every or self._next)
 
     def _best_steps(self) -> int:
         seconds = best_interval(statistics.median(self._costs), self._between_failures)

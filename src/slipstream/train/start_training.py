@@ -23,7 +23,7 @@ from slipstream.launch import (
 )
 from slipstream.terminal import go_on_in, make_console
 from slipstream.train.config import Config
-from slipstream.train.device_choice import check_machine, choose_backends, sharing_here
+from slipstream.train.device_choice import check_machine, choose_backends, describe_run, sharing_here
 from slipstream.train.elastic_mesh import LocalPlaces, choose_mesh, mesh_settings
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, memory_account, preflight
@@ -64,6 +64,7 @@ def start_training(config: Config) -> None:
         with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
             go_on_in(folder.log)
+            progress.say(describe_run(config))
             progress.say(
                 f"starting {plural(num_ranks, 'rank')}"
                 + ("" if server else ", which import torch and transformers first")

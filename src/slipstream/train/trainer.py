@@ -210,7 +210,9 @@ class Trainer:
                 record, is_best = self._validator.validate(step)
             self._reporter.write(record)
         last = step == self._num_steps or self._validator.history.is_out_of_patience
-        is_wanted = (is_best and section.keep_best) or (last and (section.every or section.keep_best))
+        is_wanted = (is_best and section.keep_best) or (
+            last and (section.keep_best or self._checkpoints.has_one_at_the_end)
+        )
         if self._checkpoints.is_due(step) or is_wanted:
             began = time.perf_counter()
             self._save(step)

@@ -29,6 +29,7 @@ from slipstream.train.device_choice import (
     choose_device,
     count_local_ranks,
     describe_device,
+    describe_run,
     sharing_here,
 )
 from slipstream.train.elastic_mesh import choose_mesh
@@ -180,6 +181,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
     def prepared() -> tuple[bool, str, str]:
         about = [f"all ranks connected: {ranks}", sharing_here(config), ranks.describe_store()]
         progress.say("; ".join(filter(None, about)))
+        progress.say(describe_run(config))
         inputs = preflight(config, progress)
         run_id = uuid.uuid4().hex  # a folder that an earlier run left on one node's own disk has another one
         if not inputs.is_finished:

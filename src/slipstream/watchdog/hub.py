@@ -46,7 +46,7 @@ class Hub:
         self._verdict: dict[str, Any] | None = memory["verdict"]
         self._verdict_at = 0.0
         self._remembered: Any = None
-        self._num_ranks, self._limit = 0, None  # which each of them says
+        self._num_ranks, self._limit, self._limit_setting = 0, None, ""  # which each of them says
         self._paused_at = self._looked_at = now  # when a rank was last in a phase whose silence doesn't count
         self._told_at = 0.0
         self._finished: list[int] = []  # which the others were told of
@@ -117,6 +117,7 @@ class Hub:
             return
         first, rank = messages[0], messages[0]["rank"]
         self._num_ranks, self._limit = first["num_ranks"], first.get("limit")
+        self._limit_setting = str(first.get("limit_setting", ""))
         line.most_bytes = 2**20
         lines = self._watchers if first.get("is_watcher") else self._ranks
         if rank in lines:  # by a connection that was lost without a word
@@ -200,7 +201,7 @@ class Hub:
         fault = self._judge()[0] or fault  # more may have died meanwhile
         # of an error of its own the rank tells by itself, and others may be about to end well
         grace = 5.0 if fault.is_failure else 1.5 if fault.is_death else 0.5
-        self._verdict = {"verdict": describe_fault(fault, self._reports, limit), "grace": grace}
+        self._verdict = {"verdict": describe_fault(fault, self._reports, limit, self._limit_setting), "grace": grace}
         self._send(self._verdict)
         self._verdict_at = time.monotonic() + grace
         self._remember()

@@ -177,12 +177,13 @@ def _stalled(report: Report) -> str:
     return f"hangs: it hasn't got on for {report.silent:.0f} s, and doesn't compute"
 
 
-def describe_fault(fault: Fault, reports: Mapping[int, Report], limit: float) -> str:
-    """Returns the verdict: which ranks are to blame, where each rank was, and what is missing."""
+def describe_fault(fault: Fault, reports: Mapping[int, Report], limit: float, setting: str = "") -> str:
+    """Returns the verdict: which ranks are to blame, where each rank was, and what is missing. The limit of a wait is
+    that of a `setting`."""
     lines = [f"{_name(rank, reports[rank])} {reason}; {reports[rank].doing}" for rank, reason in fault.reasons.items()]
     if not fault.is_death and not fault.is_failure:
         while_loading = f", {_TIMES_THE_LIMIT} times while ranks load or save" if fault.is_long else ""
-        lines[-1] += f" (the limit of a wait is {limit:.0f} s{while_loading}: training.stall_limit)"
+        lines[-1] += f" (the limit of a wait is {limit:.0f} s{while_loading}: {setting})"
     for rank in fault.reasons:
         lines += _indented(reports[rank].detail)
     others = [rank for rank, report in reports.items() if rank not in fault.reasons and report.ending != "finished"]

@@ -81,6 +81,7 @@ def start_watch(
     error_file: str | None = None,
     is_provisional: bool = False,
     names: Sequence[int] | None = None,
+    limit_setting: str = "Runtime.stall_limit, or the environment's SLIPSTREAM_STALL_LIMIT",
 ) -> None:
     """Starts this rank's watcher, which ends with it, in place of a provisional one.
 
@@ -93,6 +94,7 @@ def start_watch(
         error_file: where a launcher reads why the rank has ended; by default it is written to standard error.
         is_provisional: whether another call may follow; until then deaths alone are noticed, and no silence.
         names: by which errors name the ranks, where they are some of a larger group.
+        limit_setting: by which the limit is given, as errors name it.
     """
     global _watch
     files = {name: anonymous_file(f"slipstream-{name}") for name in ("order", "verdict", "finished")}
@@ -104,6 +106,7 @@ def start_watch(
     stack = anonymous_file("slipstream-stack")
     descriptors = files | {"board": watch.board.descriptor, "stack": stack}
     run: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "limit": limit, "token": settings.token}
+    run["limit_setting"] = limit_setting
     given = descriptors | vars(settings) | run | {"error_file": error_file, "stack_signal": _dump_stacks_to(stack)}
     me = run | {"host": socket.gethostname(), "process": os.getpid(), "doing": "before it was watched"}
     link = Link(settings.address, settings.port, lambda: me)

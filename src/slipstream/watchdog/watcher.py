@@ -64,7 +64,7 @@ class Watcher:
         self._say_how_it_ended()
 
     def _hello(self) -> dict[str, Any]:
-        names = ("rank", "num_ranks", "limit", "token")
+        names = ("rank", "num_ranks", "limit", "limit_setting", "token")
         who = {name: self._settings[name] for name in names} | {"host": socket.gethostname(), "is_watcher": True}
         return who | self._facts() | self._ending
 

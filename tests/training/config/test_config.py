@@ -37,6 +37,70 @@ def test_overrides_are_yaml_and_reach_every_section(path: Path) -> None:
     assert config.model.config == {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8}
 
 
+def test_there_are_as_many_ranks_as_the_launcher_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_config(path).pipeline.num_ranks == 2
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert load_config(path).pipeline.num_ranks == 8
+    found = load_config(path, ["--dp=2", "--training.batch_size=2"])
+    assert (found.pipeline.num_ranks, found.num_processes) == (4, 8)
+    assert load_config(path, ["--pp=3"]).pipeline.num_ranks == 3
+    with pytest.raises(SlipstreamError, match="8 processes don't divide by the 3 of the other axes"):
+        load_config(path, ["--dp=3", "--training.batch_size=3"])
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "ranks", "precision"),
+    [
+        ("9.0\n9.0\n", [], 4, "bf16-weights"),
+        ("9.0\n7.0\n", [], 4, "float32"),
+        ("", [], 4, "float32"),
+        ("9.0\n", ["--tp=2"], 2, "bf16-weights"),
+        ("9.0\n", ["--pp=2", "--training.precision=float32"], 2, "float32"),
+        ("9.0\n", ["--dp=2", "--training.batch_size=2", "--parallel.shard_parameters=true"], 2, "bf16"),
+        ("9.0\n", ["--training.device=cpu"], 2, "float32"),
+    ],
+)
+def test_gpus_have_a_rank_each_and_weights_in_bfloat16(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    settings: list[str],
+    ranks: int,
+    precision: str,
+) -> None:
+    """As if there were four GPUs, whose driver's file and program are these."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{capability}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("slipstream.train.config.run_config._GPU_FILES", [str(program)])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    found = load_config(path, settings)
+    assert (found.pipeline.num_ranks, found.training.precision) == (ranks, precision)
+
+
+def test_inputs_are_looked_for_next_to_the_configuration_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there" / "model").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    for name in ("both.txt", "beside.txt"):
+        (tmp_path / "there" / name).touch()
+    for name in ("both.txt", "here.txt"):
+        (tmp_path / "here" / name).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    training = "training: {output: runs/x, steps: 10, seq_len: 64}"
+    data = "data: {sources: [{files: [both.txt, here.txt, beside.txt]}, {dataset: no/where}], tokenizer: model}"
+    file = Path("../there/config.yaml")
+    file.write_text(f"model: {{path: model}}\n{data}\n{training}\n")
+    found = load_config(file)
+    assert found.model.path == found.data.tokenizer == "../there/model"
+    assert found.data.sources is not None
+    assert list(map(str, found.data.sources[0].files or [])) == ["both.txt", "here.txt", "../there/beside.txt"]
+    assert found.data.sources[1].dataset == "no/where"  # of the hub
+    assert str(found.training.output) == "runs/x"
+    assert load_config(file, ["--model.path=model"]).model.path == "model"  # which was typed here
+
+
 def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Path) -> None:
     config = load_config(path, ["--sample.prompt=def ", "--pipeline.slices=[60, 4]"])
     again = tmp_path / "again.yaml"
@@ -81,7 +145,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--pipeline.microbatches=[[3]]", ["microbatches[0]=[3]: give a list [a whole number from 1, a list of whole"]),
         ("--pipeline.microbatches=x", ["give a list of lists [a whole number from 1, a list of whole numbers]"]),
         ("--data.dataset=x", ["one of data.corpus, data.files, data.dataset and", "given: corpus and dataset"]),
-        ("--training.steps", ["can't read the override", "--training.steps=100"]),
+        ("--training.steps", ["'--training.steps' is no setting with its value", "--training.steps=100"]),
         ("--training.steps.more=1", ["can't set training.steps.more", "steps is the value 10"]),
         ("--training.steps=[", ["training.steps='['", "isn't valid YAML"]),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tomllib
 from collections.abc import Sequence
 from math import prod
@@ -241,7 +242,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a YAML file, with `section.key=value` overrides (values are YAML).
 
     A schedule's text file is looked for in the folder of the configuration that names it; one that an override names,
-    in the working folder.
+    in the working folder. Models, texts and templates that the file names are looked for in the working folder, then in
+    the file's own. Where a GPU is at hand, there are as many ranks by default, and weights in bfloat16.
 
     Raises SlipstreamError for a file that can't be read, an unknown key or a value that isn't allowed.
     """
@@ -259,9 +261,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
     check_is_ours(path, values)
     _locate_schedule(values, path.parent)
+    _locate_inputs(values, path.parent)
     for override in overrides:
         set_override(values, override)
     _locate_schedule(values, Path())
+    _fill_in_for_this_machine(values)
     _fill_mesh(values)
     return parse_config(values)
 
@@ -292,6 +296,75 @@ def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
     if isinstance(name, str) and name.endswith(".txt"):
         values["pipeline"]["schedule"] = str((folder / name).absolute())
 
+
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "model": ("path",),
+    "lora": ("path",),
+    "data": ("files", "dataset", "validation", "tokenizer", "chat_template"),
+}
+
+
+def _locate_inputs(values: dict[str, Any], folder: Path) -> None:
+    """Names what isn't in the working folder, but in this one, by its place there."""
+
+    def located(given: Any) -> Any:
+        if isinstance(given, list):
+            return [located(each) for each in given]
+        if not isinstance(given, str) or os.path.exists(given) or not os.path.exists(folder / given):
+            return given
+        return str(folder / given)
+
+    data = values.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else None
+    named = [(values.get(section), names) for section, names in _INPUTS.items()]
+    named += [(each, _INPUTS["data"]) for each in (sources if isinstance(sources, list) else ())]
+    for section, names in named:
+        if isinstance(section, dict):
+            section.update({name: located(section[name]) for name in names if name in section})
+
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: without one of them there is no GPU
+
+
+def _count_gpus(values: dict[str, Any]) -> int:
+    """Returns how many GPUs this process may use. Imports torch only where there may be some, once the configuration's
+    names are right."""
+    if not any(map(os.path.exists, _GPU_FILES)):
+        return 0
+    check_names(values)
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _fill_in_for_this_machine(values: dict[str, Any]) -> None:
+    """Gives the pipeline the ranks that the launcher started, or one for each GPU, and the weights a precision that the
+    GPUs are made for, where the configuration says neither."""
+    sections = ("pipeline", "parallel", "training")
+    pipeline, parallel, training = (values.get(name) or {} for name in sections)
+    if not all(isinstance(each, dict) for each in (pipeline, parallel, training)):
+        return
+    gpus = 0 if training.get("device") == "cpu" else _count_gpus(values)
+    is_open = "num_ranks" not in pipeline and "auto" not in (parallel.get("data"), parallel.get("tensor"))
+    if is_open and (gpus or "WORLD_SIZE" in os.environ):
+        values["pipeline"] = {**pipeline, "num_ranks": "auto"}
+    if gpus and "precision" not in training and _has_bfloat16():
+        # Weights that are split over replicas have no float32 copies beside them.
+        precision = "bf16" if parallel.get("shard_parameters") else "bf16-weights"
+        values["training"] = {**training, "precision": precision}
+
+
+def _has_bfloat16() -> bool:
+    """Returns whether all GPUs multiply in bfloat16, asked without touching CUDA, which ranks couldn't use then."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS_TO_ASK, check=True).stdout
+        return min(map(float, found.split())) >= _FIRST_WITH_BFLOAT16
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
+
+
+_SECONDS_TO_ASK, _FIRST_WITH_BFLOAT16 = 30.0, 8.0
 
 # The axes of the mesh, as they are typed, and the settings that they are
 _MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
@@ -367,6 +440,12 @@ def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     given: dict[str, Any] = {}
     for override in overrides:
         set_override(given, override)
+    check_names(given)
+    return given
+
+
+def check_names(given: dict[str, Any]) -> None:
+    """Raises SlipstreamError for sections and settings that there aren't."""
     smallest: dict[str, dict[str, Any]] = {**SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
     for name, values in given.items():
         section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
@@ -374,4 +453,3 @@ def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
             parse_config({**smallest, name: values})
         elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
             parse_config({**smallest, name: smallest.get(name, {}) | unknown})
-    return given

@@ -50,7 +50,8 @@ class PipelineSection(Record):
     """The split of the model and its sequences, and the order in which the slices run."""
 
     num_ranks: PositiveInt = 2
-    """Processes that the layers are spread over."""
+    """Processes that the layers are spread over. Default: those that torchrun or srun has started, or one for each GPU,
+    by the other axes of the mesh; 2 on a machine without a GPU."""
     stages_per_rank: PositiveInt = 1
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
@@ -111,7 +112,8 @@ class TrainingSection(Record):
     precision: Literal["float32", "bf16", "bf16-weights", "fp16"] = "float32"
     """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, of which the optimizer
     has float32 copies, and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
-    that adapts during training."""
+    that adapts during training. Default on GPUs with bfloat16: bf16-weights, or bf16 with
+    `parallel.shard_parameters`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU, which several ranks share where there are fewer GPUs than ranks."""
     seed: int = 0
@@ -184,9 +186,10 @@ class TrainingSection(Record):
 class CheckpointSection(Record):
     """The run's state, saved from time to time during training, so that the run can be resumed."""
 
-    every: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     """Steps between checkpoints; there is also one at the end. 0 for none. auto: the interval that minimises expected
-    lost time, from the measured cost of a save and `failures_per_day`."""
+    lost time, from the measured cost of a save and `failures_per_day`. Default: as auto, once a run has trained for ten
+    minutes."""
     failures_per_day: PositiveFloat = 1.0
     """With `every: auto`, how often the run is expected to fail, for any reason."""
     keep: PositiveInt = 2
