@@ -222,6 +222,8 @@ class PlanSection(Record):
     """On what it was planned, how long a step takes, what it holds, with which versions; training doesn't read it."""
     rates: dict[str, Any] | None = None
     """With `data.packing: none`: what the stages cost, as it was measured, by which each step is planned."""
+    open: list[Literal["pp", "dp", "tp", "microbatches"]] = Field(default=[])
+    """What is chosen by measured costs when the run starts, as several axes of the mesh that are `auto` ask for."""
 
 
 # What adamw has where nothing else is given; another optimizer has the defaults of its class.
