@@ -81,6 +81,12 @@ SUBJECTS = {
         "auto_planned",
         sources=(*_PIPELINE, "benchmarks/auto_grid_models.py"),
     ),
+    "mesh_grid": Subject(
+        "the mesh that is chosen, against the best pipeline, two replicas and DDP of PyTorch",
+        "mesh_grid",
+        "",
+        _PIPELINE,
+    ),
     "in_turns": Subject(
         "one sequence of 2048 tokens, three stages a rank",
         "token_slices",

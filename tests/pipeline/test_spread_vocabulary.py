@@ -135,6 +135,13 @@ def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) ->
     check(model, pipe, tokens(batch=3, length=LENGTH))
 
 
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_forwards_may_be_a_microbatch_ahead(name: str) -> None:
+    schedule = spread_vocabulary(make_schedule("1f1b", 2, 3, 2), embedding=name in TIED, ahead=1)
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), schedule=schedule, slices=[10, 14])
+    check(name, pipe, tokens(batch=3, length=LENGTH))
+
+
 def test_a_plan_for_a_tied_model_runs() -> None:
     task = problem(costs=ToyCosts(num_layers=4, head=7.0, overhead=1.0), tied=True, granularity=4, seq_len=LENGTH)
     plan = find_vocabulary_plan(task, "spread", lambda _: None)

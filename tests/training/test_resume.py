@@ -253,7 +253,6 @@ def test_one_axis_takes_what_the_others_leave(tmp_path: Path, monkeypatch: pytes
     found = load_config(config, [*more, "--dp=auto", "--training.batch_size=8"])
     assert found.num_processes == 8
     for settings, reason in (
-        (["--pp=auto", "--dp=auto"], "--pp=auto and --dp=auto: one axis can take what the others leave"),
         (["--pp=3", "--dp=auto"], "8 processes don't divide by the 3 of the other axes"),
         (["--dp=3"], "training.batch_size=4 doesn't divide into parallel.data=3 equal parts; choose 3 or 6"),
         (["--dp=4", "--pipeline.num_microbatches=2"], "of 1 for each of parallel.data=4 replicas can't be cut into"),

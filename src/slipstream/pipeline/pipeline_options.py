@@ -59,6 +59,8 @@ class ExpectedBatch:
         longest: tokens of the longest sequence, where lengths differ. None: they don't.
         dtype: in which the model computes, such as "bf16" under autocast. None: the parameters'.
         say: gets a line about what is measured, and about what was found.
+        device_memory: bytes of each rank within which it is planned where it can be. None: not known.
+        effort: of the search, as a share of a run's.
     """
 
     seq_len: int
@@ -67,6 +69,8 @@ class ExpectedBatch:
     longest: int | None = None
     dtype: str | None = None
     say: Callable[[str], None] | None = None
+    device_memory: float | None = None
+    effort: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout,
 from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
 from slipstream.pipeline.weights import gather_state
@@ -88,7 +88,7 @@ class PipelineRuntime:
         self._given_rates: StageRates | None = options.rates
         self.has_own_loss = options.loss_fn is not None
         self._adds_router_loss = options.router_loss != "none"
-        if num_ranks > 1 and self.family.is_open(options):
+        if (num_ranks > 1 or isinstance(options.seq_len, ExpectedBatch)) and self.family.is_open(options):
             options = self._plan_start(options, num_ranks)
         self._has_limit = options.memory.limit is not None
         self._recomputes = options.memory.recompute != "none"

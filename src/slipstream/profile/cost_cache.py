@@ -24,6 +24,8 @@ from slipstream.profile.link_measurement import measure_link
 from slipstream.profile.profile_run import ProfileSettings, identify_hardware, identify_model, profile_model, versions
 
 _ATTEMPTS = 2
+# The profiles that this process has measured and doesn't keep: meshes are compared, and the best one planned, by one.
+_disturbed: dict[Path, Profile] = {}
 
 
 def costs_folder() -> Path:
@@ -91,8 +93,8 @@ def find_costs(
     """
     # all of them measure at the same time
     cache = CostCache(config, settings, device, ranks.world.size, ranks.tensor.size)
-    found: Profile | None = ranks.decided(lambda: cache.find(say))
-    if found is not None:
+    found: Profile | None = ranks.decided(lambda: _disturbed.get(cache.path) or cache.find(say))
+    if found is not None and (found.link is not None or ranks.pipeline.size == 1):
         return found
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
@@ -106,7 +108,9 @@ def find_costs(
             next_step = "the costs are used, but not kept" if last else "measuring again"
             say(f"another program used the cores for {profiles[-1].disturbed:.0%} of the measuring: {next_step}")
     best = min(profiles, key=lambda profile: profile.disturbed)
-    if ranks.leads and not best.is_disturbed:
+    if ranks.leads and best.is_disturbed:
+        _disturbed[cache.path] = best
+    elif ranks.leads:
         cache.keep(best, say)
     return best
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import pairwise, takewhile
+from typing import NamedTuple
 
 from slipstream.schedule.action import COMMUNICATION, VOCABULARY, Action, Op, ScheduleError
 from slipstream.schedule.lowering import Seconds, run_times, unit_seconds
@@ -193,6 +195,7 @@ def spread_vocabulary(
     seconds: Seconds = unit_seconds,
     link: Seconds = lambda _: 0,
     embedding: bool = False,
+    ahead: int = 0,
 ) -> Schedule:
     """Adds V, L and VW to a schedule with compute actions only, so that every rank has its rows of the head.
 
@@ -207,11 +210,17 @@ def spread_vocabulary(
     With `embedding`, for a head whose weight embeds too, E and EW are added: an E runs as soon as the first stage is
     within two slices a rank of its own, and an EW where its rank waits, or when more than two a rank are left over.
 
+    With `ahead`, every rank runs the forwards of so many microbatches more before its other actions than the order has,
+    and holds as many more: between a microbatch's last forward and its first backward lie V and L, for which 1F1B has
+    no time (the paper's section 5.2).
+
     A schedule of forwards alone gets V and L, and E.
 
     Raises:
-        ScheduleError: the schedule is not valid, or has communication or a spread vocabulary already.
+        ScheduleError: the schedule is not valid, or has communication or a spread vocabulary already, or can't run so
+            far ahead.
     """
+    schedule = _with_forwards_ahead(schedule, ahead)
     validate(schedule)
     if empty := set(range(schedule.num_ranks)) - set(schedule.placement):
         raise ScheduleError(f"{schedule.name} has no stage on rank {min(empty)}, next to which it could have its rows.")
@@ -221,6 +230,25 @@ def spread_vocabulary(
     runs = [_Run(wider, schedule, seconds, link, rank) for rank in (_in_waits, _once_through, _at_once)]
     rows = min((run.finished() for run in runs), key=lambda run: run.makespan).rows
     return replace(schedule, actions=tuple(map(tuple, rows)))
+
+
+def _with_forwards_ahead(schedule: Schedule, microbatches: int) -> Schedule:
+    """Returns the schedule with every rank's forwards moved ahead, in their order, by as many as microbatches have."""
+    if not microbatches:
+        return schedule
+    rows, number = [], microbatches * max(schedule.slice_counts)
+    for row in schedule.actions:
+        forwards = [action for action in row if action.op is Op.F]
+        moved, taken = list[Action](), 0
+        for action in row:
+            if action.op is not Op.F:
+                moved.append(action)
+                continue
+            until = min(len(forwards), taken + 1 if taken else number + 1)
+            moved += forwards[taken:until]
+            taken = until
+        rows.append(tuple(moved))
+    return replace(schedule, actions=tuple(rows))
 
 
 def _in_waits(action: Action, is_through: bool) -> int:
@@ -253,6 +281,52 @@ def _with_vocabulary_last(schedule: Schedule, embedding: bool) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
+class _Ready(NamedTuple):
+    """An action that may start, in the order in which a rank takes those that may."""
+
+    start: float
+    priority: int
+    order: int
+    action: Action
+
+
+class _Queue:
+    """The actions that a rank may run next: those whose inputs have arrived by priority, the others by when they do."""
+
+    def __init__(self) -> None:
+        self._arriving: list[_Ready] = []
+        self._there: list[tuple[int, int, Action]] = []
+        self._current: dict[Action, _Ready] = {}  # what else is in the two is of the past
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def add(self, ready: _Ready) -> None:
+        self._current[ready.action] = ready
+        heappush(self._arriving, ready)
+
+    def remove(self, action: Action) -> None:
+        del self._current[action]
+
+    def first(self, free: float) -> _Ready | None:
+        """Returns what starts first on a rank that is free from then on, with its start; None where nothing is left."""
+        while self._arriving and self._arriving[0].start <= free:
+            ready = heappop(self._arriving)
+            if self._current.get(ready.action) == ready:
+                heappush(self._there, ready[1:])
+        while self._there:
+            priority, order, action = self._there[0]
+            current = self._current.get(action)
+            if current is not None and current[1:] == self._there[0]:
+                return _Ready(free, priority, order, action)
+            heappop(self._there)
+        while self._arriving:
+            if self._current.get(self._arriving[0].action) == self._arriving[0]:
+                return self._arriving[0]
+            heappop(self._arriving)
+        return None
+
+
 @dataclass
 class _Run:
     """Runs all ranks at the same time, each as soon as it can, and notes what each runs."""
@@ -277,7 +351,10 @@ class _Run:
         for action, before in self._before.items():
             for each in before:
                 self._after[each].append(action)
-        self._ready: list[dict[Action, float]] = [{} for _ in range(num_ranks)]  # the new ones: when they may start
+        # the new ones that may start, with those of E's kind apart: which of them comes first depends on their number
+        self._queues = [(_Queue(), _Queue()) for _ in range(num_ranks)]
+        self._by_microbatch: dict[tuple[int, int], dict[Action, float]] = defaultdict(dict)  # of a rank, and since when
+        self._through: set[int] = set()  # microbatches that have gone through all stages
         self._note(action for action, before in self._before.items() if not before)
         while (chosen := min(self._choices(), default=None)) is not None:
             start, _, rank, _, action = chosen
@@ -295,26 +372,36 @@ class _Run:
         return {later.with_op(Op.E)._replace(stage=g): (earlier,) for earlier, later in pairs for g in stages}
 
     def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
-        """Yields for every rank what it could run next: start, priority, rank, order of slices, action."""
-        for rank, ready in enumerate(self._ready):
-            has_many = sum(action.op is Op.EW for action in ready) > _AHEAD * self.schedule.num_ranks
-            for action, since in ready.items():
-                through = (
-                    Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)) in self._ends
-                )
-                order = -action.slice if through else action.slice
-                if action.op is Op.E:
-                    _, order = self.schedule.positions[Action(Op.F, 0, action.microbatch, action.slice)]
-                priority = 0 if has_many and action.op is Op.EW else self.priority(action, through)
-                yield max(since, self._free[rank]), priority, rank, order, action
+        """Yields what each rank could run next: start, priority, rank, order of slices, action."""
+        for rank, (others, gradients) in enumerate(self._queues):
+            has_many = len(gradients) > _AHEAD * self.schedule.num_ranks
+            if (first := others.first(self._free[rank])) is not None:
+                yield first.start, first.priority, rank, first.order, first.action
+            if (first := gradients.first(self._free[rank])) is not None:
+                yield first.start, 0 if has_many else first.priority, rank, first.order, first.action
+
+    def _add(self, action: Action, rank: int, since: float) -> None:
+        """Puts an action into its queue, or to another place in it."""
+        is_through = action.microbatch in self._through
+        order = -action.slice if is_through else action.slice
+        if action.op is Op.E:
+            _, order = self.schedule.positions[Action(Op.F, 0, action.microbatch, action.slice)]
+        queue = self._queues[rank][action.op is Op.EW]
+        queue.add(_Ready(since, self.priority(action, is_through), order, action))
 
     def _last(self, action: Action) -> int:
         return self.schedule.slice_counts[action.microbatch] - 1
 
     def _run(self, action: Action, rank: int, start: float) -> None:
         self._free[rank] = self._ends[action] = start + self.seconds(action)
-        del self._ready[rank][action]
+        self._queues[rank][action.op is Op.EW].remove(action)
+        del self._by_microbatch[rank, action.microbatch][action]
         self.rows[rank].append(action)
+        if action == Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)):
+            self._through.add(action.microbatch)
+            for each in range(self.schedule.num_ranks):
+                for ready, since in self._by_microbatch[each, action.microbatch].items():
+                    self._add(ready, each, since)
         following = self._following(action)
         self._note([*self._after[action], *([] if following is None else [following])])
 
@@ -333,7 +420,9 @@ class _Run:
             if action in self._ends or not self._is_next(action, rank):
                 continue
             if all(before in self._ends for before in self._before[action]):
-                self._ready[rank][action] = max((self._arrival(b, rank) for b in self._before[action]), default=0)
+                since = max((self._arrival(b, rank) for b in self._before[action]), default=0)
+                self._by_microbatch[rank, action.microbatch][action] = since
+                self._add(action, rank, since)
 
     def _is_next(self, action: Action, rank: int) -> bool:
         if action.op in VOCABULARY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PretrainedConfig
 
-from slipstream.model import load_config, set_vocab_size
+from slipstream.model import load_config, random_model, set_vocab_size
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.weights import pretrained_source
+from slipstream.pipeline.weights import WeightSource, pretrained_source, with_frozen
 from slipstream.train.config import Config
 from slipstream.train.preferences import preference_loss
 
@@ -31,14 +32,21 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.preference is not None:
         settings["loss_fn"] = preference_loss(config.preference)
+    return Pipeline(source_of(config), **settings)
+
+
+def source_of(config: Config) -> WeightSource:
+    """Returns the weights that the run begins with, read or drawn as far as a rank needs them."""
+    training = config.training
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
         adapter = None if lora is None else lora.source(path)
-        freeze, seed, beside = config.model.freeze, config.training.seed, config.folder.beside
-        source = pretrained_source(path, freeze, adapter, seed, beside, config_of_run(config))
-        return Pipeline(source, **settings)
+        beside = config.folder.beside
+        return pretrained_source(path, config.model.freeze, adapter, training.seed, beside, config_of_run(config))
     model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
-    return Pipeline.from_config(model_config, seed=config.training.seed, freeze=config.model.freeze, **settings)
+    return with_frozen(
+        WeightSource(model_config, partial(random_model, model_config, training.seed)), config.model.freeze
+    )
 
 
 def config_of_run(config: Config) -> PretrainedConfig:

@@ -70,6 +70,16 @@ def share_of_gpu(config: Config) -> float:
     return min(1.0, torch.cuda.device_count() / count_local_ranks(config)) if sharing_here(config) else 1.0
 
 
+_ROOM = 0.95  # of a device's memory, which fragments and libraries leave to a plan
+
+
+def memory_of_a_rank(config: Config) -> float:
+    """Returns the bytes that a rank may plan with on this machine, whose ranks have equal parts of its memory."""
+    if choose_device_type(config) == "cuda":
+        return _ROOM * share_of_gpu(config) * torch.cuda.get_device_properties(0).total_memory
+    return _ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count_local_ranks(config)
+
+
 def check_machine(config: Config) -> None:
     """Raises SlipstreamError where this machine lacks a GPU that is asked for or a compiler for `runtime.fused`, or is
     asked for what ranks that share a GPU can't do."""

@@ -21,6 +21,7 @@ from slipstream.planning.plan_file import partition_setting, plan_text, rounded
 from slipstream.schedule import AUTOMATIC, Schedule, make_schedule, placed_as
 from slipstream.train.config import DECIDED_BY_PLAN, Config
 from slipstream.train.data import BatchSize, TrainingSequences
+from slipstream.train.device_choice import memory_of_a_rank
 from slipstream.train.run_context import RunContext
 
 _DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are measured, by training.precision
@@ -67,12 +68,12 @@ def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCh
     chosen = None if saved is None else _chosen_before(config, saved.facts)
     if chosen is not None and (settings := chosen_settings(config, chosen)):
         return settings
-    if not is_open(config) or config.pipeline.num_ranks == 1:
+    if not is_open(config):
         return {}
     if saved is not None and chosen is None and sequences.packing == "none":
         run.progress.warn("the checkpoint has no measured costs, so steps are planned by multiplications")
         return {}
-    return {"seq_len": _expected(config, sequences, run.progress)}
+    return {"seq_len": expected_batch(config, sequences, run.progress)}
 
 
 def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -94,7 +95,7 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
     if rates is None and (schedule.num_microbatches, sum(chosen["slices"])) != counts:
         return {}
     settings = {"schedule": schedule, "slices": chosen["slices"]}
-    if is_open(config) and pipeline.num_ranks > 1:
+    if is_open(config):
         settings["partition"] = chosen["partition"]
         if rates is not None:
             settings["rates"] = StageRates.from_json(rates)
@@ -126,20 +127,25 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
     }
 
 
-def _expected(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
+def expected_batch(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
     """Returns what is planned for: rows of one length, or the cut for documents of the typical length."""
     pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
-    dtype, say = _DTYPES.get(training.precision, "float32"), progress.say
+    dtype, say, memory = _DTYPES.get(training.precision, "float32"), progress.say, memory_of_a_rank(config)
     if sequences.packing == "fixed":
         rows = -(-training.batch_size // (replicas * pipeline.num_microbatches))
-        return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say)
+        return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say, device_memory=memory)
     step = granularity_for(training.seq_len)
     typical = max(1, round(sequences.typical_length / step)) * step
     tokens = BatchSize.of(training).mean(sequences) * sequences.mean_length / replicas
     # More only fill the pipeline further, which changes no cut but takes long to search.
     number = max(min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks), pipeline.num_microbatches)
     return ExpectedBatch(
-        min(typical, training.seq_len), num_microbatches=number, longest=training.seq_len, dtype=dtype, say=say
+        min(typical, training.seq_len),
+        num_microbatches=number,
+        longest=training.seq_len,
+        dtype=dtype,
+        say=say,
+        device_memory=memory,
     )
 
 
@@ -165,6 +171,7 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
     folder.listed.add(folder.plan, folder.planned_schedule)
     with folder.replaced(folder.planned_schedule) as part:
         part.write_text(f"{plan.schedule}\n", encoding="utf-8")
+    predicted = {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}
     size = "batch_size" if training.batch_tokens is None else "batch_tokens"
     settings = {
         "model": config.model.model_dump(mode="json", exclude_defaults=True),
@@ -179,7 +186,7 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
         "memory": {"recompute": "stage" if plan.recompute else "none"},
         "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
         "training": {"seq_len": training.seq_len, size: getattr(training, size), "precision": training.precision},
-        "plan": {"predicted": {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}},
+        "plan": {"predicted": config.plan.predicted | predicted},
     }
     if config.lora is not None:
         settings["lora"] = config.lora.model_dump(mode="json", exclude_defaults=True)

@@ -34,6 +34,7 @@ from slipstream.train.device_choice import (
 )
 from slipstream.train.elastic_mesh import choose_mesh
 from slipstream.train.folder_lock import FolderLock
+from slipstream.train.mesh_choice import choose_mesh
 from slipstream.train.preflight import less_memory, preflight
 from slipstream.train.run_context import RunContext
 from slipstream.train.trainer import Trainer
@@ -234,6 +235,8 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
     _log.debug("process %d on %s, %s, threads: %d", os.getpid(), socket.gethostname(), device, torch.get_num_threads())
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(make_console() if rank == 0 else None)
+    with counted_off("comparing meshes"):
+        config = choose_mesh(config, device, progress)
     progress.say("ranks are connected; building the model")
     with shortage_explained():
         Trainer(RunContext.of(config, device, progress), stop).run()

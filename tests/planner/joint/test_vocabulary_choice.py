@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from planner.joint.test_joint_search import ToyCosts, problem
+from schedule.test_vocabulary_pass import in_flight
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.joint import find_joint_plan, find_vocabulary_plan
-from slipstream.planner.joint.joint_search import spread_costs
-from slipstream.schedule import Action, Op, validate
+from slipstream.planner.joint.joint_search import find_spread_plan, spread_costs
+from slipstream.schedule import Action, Op, Schedule, validate
 from slipstream.simulator import result_seconds, simulate
 
 HEAVY = ToyCosts(num_layers=6, head=7.0, overhead=1.0)
@@ -115,3 +116,17 @@ def test_a_part_of_a_slice_is_two_tensors_and_the_sums_are_none() -> None:
     sent = 256 * 4 / 8
     wanted = {Op.F: 0.5 + sent, Op.V: 0.5 + 2 * sent, Op.L: 0.5}
     assert {op: result_seconds(cost, Action(op, 1, 0, 0), 1, 0) for op in wanted} == wanted
+
+
+def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
+    """By the account of the whole plan, which here counts the microbatches between their forward and backward."""
+    task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, most_slices=1, effort=1e5)
+    free = find_spread_plan(task)
+
+    def account(partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, again: bool) -> list[float]:
+        return [float(in_flight(row)) for row in schedule.actions]
+
+    most = max(account(free.partition, free.slices, free.schedule, False))
+    limited = find_spread_plan(replace(task, memory_limit=most - 1, account=account))
+    assert max(account(limited.partition, limited.slices, limited.schedule, False)) < most
+    assert free.seconds < limited.seconds

@@ -212,16 +212,21 @@ class CausalLMFamily:
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
         """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
+        return plan_start(self.config, self.expected_request(num_ranks), self._ranks, self._device, say)
+
+    def expected_request(self, num_ranks: int) -> StartRequest:
+        """Returns what the plan before the first step is to be for. Collective."""
         expected = self._options.expected
         assert expected is not None
         request = self.start_request(num_ranks, expected.seq_len, expected.microbatch_size)
-        request = replace(
+        return replace(
             request,
             num_microbatches=expected.num_microbatches or request.num_microbatches,
             longest=expected.longest,
             dtype=expected.dtype or request.dtype,
+            device_memory=expected.device_memory,
+            effort=expected.effort,
         )
-        return plan_start(self.config, request, self._ranks, self._device, say)
 
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]

@@ -2,5 +2,13 @@
 
 from slipstream.pipeline.tuning.first_steps import FirstSteps, HeldBytes
 from slipstream.pipeline.tuning.row_plan import rates_of_rows
-from slipstream.pipeline.tuning.start_plan import StartRequest, is_free, measure_rates, plan_start, with_plan
+from slipstream.pipeline.tuning.start_plan import (
+    StartRequest,
+    held_bytes,
+    is_free,
+    measure_rates,
+    plan_start,
+    seconds_after,
+    with_plan,
+)
 from slipstream.pipeline.tuning.step_settings import StepSettings

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from math import inf
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import (
     JointPlan,
     JointProblem,
+    OutOfMemoryError,
     ProfileUnits,
     UnitCosts,
     UnitsWithoutHead,
@@ -76,6 +79,9 @@ class StartRequest:
         tied: whether the head's weight embeds too.
         longest: tokens of the longest sequence for which costs are wanted. None: `seq_len`.
         trained: what of the model is trained.
+        device_memory: bytes of each rank within which it is planned where it can be, without a memory limit. None: not
+            known.
+        effort: of the search, as a share of that for a run.
     """
 
     seq_len: int
@@ -89,6 +95,8 @@ class StartRequest:
     tied: bool = False
     longest: int | None = None
     trained: TrainedWeights = ALL_WEIGHTS
+    device_memory: float | None = None
+    effort: float = 1.0
 
     @property
     def granularity(self) -> int:
@@ -145,9 +153,14 @@ def plan_start(
         account=partial(_most_bytes, units, request),
         tied=request.tied,
     )
+    problem = replace(problem, effort=request.effort * problem.effort)
 
     def found() -> tuple[JointPlan, StageRates]:
         plan = replace(find_vocabulary_plan(problem, request.vocabulary, told.searched), costs=units)
+        if request.device_memory is not None and held_bytes(plan, request) > request.device_memory:
+            limited = replace(problem, memory_limit=min(request.device_memory, problem.memory_limit or inf))
+            with suppress(OutOfMemoryError):
+                plan = replace(find_vocabulary_plan(limited, request.vocabulary, told.searched), costs=units)
         costs: UnitCosts = UnitsWithoutHead(units) if plan.head == "spread" else units
         lengths = units.longest_slice, request.profile.seq_len, request.granularity
         return plan, fit_rates(costs, plan.partition, *lengths, recompute=plan.recompute)
@@ -218,6 +231,23 @@ def _of_what_is_trained(
         "them run forward only, and measured times are scaled to what is computed"
     )
     return trains_a_part(units, whole, part)
+
+
+def held_bytes(plan: JointPlan, request: StartRequest) -> float:
+    """Returns the most bytes that a rank holds with a plan that was made here."""
+    assert isinstance(plan.costs, ProfileUnits)
+    return max(_most_bytes(plan.costs, request, plan.partition, plan.slices, plan.schedule, plan.recompute))
+
+
+def seconds_after(plan: JointPlan, replicas: int, shards: int) -> float:
+    """Returns the seconds from a rank's last backward to the end of the step, for the rank that takes longest: the sum
+    of gradients over replicas of the pipeline, and the optimizer, over `shards` of whose ranks its state is spread."""
+    assert isinstance(plan.costs, ProfileUnits)
+    profile, seconds = plan.costs.profile, [0.0] * plan.schedule.num_ranks
+    stages = StageParts.of_partition(plan.partition, plan.costs.num_layers, plan.costs.units_per_layer)
+    for stage, rank in zip(stages, plan.schedule.placement, strict=True):
+        seconds[rank] += profile.gradient_seconds(stage, replicas) + profile.optimizer_step_seconds(stage, shards)
+    return max(seconds)
 
 
 def _most_bytes(

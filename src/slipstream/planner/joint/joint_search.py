@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush, nsmallest
 from itertools import accumulate, chain
 from math import ceil, inf
@@ -16,7 +17,7 @@ from slipstream.cost import unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, MemoryAccount
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
-from slipstream.schedule import Op, Schedule, spread_vocabulary
+from slipstream.schedule import Op, Schedule, ScheduleError, spread_vocabulary
 from slipstream.simulator import TableCost, result_seconds, simulate
 
 if TYPE_CHECKING:
@@ -222,6 +223,7 @@ Progress = Callable[[float], None]
 _VOCABULARY_CHOICE_NEAR = 1.03  # times the ideal step: a whole head's plan that is as near is taken
 _HEAVY = 0.25  # of a rank's share of the work: a lighter head is no reason for what is lost
 _WORTH = 0.99  # of the step with a whole head: what V, L and VW take is derived, not measured
+_MOST_AHEAD = 1  # microbatches more in flight: V and L lie between the last forward and the first backward
 _EFFORT = 0.5  # of a search with a whole head: without one ranks are soon even
 
 
@@ -277,26 +279,37 @@ def _is_worth_a_search(problem: JointProblem, whole: JointPlan) -> bool:
 
 
 def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:
-    """Returns the plan with the head's rows on all ranks, given one for the same model without a head."""
+    """Returns the plan with the head's rows on all ranks, given one for the same model without a head: in its order, or
+    with one more microbatch in flight where that is shorter and fits the memory limit."""
     cost = spread_costs(problem, plan.partition, plan.slices, plan.recompute)
-    schedule = _with_parts(problem, plan.schedule, cost)
-    timeline = simulate(schedule, cost)
+    limit, account = problem.memory_limit, problem.account
+    found: list[tuple[float, int, Schedule]] = []
+    for ahead in range(_MOST_AHEAD + 1):
+        try:
+            schedule = _with_parts(problem, plan.schedule, cost, ahead)
+        except ScheduleError:  # an order whose ranks would wait for each other
+            continue
+        fits = limit is None or ahead == 0
+        if limit is not None and account is not None and ahead:
+            fits = max(account(plan.partition, plan.slices, schedule, plan.recompute)) <= limit
+        if fits:
+            found.append((simulate(schedule, cost).makespan, ahead, schedule))
+    seconds, _, schedule = min(found, key=lambda each: each[:2])
     busiest = max(sum(map(cost.seconds, row)) for row in schedule.actions)
     return replace(
         plan,
         schedule=schedule,
-        seconds=timeline.makespan,
+        seconds=seconds,
         bound=max(plan.bound, float(busiest)),
         ideal=problem.ideal(SlicedUnits(problem.costs, plan.slices)),
         exact=None,
     )
 
 
-def _with_parts(problem: JointProblem, schedule: Schedule, cost: TableCost) -> Schedule:
+def _with_parts(problem: JointProblem, schedule: Schedule, cost: TableCost, ahead: int = 0) -> Schedule:
     ends = schedule.placement[-1], (schedule.placement[-1] + 1) % schedule.num_ranks
-    return spread_vocabulary(
-        schedule, cost.seconds, lambda action: result_seconds(cost, action, *ends), embedding=problem.tied
-    )
+    link = partial(result_seconds, cost, source=ends[0], destination=ends[1])
+    return spread_vocabulary(schedule, cost.seconds, link, embedding=problem.tied, ahead=ahead)
 
 
 def _account_of_parts(problem: JointProblem) -> MemoryAccount | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -371,7 +372,8 @@ _MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("pa
 
 
 def _fill_mesh(values: dict[str, Any]) -> None:
-    """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU."""
+    """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU. Of several
+    that are, it gives the first sizes that fit, and notes that they are to be chosen."""
     given = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
         for axis, (section, name) in _MESH.items()
@@ -379,27 +381,71 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     automatic = [axis for axis, size in given.items() if size == "auto"]
     if not automatic:
         return
-    if len(automatic) > 1:
-        raise SlipstreamError(
-            f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
-            "one, or let `slipstream plan` choose all three."
-        )
     others = prod(int(size) for axis, size in given.items() if axis not in automatic)
-    world = _num_processes(automatic[0])
+    world = _num_processes(automatic[0], None if len(automatic) == 1 else _FEWEST * others)
     if world % others:
         raise SlipstreamError(
             f"--{automatic[0]}=auto: {world} processes don't divide by the {others} of the other axes; start a "
             f"multiple of {others}, or change them"
         )
-    section, name = _MESH[automatic[0]]
-    values.setdefault(section, {})[name] = world // others
+    if len(automatic) == 1:
+        section, name = _MESH[automatic[0]]
+        values.setdefault(section, {})[name] = world // others
+        return
+    _leave_mesh_open(values, automatic)
+    for filled in meshes_of(values, world // others):
+        values |= filled
+        with suppress(SlipstreamError):
+            parse_config(values)
+            return
 
 
-def _num_processes(axis: str) -> int:
+_FEWEST = 2  # processes on a machine without a GPU
+
+
+def _leave_mesh_open(values: dict[str, Any], axes: Sequence[str]) -> None:
+    """Notes what is to be chosen: axes of the mesh, and the microbatches where the configuration doesn't say them. The
+    order, slices and cut are left to a plan on one rank too, unless some of that is given."""
+    pipeline, memory = (values.setdefault(name, {}) for name in ("pipeline", "memory"))
+    if not (DECIDED_BY_PLAN["pipeline"] & pipeline.keys() | DECIDED_BY_PLAN["memory"] & memory.keys()):
+        pipeline |= {"schedule": "auto", "slices": "auto"}
+    is_fixed = (values.get("data") or {}).get("packing", "fixed") == "fixed"
+    free = ["microbatches"] if is_fixed and "num_microbatches" not in pipeline else []
+    values.setdefault("plan", {})["open"] = [*axes, *free]
+
+
+def meshes_of(values: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """Yields the configuration, as nested dictionaries, with each way to lay `number` ranks on the axes that are open,
+    those with fewest ranks that share layers first, then those with most pipeline ranks; where microbatches are open,
+    each has one sequence."""
+    is_open = values["plan"]["open"]
+    axes = [axis for axis in ("tp", "dp", "pp") if axis in is_open]
+    for sizes in _products(number, len(axes)):
+        filled = values | {section: dict(values.get(section) or {}) for section, _ in _MESH.values()}
+        for axis, size in zip(axes, sizes, strict=True):
+            section, name = _MESH[axis]
+            filled[section][name] = size
+        if "microbatches" in is_open and isinstance(rows := values["training"].get("batch_size", 1), int):
+            filled["pipeline"]["num_microbatches"] = max(1, rows // filled["parallel"].get("data", 1))
+        yield filled
+
+
+def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yields `count` numbers whose product is `number`, the smallest first."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in (each for each in range(1, number + 1) if number % each == 0):
+        yield from ((first, *rest) for rest in _products(number // first, count - 1))
+
+
+def _num_processes(axis: str, without_gpu: int | None) -> int:
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     import torch
 
+    if not torch.cuda.device_count() and without_gpu is not None:
+        return without_gpu
     if not torch.cuda.device_count():
         raise SlipstreamError(
             f"--{axis}=auto: there is no launcher and no GPU to count; give a number, such as --{axis}=2"

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from slipstream.launch import Progress, has_launcher
 from slipstream.model import meta_model
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
-from slipstream.train.config import Config, dump_config, parse_config
+from slipstream.train.config import Config, dump_config
+from slipstream.train.config.run_config import meshes_of, parse_config
 from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
 from slipstream.train.elastic_mesh import choose_mesh, table_of_changes
 from slipstream.train.folder_lock import FolderLock
@@ -30,7 +32,7 @@ from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_
 from slipstream.train.planned_start import is_open, plan_obstacle
 from slipstream.train.preferences import check_reference
 from slipstream.train.preflight.memory_check import check_memory, memory_account
-from slipstream.train.preflight.model_checks import check_layers, check_model, load_model_config
+from slipstream.train.preflight.model_checks import check_layers, check_model, check_shares, load_model_config
 from slipstream.train.preflight.text_preparation import (
     PreparedText,
     add_vocabulary,
@@ -113,6 +115,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
         ) from error
     model_config = load_model_config(config.model)
     add_vocabulary(config, model_config, progress)
+    config = first_mesh(config, model_config)
     check_model(config, model_config, progress)
     check_optimizer(config, model_config)
     check_memory(config, model_config)
@@ -188,6 +191,60 @@ def _check_results(config: Config, folder: RunFolder, steps: list[int]) -> None:
         f"training.output={folder.path} already holds {name}{no_checkpoint}; {resume}choose another folder, or replace "
         "it with --training.overwrite=true"
     )
+
+
+def possible_meshes(config: Config, model_config: Any) -> Iterator[Config]:
+    """Yields the configuration with each mesh that its batch, the model's layers and heads, and the optimizer allow.
+
+    Raises SlipstreamError where there is none, or where the configuration gives some of what a plan decides.
+    """
+    axes = " and ".join(f"--{axis}=auto" for axis in config.plan.open if axis != "microbatches")
+    if not is_open(config):
+        given = plan_obstacle(config).partition(", so the run")[0] or "schedule and slices are given"
+        raise SlipstreamError(
+            f"{axes}: meshes are compared by the best plan of each, but {given}. Leave that out, or give the sizes of "
+            "all axes but one"
+        )
+    problem, found = None, 0
+    values = yaml.safe_load(dump_config(config))
+    left = config.num_processes // _given_ranks(config)
+    for filled in meshes_of(values, left):
+        try:
+            tried = parse_config(filled)
+            check_layers(tried, model_config)
+            check_shares(tried, model_config)
+            check_optimizer(tried, model_config)
+        except SlipstreamError as error:
+            problem = problem or error
+            continue
+        found += 1
+        yield tried
+    if not found:
+        raise SlipstreamError(f"{axes}: no mesh of {config.num_processes} ranks is possible: {problem}")
+
+
+def _given_ranks(config: Config) -> int:
+    """Returns the product of the axes that aren't open."""
+    sizes = {"pp": config.pipeline.num_ranks, "dp": config.parallel.data, "tp": config.parallel.tensor}
+    return prod(size for axis, size in sizes.items() if axis not in config.plan.open)
+
+
+def first_mesh(config: Config, model_config: Any) -> Config:
+    """Returns the configuration with the mesh of the checkpoint that it resumes from, if that is of as many ranks, and
+    else, until one is chosen, with the first that is possible."""
+    if not config.plan.open:
+        return config
+    saved = find_saved(config)
+    if saved is not None and "settings" in saved.facts:
+        before = saved.facts["settings"]
+        values = yaml.safe_load(dump_config(config))
+        values["pipeline"] |= {name: before["pipeline"][name] for name in ("num_ranks", "num_microbatches")}
+        values["parallel"] |= {name: before["parallel"][name] for name in ("data", "tensor")}
+        values["plan"]["open"] = []
+        found = parse_config(values)
+        if found.num_processes == config.num_processes:
+            return found
+    return next(possible_meshes(config, model_config))
 
 
 _COUNTED = 2  # tensors of a parameter's size that memory.limit counts, as AdamW has them

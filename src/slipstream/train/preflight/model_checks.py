@@ -107,9 +107,13 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         check_carried_state(model_config)
     _check_layout(config, model_config)
     find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
-    parallel = config.parallel
+    check_shares(config, model_config)
+
+
+def check_shares(config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where the tensor ranks can't share the model's layers."""
+    parallel, lora = config.parallel, config.lora
     if parallel.tensor > 1:
-        lora = config.lora
         adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
         plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan, adapter)
 

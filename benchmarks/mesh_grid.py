@@ -1,0 +1,167 @@
+"""The mesh that a run chooses by itself, against the best pipeline, two replicas, and DDP of PyTorch.
+
+    python -m benchmarks.mesh_grid            # 35 to 60 minutes on two quiet cores; run again, it adds rounds
+
+For 1, 2, 4, 8 and 16 sequences of 512 to 4096 tokens on two processes, each contender runs in its own processes, and
+all take turns. The pipeline and the replicas are planned from measured costs, each on its mesh; the mesh that is chosen
+is that of the shorter planned step, which is what `slipstream train --pp=auto --dp=auto` does. DDP takes each replica's
+sequences one after the other, and sums gradients with the last. A case is right where the chosen one is at least 0.98
+times as fast as the fastest of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.contenders import shifted, tokens
+from benchmarks.harness import (
+    costs_kept_in,
+    few,
+    interleaved,
+    is_trial,
+    medians,
+    record,
+    restart_in_environment,
+    setting,
+    write,
+)
+from benchmarks.isolated import Contender, build_all
+from benchmarks.peers import mean_loss, model_config, whole_model
+from slipstream import Pipeline, Runtime, make_mesh
+from slipstream.pipeline.pipeline_options import ExpectedBatch
+from slipstream.pipeline.tuning import seconds_after
+
+NAME = "mesh_grid"
+SEQUENCES, LENGTHS = (1, 2, 4, 8, 16), (512, 1024, 2048, 4096)
+PIPELINE, REPLICAS, DDP = "pipeline", "two replicas", "DDP"
+GOAL = 0.98
+STEPS = 2  # of a turn, of which the first doesn't count
+
+
+class Planned:
+    """A pipeline, or two replicas of the model, planned from measured costs; one sequence is a microbatch."""
+
+    def __init__(self, batch: int, length: int, replicas: int) -> None:
+        config = model_config(length)
+        rows = batch // replicas
+        self.inputs = (
+            tokens(config, batch, length)[dist.get_rank() * rows :][:rows]
+            if replicas > 1
+            else tokens(config, batch, length)
+        )
+        self._replicas = replicas
+        self.pipe = Pipeline.from_config(
+            config,
+            schedule="auto",
+            slices="auto",
+            num_microbatches=rows,
+            seq_len=ExpectedBatch(length),
+            mesh=make_mesh(pp=2 // replicas, dp=replicas),
+            runtime=Runtime(self_check=False),
+        )
+
+    def step(self) -> float:
+        return float(self.pipe.step(self.inputs, self.inputs))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.pipe.parameters()
+
+    def report(self) -> dict[str, Any]:
+        plan = self.pipe.plan
+        assert plan is not None
+        after = seconds_after(plan, self._replicas, 1)
+        return {"planned": plan.seconds + after, "slices": [*plan.slices], "table": plan.table().splitlines()}
+
+
+class Replicated:
+    """transformers' model under DistributedDataParallel, one sequence after the other."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        config = model_config(length)
+        rows = batch // dist.get_world_size()
+        self.inputs, self._batch = tokens(config, batch, length)[dist.get_rank() * rows :][:rows], rows
+        self.model = DistributedDataParallel(whole_model(config))
+
+    def step(self) -> float:
+        losses = torch.zeros((), dtype=torch.float64)
+        for number, row in enumerate(self.inputs.split(1), start=1):
+            is_last = number == self._batch
+            with contextlib.nullcontext() if is_last else self.model.no_sync():
+                logits = self.model(input_ids=row, use_cache=False).logits
+                loss = mean_loss(logits, shifted(row)) / self._batch
+                loss.backward()
+                losses += loss.detach()
+        dist.all_reduce(losses)
+        return float(losses) / dist.get_world_size()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def report(self) -> None:
+        return None
+
+
+def case(batch: int, length: int, rounds: int) -> dict[str, Any]:
+    """Runs the contenders of a case in turns; one sequence has no replicas."""
+    contenders = [Contender(PIPELINE, Planned, batch, length, 1)]
+    if batch > 1:
+        contenders.append(Contender(REPLICAS, Planned, batch, length, 2))
+        contenders.append(Contender(DDP, Replicated, batch, length))
+    build_all(contenders)
+    run, rest = ({each.name: getattr(each, what) for each in contenders} for what in ("run", "rest"))
+    seconds = interleaved(run, repeats=1 if is_trial() else rounds, warmups=1, steps=STEPS, rests=rest)
+    reports = {each.name: each.report() for each in contenders}
+    losses = [loss for each in contenders for loss in each.losses]
+    assert max(losses) - min(losses) < 1e-3, losses
+    for contender in contenders:
+        contender.close()
+    return {"sequences": batch, "tokens": length, "seconds": seconds} | judged(seconds, reports)
+
+
+def judged(seconds: Mapping[str, Sequence[float]], reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which mesh is chosen, by the planned steps, and what it reaches against the fastest, by medians."""
+    middle = medians({name: [*values] for name, values in seconds.items()})
+    plans = {name: report for name, report in reports.items() if report is not None}
+    chosen = min(plans, key=lambda name: plans[name]["planned"])
+    over = min(middle.values()) / middle[chosen]
+    return {"chosen": chosen, "over the fastest": over, "right": over >= GOAL, "medians": middle, "plans": plans}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender that count")
+    parser.add_argument("--costs", type=Path, help="folder that keeps what was measured; default: measured in each run")
+    parser.add_argument("--sequences", type=int, nargs="*", default=SEQUENCES)
+    parser.add_argument("--tokens", type=int, nargs="*", default=LENGTHS)
+    options = parser.parse_args()
+    restart_in_environment()
+    rows: list[dict[str, Any]] = [*(record(NAME) or {}).get("rows", [])]
+    done = {(row["sequences"], row["tokens"]) for row in rows}
+    # most sequences per trial: with one there is but a pipeline
+    sizes = [(n, length) for length in options.tokens for n in options.sequences if (n, length) not in done]
+    with costs_kept_in(options.costs):
+        for batch, length in few(sizes[1:] if is_trial() else sizes):
+            rows.append(case(batch, length if not is_trial() else 128, options.rounds))
+            last = rows[-1]
+            times = ", ".join(f"{name} {value:.3f} s" for name, value in last["medians"].items())
+            print(f"{batch} x {length}: {last['chosen']}, {last['over the fastest']:.3f}; {times}", file=sys.stderr)
+            summary = {
+                "least": min(row["over the fastest"] for row in rows),
+                "right": all(row["right"] for row in rows),
+            }
+            path = write(NAME, {"setting": setting(rounds=options.rounds), "summary": summary, "rows": rows})
+    print(f"wrote {path}: {summary}")
+
+
+if __name__ == "__main__":
+    main()

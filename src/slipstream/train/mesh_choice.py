@@ -1,0 +1,138 @@
+"""The mesh of a run whose configuration leaves it open: the one whose best plan takes least time, by measured costs.
+
+Each way to lay the ranks on the open axes that the model, the batch and the optimizer allow is planned from the costs
+that a run measures before its first step, which meshes with as many tensor ranks have in common. What follows the last
+backward is added: sums of gradients over replicas, and the optimizer. What holds more than a device's memory is passed
+over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+import torch.distributed as dist
+
+from slipstream.cost import Profile
+from slipstream.errors import SlipstreamError
+from slipstream.launch import Progress
+from slipstream.parallel import RankGroup, Ranks
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
+from slipstream.pipeline.pipeline_options import PipelineOptions
+from slipstream.pipeline.tuning import held_bytes, seconds_after
+from slipstream.planner.joint import ProfileUnits
+from slipstream.planning.plan_file import rounded
+from slipstream.train.config import Config, dump_config
+from slipstream.train.configured_pipeline import make_mesh_of, source_of
+from slipstream.train.data import TrainingSequences
+from slipstream.train.data.streams import load_sequences
+from slipstream.train.device_choice import memory_of_a_rank
+from slipstream.train.planned_start import expected_batch
+from slipstream.train.preflight import first_mesh, possible_meshes
+from slipstream.units import bytes_text, seconds_text
+
+_EFFORT = 0.2  # of the search for a run: which mesh is best is soon clear
+_REDUCTIONS = 4  # of a layer's output between tensor ranks, in a forward and a backward
+
+
+@dataclass(frozen=True)
+class PlannedMesh:
+    """What a mesh's best plan takes and holds.
+
+    Args:
+        config: with the mesh.
+        seconds: of a step, the sums of gradients and the optimizer included; infinite where nothing can be planned.
+        ideal: the work of a step divided by the ranks, and what follows it.
+        held: bytes of the fullest rank.
+        obstacle: why it isn't taken; "" where it may be.
+        profile: the costs by which it was planned.
+    """
+
+    config: Config
+    seconds: float = inf
+    ideal: float = 0.0
+    held: float = 0.0
+    obstacle: str = ""
+    profile: Profile | None = None
+
+    def least_seconds(self, config: Config) -> float:
+        """Returns what a mesh takes at least whose tensor ranks share this one's work in equal parts, by the link's
+        bandwidth: 0 where nothing is known."""
+        if self.profile is None or self.profile.link is None:
+            return 0.0
+        tensor, pipeline, training = config.parallel.tensor, config.pipeline, config.training
+        rows = training.batch_size / config.parallel.data / self.profile.microbatch_size
+        sent = float(self.profile.message_bytes(training.seq_len)) * 2 * (tensor - 1) / tensor
+        reductions = _REDUCTIONS * rows * len(self.profile.kinds) / pipeline.num_ranks
+        return self.ideal + reductions * sent / self.profile.link.bandwidth
+
+    def row(self) -> tuple[str, str, str, str]:
+        known = self.seconds < inf
+        took = (seconds_text(self.seconds), bytes_text(self.held)) if known else ("", "")
+        return self.config.mesh_text, *took, self.obstacle
+
+
+def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Config:
+    """Returns the configuration with the best mesh, which it writes to the run's folder. Collective.
+
+    Raises SlipstreamError where nothing fits the memory of the devices.
+    """
+    if not config.plan.open:
+        return config
+    world, folder = RankGroup(dist.group.WORLD), config.folder
+    model_config = source_of(config).config
+    first: Config = world.decided(lambda: first_mesh(config, model_config))
+    if not first.plan.open:
+        return first
+    sequences = load_sequences(config, folder.inputs, progress.warn)
+    tried: list[PlannedMesh] = []
+    for each in world.decided(lambda: [*possible_meshes(config, model_config)]):
+        best = min((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds, default=None)
+        if best and each.parallel.tensor > best.config.parallel.tensor and best.least_seconds(each) >= best.seconds:
+            tried.append(PlannedMesh(each, obstacle=f"at least {seconds_text(best.least_seconds(each))}"))
+        else:
+            tried.append(_planned(each, sequences, device, progress))
+    fitting = sorted((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds)
+    if not fitting:
+        least = min(tried, key=lambda mesh: mesh.held or inf)
+        raise SlipstreamError(
+            f"no mesh of {config.num_processes} ranks has a plan that fits: {least.config.mesh_text}: {least.obstacle}"
+        )
+    progress.say(mesh_table([*fitting, *(mesh for mesh in tried if mesh.obstacle)]))
+    meshes = {mesh.config.mesh_text: rounded(mesh.seconds) for mesh in tried if mesh.seconds < inf}
+    plan = config.plan.model_copy(update={"open": [], "predicted": {"meshes": meshes}})
+    chosen = fitting[0].config.model_copy(update={"plan": plan})
+    if world.rank == 0:
+        with folder.replaced(folder.config) as part:
+            part.write_text(dump_config(chosen), encoding="utf-8")
+    return chosen
+
+
+def mesh_table(meshes: Sequence[PlannedMesh]) -> str:
+    """Returns one line per mesh, the chosen one first."""
+    rows = [("mesh", "step", "fullest rank", ""), *(mesh.row() for mesh in meshes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _planned(config: Config, sequences: TrainingSequences, device: torch.device, progress: Progress) -> PlannedMesh:
+    """Returns what the mesh's best plan takes, from costs that are measured here unless they are known. Collective."""
+    progress.say(f"planning {config.mesh_text}")
+    ranks = Ranks.of(make_mesh_of(config, device))
+    expected = replace(expected_batch(config, sequences, progress), effort=_EFFORT)
+    options = PipelineOptions(**config.pipeline_options() | {"seq_len": expected, "device": device})
+    options = replace(options, runtime=config.runtime.model_copy(update={"self_check": False}))
+    try:
+        family = CausalLMFamily(source_of(config), options, ranks, device)
+        request = family.expected_request(config.pipeline.num_ranks)
+        plan, _ = family.plan(config.pipeline.num_ranks, progress.say)
+    except SlipstreamError as error:
+        return PlannedMesh(config, obstacle=str(error))
+    replicas = config.parallel.data
+    after = seconds_after(plan, replicas, replicas if config.parallel.shard_optimizer else 1)
+    held, room = held_bytes(plan, request), memory_of_a_rank(config)
+    obstacle = f"{bytes_text(held - room)} more than the {bytes_text(room)} of a rank" if held > room else ""
+    profile = plan.costs.profile if isinstance(plan.costs, ProfileUnits) else None
+    return PlannedMesh(config, plan.seconds + after, plan.ideal, held, obstacle, profile)

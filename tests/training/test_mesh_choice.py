@@ -1,0 +1,154 @@
+"""Axes of the mesh that a configuration leaves open are chosen by measured costs when the run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+
+from slipstream import SlipstreamError
+from slipstream.cost import MeasuredLink, Profile
+from slipstream.pipeline.tuning import StartRequest
+from slipstream.profile import profile_model
+from slipstream.profile.cost_cache import CostCache
+from slipstream.train.config import Config, load_config
+from slipstream.train.mesh_choice import PlannedMesh, mesh_table
+from slipstream.train.preflight import possible_meshes
+from support.forked import COMMAND, launch
+from support.tiny_training import metrics_of, tiny_llama
+
+SETTINGS: dict[str, Any] = {
+    "model": {"config": tiny_llama(num_key_value_heads=2)},
+    "data": {"vocab_size": 300, "validation_fraction": 0, "files": ["text.txt"]},
+    "runtime": {"self_check": False},
+    "training": {"seq_len": 64, "batch_size": 4, "steps": 2, "output": "runs"},
+    "checkpoint": {"every": 1},
+}
+OPEN = ("--pp=auto", "--dp=auto", "--tp=auto")
+FREE_LINK = MeasuredLink(latency=0.0, bandwidth=1e12, backend="gloo", points=((1024, 1e-9), (4096, 4e-9)))
+
+
+def loaded(folder: Path, *more: str) -> Config:
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(SETTINGS))
+    return load_config(file, [f"--training.output={folder / 'run'}", *more])
+
+
+def meshes(config: Config) -> list[tuple[int, int, int, int]]:
+    model = LlamaConfig(**{key: value for key, value in SETTINGS["model"]["config"].items() if key != "model_type"})
+    return [
+        (each.pipeline.num_ranks, each.parallel.data, each.parallel.tensor, each.pipeline.num_microbatches)
+        for each in possible_meshes(config, model)
+    ]
+
+
+def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4 layers, 4 heads and 4 sequences, each of which is a microbatch."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = loaded(tmp_path, *OPEN)
+    assert config.num_processes == 8
+    two, four = [(4, 1, 2, 4), (2, 2, 2, 2), (1, 4, 2, 1)], [(2, 1, 4, 4), (1, 2, 4, 2)]
+    assert meshes(config) == [(4, 2, 1, 2), (2, 4, 1, 1), *two, *four]
+    assert meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--tp=2")) == two
+    given = loaded(tmp_path, *OPEN, "--pipeline.num_microbatches=2")
+    assert meshes(given) == [(4, 2, 1, 2), (4, 1, 2, 2), (2, 2, 2, 2), (2, 1, 4, 2), (1, 2, 4, 2)]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert meshes(loaded(tmp_path, *OPEN, "--optimizer.name=Adafactor")) == [(1, 2, 1, 2)]  # which sees the whole model
+
+
+def test_a_mesh_is_chosen_only_with_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SlipstreamError, match=r"--pp=auto and --dp=auto: meshes are compared .* pipeline.slices=4 is"):
+        meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--pipeline.slices=4"))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(SlipstreamError, match=r"no mesh of 8 ranks is possible: pipeline.num_ranks=8 is more than"):
+        meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--training.batch_size=1"))
+
+
+def test_without_gpu_and_launcher_there_are_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert loaded(tmp_path, *OPEN).num_processes == 2
+
+
+def test_the_table_says_what_was_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    first, second = (loaded(tmp_path, *sizes) for sizes in (["--pp=2"], ["--pp=1", "--dp=2"]))
+    shown = mesh_table([PlannedMesh(first, 1.5, 1.0, 2e9), PlannedMesh(second, obstacle="3.0 GB more than 2.0 GB")])
+    assert shown.splitlines() == [
+        "mesh                  step    fullest rank",
+        "--pp=2 --dp=1 --tp=1  1.50 s  2.00 GB",
+        "--pp=1 --dp=2 --tp=1                        3.0 GB more than 2.0 GB",
+    ]
+
+
+def train(folder: Path, output: str, *more: str) -> CompletedProcess[str]:
+    arguments = [f"--training.output={folder / output}", f"--data.files=[{folder / 'text.txt'}]", *more]
+    return launch(2, COMMAND, "train", str(folder / "config.yaml"), *arguments)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, compiled_search: None) -> Iterator[tuple[Path, CostCache, Profile]]:
+    """A folder of runs, and costs that one process measured, of which the optimizer and the messages are free."""
+    folder, cpu = tmp_path_factory.mktemp("mesh"), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        (folder / "text.txt").write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
+        (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
+        model = LlamaConfig(**SETTINGS["model"]["config"])
+        request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=1, num_ranks=2, dtype="float32")
+        profile = profile_model(model, request.profile, cpu)
+        profile = replace(profile, link=FREE_LINK, optimizer_seconds=0.0, disturbed=0.0)
+        yield folder, CostCache(model, request.profile, cpu, num_processes=2), profile
+
+
+@pytest.mark.more
+def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache, Profile]) -> None:
+    """Where the optimizer takes most of a step it is the pipeline, whose ranks update half each; where messages do,
+    replicas, unless these are more than the memory. Another run from the plan trains the same, and so does one that
+    goes on from a checkpoint."""
+    folder, cache, profile = kept
+    cases = {
+        "pipeline": (replace(profile, optimizer_seconds=1e-3), (), {"num_ranks": 2}, {"data": 1}),
+        "replicas": (
+            replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))),
+            (),
+            {"num_ranks": 1},
+            {"data": 2},
+        ),
+    }
+    for name, (costs, more, pipeline, parallel) in cases.items():
+        cache.keep(costs, print)
+        run = train(folder, name, "--pp=auto", "--dp=auto", *more)
+        assert run.returncode == 0, run.stderr
+        plan = yaml.safe_load((folder / name / "plan.yaml").read_text())
+        assert (plan["pipeline"]["num_ranks"], plan["parallel"]) == (pipeline["num_ranks"], parallel), run.stdout
+        seconds = plan["plan"]["predicted"]["meshes"]
+        assert min(seconds, key=seconds.get).startswith(f"--pp={pipeline['num_ranks']} ")
+        assert len(seconds) == 2
+        assert "measuring what" not in run.stdout
+        assert run.stdout.index("mesh ") < run.stdout.index("stages on ranks")
+    again = train(folder, "replicas", "--pp=auto", "--dp=auto", "--checkpoint.resume=latest", "--training.steps=3")
+    assert again.returncode == 0, again.stderr
+    assert "planning --pp" not in again.stdout
+    assert [line["step"] for line in metrics_of(folder / "replicas") if "loss" in line] == [1, 2, 3]
+
+
+@pytest.mark.more
+def test_what_does_not_fit_is_passed_over(kept: tuple[Path, CostCache, Profile]) -> None:
+    folder, cache, profile = kept
+    cache.keep(replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))), print)
+    state = 16 * profile.num_parameters(range(4))  # what a replica has besides activations
+    run = train(folder, "limited", "--pp=auto", "--dp=auto", f"--memory.limit={state}")
+    assert run.returncode == 0, run.stderr
+    plan = yaml.safe_load((folder / "limited" / "plan.yaml").read_text())
+    assert plan["pipeline"]["num_ranks"] == 2
