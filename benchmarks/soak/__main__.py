@@ -1,13 +1,15 @@
 """A run that meets one fault after the other, and ends with the weights of an undisturbed run, to the bit.
 
 python -m benchmarks.soak                                     # 3000 steps, 300 faults
-python -m benchmarks.soak --steps 200 --faults 19 --seed 1    # a short one, with one of each kind
+python -m benchmarks.soak --steps 200 --faults 20 --seed 1    # a short one, with one of each kind
 python -m benchmarks.soak --record soak.json                  # where its record goes, after each fault
 
-Four processes, two replicas of two stages, are killed, stopped, held up, left without a disk, robbed of their newest
-checkpoint and asked to end, at random; their watchers and hub are killed, stopped and flooded alike; and links between
-their machines are cut, delayed, held up and corrupted, where one may make network namespaces (as root). `slipstream
-train` starts its ranks again by itself, and is started again with `--checkpoint.resume=last-good` where it has ended.
+Four processes, two replicas of two stages, are killed, for a while or for good, stopped, held up, left without a disk,
+robbed of their newest checkpoint and asked to end, at random; their watchers and hub are killed, stopped and flooded
+alike; and links between their machines are cut, delayed, held up and corrupted, where one may make network namespaces
+(as root). `slipstream train` starts its ranks again by itself, and is started again with
+`--checkpoint.resume=last-good` where it has ended. Where some are gone for good, the run that isn't disturbed is
+stopped and resumed on the same meshes at the same steps.
 Ended by Ctrl-C or TERM it leaves nobody, and the record of the faults until then.
 """
 
@@ -100,7 +102,10 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
         seconds = soak.run(kinds, note)
         print("now an undisturbed run", flush=True)
         undisturbed = Soak(folder / "undisturbed", given.steps, given.stall_limit, dice)
-        undisturbed.run([], note)
+        if len(soak.meshes()) > 1:
+            undisturbed.follow(soak)
+        else:
+            undisturbed.run([], note)
         problems = list(problems_of(soak, undisturbed))
         goodput = goodput_text(soak, undisturbed, seconds)
         keep(seconds=seconds, is_complete=True, problems=problems, goodput=goodput, restarts=restarts_of(soak))

@@ -39,6 +39,9 @@ SAID = {
     "link cut": f"error: {UNHEARD}{OTHERS}{CUT}",
     "machine gone": f"error: {UNHEARD}{OTHERS}",
     "TERM": "SIGTERM ended the run",
+    "gone for good": f"{GONE}{OTHERS}rank 2 was ended by SIGKILL; the other ranks were stopped\nrestart in 1 s, from "
+    "the last good checkpoint, with 2 of 4 processes as --pp=2 --dp=1 --tp=1; process 3 is without work; process 2 is "
+    "lost: once that is over, type rm lost/2",
 }
 WRONG = {"another rank": SAID["kill"].replace("rank 2", "rank 1"), "another host": SAID["kill"].replace("node1", "vm")}
 WRONG |= {
@@ -60,6 +63,7 @@ def test_a_fault_is_named_by_who_where_and_what(kind: str) -> None:
         same = {kind, other} <= {
             "kill",
             "damaged checkpoint",
+            "gone for good",
             "rank and watcher killed",
         } and kind != "rank and watcher killed"
         if other not in (kind, "TERM") and not same:

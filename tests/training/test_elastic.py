@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import yaml
 
+from slipstream.errors import SlipstreamError
+from slipstream.options import Memory
+from slipstream.train.config import Config, ParallelSection, TrainingSection, parse_config
+from slipstream.train.data import TokenisedText, sequences_of
+from slipstream.train.elastic_mesh import choose_mesh
+from slipstream.train.preflight import load_model_config
+from slipstream.train.preflight.all_checks import check_optimizer, check_smaller_meshes
 from slipstream.train.run_folder import RunFolder
-from support.forked import COMMAND, ForkedProgram, slipstream_command
+from slipstream.train.training_rank import mesh_of_those_there
+from support.forked import ForkedProgram, slipstream_command
+from support.paths import ROOT, TESTS, WORKERS, with_path
 from support.timeouts import LIMIT
 from support.tiny_training import tiny_training
 
 STEPS = 16
+HELD_AT = WORKERS / "training/held_at.py"
+HELD = "4:8,2:12"  # four ranks wait before step 8, and two before step 12
+MESHES: list[tuple[dict[str, Any], list[str]]] = [
+    # settings, and of 8 processes, 7, ..., as many as there are entries: stages x replicas x ranks that share layers
+    ({"num_ranks": 2, "data": 4}, ["2x4x1", "2x3x1", "2x3x1", "2x2x1", "2x2x1", "2x1x1", "2x1x1", "1x1x1"]),
+    ({"num_ranks": 8}, ["8x1x1", *["4x1x1"] * 4, *["2x1x1"] * 2, "1x1x1"]),
+    ({"num_ranks": 6}, ["6x1x1", "6x1x1", "6x1x1", *["3x1x1"] * 3, "2x1x1", "1x1x1"]),
+    ({"num_ranks": 2, "data": 2, "tensor": 2}, ["2x2x2", *["2x1x2"] * 4, *["1x1x2"] * 2, "tensor=2 stays"]),
+    ({"num_ranks": 2, "data": 4, "partition": [1, 7]}, [*[""] * 6, "2x1x1", "partition=.* stays"]),
+    (
+        {"num_ranks": 2, "data": 2, "microbatches": [[2, [64]], [2, [64]]]},
+        [*[""] * 4, "2x2x1", "1x2x1", "1x2x1", "by pipeline.micro"],
+    ),
+]
 
 
-def write_config(folder: Path, **training: Any) -> Path:
+def configured(output: Path = Path("nowhere"), **settings: Any) -> Config:
+    """Two stages of eight layers, with rows of one microbatch each, and what is given by the section that has it."""
+    values = tiny_training(4, 2, num_hidden_layers=8)
+    values["data"]["corpus"] = "python-stdlib"
+    values["parallel"], values["optimizer"], values["memory"] = {}, {}, {}
+    values["training"] |= {"output": str(output), "batch_size": 8}
+    if "microbatches" in settings:
+        del values["pipeline"]["slices"]
+    for name, value in settings.items():
+        sections = (each for each in ("parallel", "memory", "training") if name in SECTIONS[each].model_fields)
+        values["optimizer" if name == "name" else next(sections, "pipeline")][name] = value
+    return parse_config(values)
+
+
+SECTIONS = {"parallel": ParallelSection, "memory": Memory, "training": TrainingSection}
+
+
+def write_config(folder: Path, **checkpoint: Any) -> Path:
     """Two stages in two replicas, with rows of one microbatch each; every second step is saved."""
     folder.mkdir()
     text = folder / "text.txt"
@@ -31,8 +77,8 @@ def write_config(folder: Path, **training: Any) -> Path:
     values["data"]["files"] = [str(text)]
     values["parallel"] = {"data": 2}
     values["pipeline"]["num_microbatches"] = 2
-    values["training"] |= {"output": str(folder / "run"), "min_ranks": 2, **training}
-    values["checkpoint"]["keep_every"] = 2
+    values["training"] |= {"output": str(folder / "run"), "min_ranks": 2, "stall_limit": LIMIT}
+    values["checkpoint"] |= {"keep_every": 2, **checkpoint}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
@@ -48,32 +94,22 @@ def steps_of(output: RunFolder) -> list[int]:
     return [line["step"] for line in lines_of(output) if "loss" in line]
 
 
-def wait_for(output: RunFolder, step: int, process: ForkedProgram) -> None:
-    deadline = time.monotonic() + LIMIT
-    while max(steps_of(output), default=0) < step:
-        assert process.returncode is None, process.communicate()
-        assert time.monotonic() < deadline, f"step {step} didn't come"
-        time.sleep(0.02)
+def last_step(output: RunFolder) -> int:
+    return max(steps_of(output), default=0)
 
 
-def wait_for_lost(output: RunFolder, process: ForkedProgram) -> None:
+def wait_for(condition: Callable[[], bool], process: ForkedProgram | subprocess.Popen[bytes]) -> None:
+    """Waits until a condition holds, while the process runs."""
     deadline = time.monotonic() + LIMIT
-    while not output.lost.exists():
-        assert process.returncode is None, process.communicate()
-        assert time.monotonic() < deadline, "nothing is lost"
+    while not condition():
+        code = process.returncode if isinstance(process, ForkedProgram) else process.poll()
+        assert code is None, "it has ended"
+        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
 
 
 def rank_of(process: ForkedProgram, rank: int) -> psutil.Process:
     return next(each for each in psutil.Process(process.pid).children(recursive=True) if each.name() == f"rank {rank}")
-
-
-def resumptions(text: str) -> list[int]:
-    return [int(step) for step in re.findall(r"resumed after step (\d+)", text)]
-
-
-def weights(output: RunFolder) -> bytes:
-    return (output.model / "model.safetensors").read_bytes()
 
 
 def by_hand(config: Path, output: RunFolder, phases: list[tuple[int, list[str]]]) -> bytes:
@@ -87,10 +123,103 @@ def by_hand(config: Path, output: RunFolder, phases: list[tuple[int, list[str]]]
                 shutil.rmtree(later)
         ended = slipstream_command("train", config, f"--training.output={output.path}", *resumed, *settings)
         assert ended.returncode == 0, ended.stderr
-    return weights(output)
+    return (output.model / "model.safetensors").read_bytes()
 
 
-HALF = ["--pp=2", "--dp=1", "--pipeline.num_microbatches=4"]
+@pytest.mark.parametrize(("settings", "wanted"), MESHES)
+def test_replicas_go_first(settings: dict[str, Any], wanted: list[str]) -> None:
+    config = configured(**settings)
+    for number, size in zip(range(8, 0, -1), wanted, strict=False):
+        if "stay" in size or "by" in size:
+            with pytest.raises(SlipstreamError, match=size):
+                choose_mesh(config, number)
+        elif size:
+            mesh = choose_mesh(config, number)
+            assert f"{mesh.pipeline.num_ranks}x{mesh.parallel.data}x{mesh.parallel.tensor}" == size
+
+
+def test_microbatches_keep_their_rows() -> None:
+    config = configured(data=4, num_microbatches=2, min_ranks=2)  # two rows, of one microbatch each
+    found = [choose_mesh(config, number).pipeline.num_microbatches for number in (8, 6, 4, 2, 1)]
+    assert found == [2, 2, 4, 8, 8]  # of three replicas, two have three rows and one has two
+    assert choose_mesh(configured(data=4, min_ranks=2), 2).pipeline.num_microbatches == 4  # of two rows each
+    flushed = configured(data=4, num_microbatches=2, num_flushes=2, min_ranks=2)
+    assert choose_mesh(flushed, 2).pipeline.num_microbatches == 8
+    sharded = choose_mesh(configured(data=2, shard_optimizer=True), 2)
+    assert not sharded.parallel.shard_optimizer  # over one replica
+
+
+def test_each_row_has_one_replica() -> None:
+    sequences = sequences_of([TokenisedText.join([np.arange(640, dtype=np.int32)])], "fixed", 8, seed=1)
+    for size, replicas in ((8, 3), (7, 4), (5, 5), (12, 4)):
+        shares = [sequences.share(16, size, replica, replicas) for replica in range(replicas)]
+        assert [index for share in shares for index in share] == list(range(16, 16 + size))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "more than there are": ({"data": 2, "min_ranks": 5}, r"min_ranks=5 is more than the 4 processes of --pp=2 --dp=2"),
+    "given layers": ({"data": 2, "partition": [4, 4], "min_ranks": 1}, r"would do is 2: give --training.min_ranks=2"),
+    "ranks that share layers": ({"tensor": 2, "data": 2, "min_ranks": 1}, r"with 1 of 8 .* would do is 2"),
+    "optimizer": ({"name": "adafactor", "shard_optimizer": True, "data": 2, "min_ranks": 2}, "shard_optimizer=true"),
+    "weights": ({"num_ranks": 4, "limit": 2.5e5, "min_ranks": 1}, "would do is 4: give --training.min_ranks=4"),
+    "activations": ({"num_ranks": 4, "limit": 1.5e6, "min_ranks": 1}, "the fullest rank of .* would hold"),
+    "routers": ({"data": 4, "router_loss": "per_layer", "min_ranks": 2}, "depends on the microbatches"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_could_not_go_on_is_refused_at_the_first_start(tmp_path: Path, case: str) -> None:
+    settings, reason = REFUSED[case]
+    config = configured(tmp_path, **settings)
+    check = check_optimizer if "name" in settings else check_smaller_meshes
+    with pytest.raises(SlipstreamError, match=reason):
+        check(config, load_model_config(config.model))
+
+
+ELASTIC = {"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "False", "WORLD_SIZE": "3", "RANK": "0"}
+LAUNCHERS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "srun": ({"SLURM_PROCID": "0", "WORLD_SIZE": "4"}, {}, "srun starts a fixed number of processes"),
+    "another one": ({"WORLD_SIZE": "4"}, {}, "this launcher starts a fixed number"),
+    "one store": (
+        ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+        {},
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ),
+    "no resuming": (ELASTIC, {"resume": "no"}, "give --checkpoint.resume=last-good"),
+    "too few": (ELASTIC | {"WORLD_SIZE": "1"}, {}, "started 1 process, fewer than training.min_ranks=2; .*=1$"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHERS)
+def test_a_launcher_that_could_not_go_on_is_refused(case: str) -> None:
+    environment, checkpoint, reason = LAUNCHERS[case]
+    config = configured(data=2, min_ranks=2)
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"resume": "last-good"} | checkpoint)}
+    )
+    with pytest.raises(SlipstreamError, match=reason):
+        mesh_of_those_there(config, environment)
+
+
+def test_torchrun_says_how_many_there_are() -> None:
+    config = configured(data=2, min_ranks=2)
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "last-good"})})
+    found = mesh_of_those_there(config, ELASTIC)
+    assert found.mesh_text == "--pp=2 --dp=1 --tp=1"
+    assert mesh_of_those_there(config, ELASTIC | {"WORLD_SIZE": "6"}) is config
+
+
+@contextmanager
+def running(folder: Path, config: Path) -> Iterator[ForkedProgram]:
+    """The command with ranks of its own, which end with it whatever happens."""
+    process = ForkedProgram(folder, HELD_AT, HELD, "train", config)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
 
 
 @pytest.mark.more
@@ -98,23 +227,80 @@ def test_a_process_is_lost_and_comes_back(tmp_path: Path) -> None:
     """Under our own launcher."""
     config = write_config(tmp_path / "run")
     output = RunFolder(config.parent / "run")
-    process = ForkedProgram(tmp_path, COMMAND, "train", config)
-    try:
-        wait_for(output, 5, process)
+    with running(tmp_path, config) as process:
+        wait_for(lambda: last_step(output) == 7, process)
         rank_of(process, 1).kill()
-        wait_for_lost(output, process)
-        wait_for(output, 9, process)
+        wait_for(lambda: last_step(output) == 11, process)
+        assert "rank 1 was ended by SIGKILL" in (output.lost / "1").read_text()
         (output.lost / "1").unlink()
         text, errors = process.communicate()
-    finally:
-        if process.returncode is None:
-            os.kill(process.pid, 2)
-            process.communicate()
     assert process.returncode == 0, errors
     assert "with 2 of 4 processes as --pp=2 --dp=1 --tp=1; process 3 is without work; process 1 is lost" in text
-    first, second = resumptions(text)
-    assert first in (2, 4, 6)  # a checkpoint may not have been complete
-    assert second >= 9
+    assert re.search(r"^  mesh +pp 2 x dp 2 x tp 1  pp 2 x dp 1 x tp 1$", text, re.MULTILINE)
+    assert re.search(r"^  rows of a replica +2 +4$", text, re.MULTILINE)
+    assert re.search(r"^  seconds of a step +[\d.e-]+, measured +[\d.e-]+, predicted$", text, re.MULTILINE)
+    assert not output.lost.exists()
+    check(config, output, text)
+
+
+def check(config: Path, output: RunFolder, text: str) -> None:
+    """Checks that every step is there once, what the records say, and the weights."""
+    first, second = (int(step) for step in re.findall(r"resumed after step (\d+)", text))
+    assert first in (4, 6)  # the checkpoint of step 6 may not have been complete
+    assert second == 12  # of which the ranks were asked before they ended
     assert steps_of(output) == list(range(1, STEPS + 1))
-    expected = by_hand(config, RunFolder(tmp_path / "by_hand"), [(0, []), (first, HALF), (second, [])])
-    assert weights(output) == expected
+    starts = [line for line in lines_of(output) if "started_after" in line]
+    assert [(start["mesh"]["dp"], start.get("repeated_steps")) for start in starts] == [
+        (2, None),
+        (1, 7 - first),
+        (2, 0),
+    ]
+    assert len([line for line in lines_of(output) if "change_seconds" in line]) == 2
+    half = ["--dp=1", "--pipeline.num_microbatches=4"]
+    expected = by_hand(config, RunFolder(config.parent / "by_hand"), [(0, []), (first, half), (second, [])])
+    assert (output.model / "model.safetensors").read_bytes() == expected
+
+
+@contextmanager
+def agent(config: Path, port: int, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A torchrun of two processes, as on a node of its own, all of which are killed at the end if they run."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=9"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=7", "--local-addr=127.0.0.1"]
+    launcher += [f"--rdzv-conf=is_host={int(name == 'first')},last_call_timeout=5", str(HELD_AT), HELD]
+    environment = with_path(ROOT / "src", TESTS) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1", "SLIPSTREAM_LOG_LEVEL": "info"}
+    with (config.parent / name).open("wb") as text:
+        arguments = [*launcher, "train", str(config)]
+        started = subprocess.Popen(arguments, env=environment, stdout=text, stderr=subprocess.STDOUT)
+    try:
+        yield started
+    finally:
+        kill_all(started)
+
+
+def kill_all(started: subprocess.Popen[bytes]) -> None:
+    if started.poll() is None:
+        process = psutil.Process(started.pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+    started.wait(LIMIT)
+
+
+@pytest.mark.more
+def test_a_node_goes_and_comes_back_under_torchrun(tmp_path: Path) -> None:
+    """Two real agents on this machine, of which the one that doesn't keep the rendezvous is killed with its ranks."""
+    config = write_config(tmp_path / "run", resume="last-good")
+    output = RunFolder(config.parent / "run")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with agent(config, port, "first") as stays, agent(config, port, "second") as goes:
+        wait_for(lambda: last_step(output) == 7, stays)
+        kill_all(goes)
+        wait_for(lambda: last_step(output) == 11, stays)
+        with agent(config, port, "third") as comes:
+            codes = stays.wait(LIMIT), comes.wait(LIMIT)
+    # Rank 0, which speaks, may be of either node.
+    text = "".join((config.parent / name).read_text() for name in ("first", "third"))
+    assert codes == (0, 0), text
+    check(config, output, text)

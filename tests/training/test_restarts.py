@@ -74,7 +74,7 @@ LOSSES: dict[str, tuple[list[object], list[list[int]], str]] = {
     "one after the other": ([(1,), (1,), None], [[0, 1, 2, 3], [0, 2], [0, 3]], ""),
     "two at once": ([(0, 3), None], [[0, 1, 2, 3], [1, 2]], ""),
     "a crash of another kind": ([(), (2,), None], [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]], ""),
-    "too many": ([(0, 1, 2)], [[0, 1, 2, 3]], "1 of 4 processes are left, fewer than training.min_ranks=2"),
+    "too many": ([(0, 1, 2)], [[0, 1, 2, 3]], "1 of 4 processes is left, fewer than training.min_ranks=2"),
 }
 
 

@@ -57,7 +57,7 @@ def join_run(config: Config) -> None:
         os.environ.update(launch.local_ranks.torchrun_variables(os.environ))
     is_elastic = config.training.min_ranks is not None
     if is_elastic:
-        config = _mesh_of_those_there(config, os.environ)
+        config = mesh_of_those_there(config, os.environ)
     problem = None  # what keeps this rank from taking part, though others may be ready
     try:
         check_machine(config)
@@ -112,7 +112,7 @@ def _resumed_after_restart(config: Config, environment: Mapping[str, str]) -> Co
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Config:
+def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Config:
     """Returns the configuration with the mesh of as many processes as torchrun has started.
 
     Raises:

@@ -38,7 +38,7 @@ def main() -> None:
         pipe = make_pipe(
             copy.deepcopy(MODELS[NAME]),
             slices=[7, 1, 8] if packing == "fixed" else 2,
-            num_microbatches=2,
+            num_microbatches=min(2, sequences.num_sequences // axes["dp"]),
             mesh=make_mesh(**axes),
         )
         batch = sequences.batch(0, sequences.num_sequences, pipe.replica, pipe.num_replicas)

@@ -30,7 +30,7 @@ from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_
 from slipstream.train.planned_start import is_open, plan_obstacle
 from slipstream.train.preferences import check_reference
 from slipstream.train.preflight.memory_check import check_memory, memory_account
-from slipstream.train.preflight.model_checks import check_layers, check_model, load_model_config
+from slipstream.train.preflight.model_checks import check_model, load_model_config
 from slipstream.train.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import check_data, describe_data, differs
@@ -271,8 +271,6 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
 def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where a run of the configuration couldn't go on with a smaller mesh."""
     parse_config(yaml.safe_load(dump_config(mesh)))
-    check_layers(mesh, model_config)
-    check_optimizer(mesh, model_config)
     check_memory(mesh, model_config)
     rows, replicas = config.training.batch_size, mesh.parallel.data
     divides = config.data.packing == "fixed" and rows % (replicas * mesh.pipeline.num_microbatches) == 0
