@@ -65,9 +65,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stall-limit", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--record", type=Path, default=destination(RESULTS / "soak.json"))
+    parser.add_argument("--name", default="soak", help="of the record")
+    parser.add_argument("--record", type=Path)
     parser.add_argument("--log", type=Path, help="where the run's own lines go")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.record = given.record or destination(RESULTS / f"{given.name}.json")
+    return given
 
 
 def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hosts | None) -> tuple[list[str], int]:
@@ -79,7 +82,7 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
     undisturbed: Soak | None = None
     soak = Soak(folder / "soak", given.steps, given.stall_limit, dice, hosts, given.log)
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
-    record: dict[str, Any] = {"of": provenance("soak"), "setting": setting(**asked), "is_complete": False}
+    record: dict[str, Any] = {"of": provenance(given.name), "setting": setting(**asked), "is_complete": False}
     began, loads = time.monotonic(), [os.getloadavg()[0]]
 
     def keep(**more: object) -> None:

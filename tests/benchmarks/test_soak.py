@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from benchmarks.harness import TRIAL
 from benchmarks.hosts import Hosts, NoHostsError
-from benchmarks.records import RESULTS
 from benchmarks.soak.faults import KINDS, Fault, is_named
-from benchmarks.soak.page import BEGIN, END, PAGE, text_of
+from benchmarks.soak.page import BEGIN, END, PAGE, records, text_of
 
 from support.paths import ROOT, with_path
 from support.timeouts import LIMIT, SOON
@@ -84,9 +83,8 @@ def test_a_cut_at_the_hub_is_named_by_both_sides() -> None:
 
 
 def test_the_page_is_made_from_the_record() -> None:
-    record = json.loads((RESULTS / "soak.json").read_text())
     said = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    assert said == f"\n{text_of(record)}\n\n", "out of date: python -m benchmarks.soak.page"
+    assert said == f"\n{text_of(*records())}\n\n", "out of date: python -m benchmarks.soak.page"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.train.config import Config
 
 
-def choose_mesh(config: Config, num_processes: int) -> Config:
+def mesh_of_processes(config: Config, num_processes: int) -> Config:
     """Returns the configuration with the mesh that so many processes form, at most the configured one.
 
     Replicas go first. Then there are fewer stages, by what divides their number, unless something says how many there
@@ -36,7 +36,7 @@ def choose_mesh(config: Config, num_processes: int) -> Config:
 
 
 def mesh_settings(config: Config) -> list[str]:
-    """Returns the settings that `choose_mesh` decides, as they are typed."""
+    """Returns the settings that `mesh_of_processes` decides, as they are typed."""
     settings = config.mesh_text.split()
     if config.pipeline.microbatches is None:
         settings.append(f"--pipeline.num_microbatches={config.pipeline.num_microbatches}")
@@ -169,11 +169,18 @@ class LocalPlaces:
     """
 
     def __init__(self, folder: Path, number: int) -> None:
-        """Takes the folder of the files. Every place is there at the beginning."""
+        """Takes the folder of the files."""
         self._folder, self._number = folder, number
         self._lost, self._unwritten = set[int](), set[int]()
-        for left in folder.glob("*"):
-            left.unlink()
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes every place to be there, as it is of no use to whoever comes next which weren't."""
+        self._lost.clear()
+        with suppress(OSError):
+            for left in self._folder.glob("*"):
+                left.unlink()
+            self._folder.rmdir()
 
     @property
     def there(self) -> list[int]:
@@ -185,7 +192,7 @@ class LocalPlaces:
 
     def have_room_for_more(self, config: Config, used: Sequence[int]) -> bool:
         """Returns whether lost places are back with which the mesh would be larger than that of the used ones."""
-        return choose_mesh(config, len(self.there)).num_processes > len(used)
+        return mesh_of_processes(config, len(self.there)).num_processes > len(used)
 
     def file(self, place: int) -> Path:
         """Returns the file that says that a place is lost."""

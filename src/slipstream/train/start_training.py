@@ -24,7 +24,7 @@ from slipstream.launch import (
 from slipstream.terminal import go_on_in, make_console
 from slipstream.train.config import Config
 from slipstream.train.device_choice import check_machine, choose_backends, sharing_here
-from slipstream.train.elastic_mesh import LocalPlaces, choose_mesh, mesh_settings
+from slipstream.train.elastic_mesh import LocalPlaces, mesh_of_processes, mesh_settings
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, memory_account, preflight
 from slipstream.train.run_folder import RunFolder, read_lines
@@ -130,11 +130,12 @@ def launch_with_restarts(config: Config, owner: str, progress: Progress, server:
     restart = without_progress = 0
     while True:
         before, there = _contents(folder.metrics), places.there
-        mesh = choose_mesh(config, len(there))
+        mesh = mesh_of_processes(config, len(there))
         used, settings = there[: mesh.num_processes], [] if mesh is config else mesh_settings(mesh)
         try:
             arguments = [str(folder.config), owner, *resume, *settings]
             launch_ranks(_RANK, arguments, used, server, partial(places.have_room_for_more, config, used))
+            places.forget()
             return
         except RegroupedError:
             why, how = "processes that were lost are back", "restart in 0 s"
@@ -176,7 +177,7 @@ def _describe_mesh(config: Config, places: LocalPlaces) -> str:
     if config.training.min_ranks is None:
         return ""
     there, number = places.there, config.num_processes
-    mesh = choose_mesh(config, len(there))
+    mesh = mesh_of_processes(config, len(there))
     idle, lost = there[mesh.num_processes :], [place for place in range(number) if place not in there]
     parts = [f", with {mesh.num_processes} of {number} processes as {mesh.mesh_text}"]
     if idle:

@@ -31,7 +31,7 @@ from slipstream.train.device_choice import (
     describe_device,
     sharing_here,
 )
-from slipstream.train.elastic_mesh import choose_mesh
+from slipstream.train.elastic_mesh import mesh_of_processes
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, preflight
 from slipstream.train.run_context import RunContext
@@ -143,7 +143,7 @@ def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Confi
             f"the launcher started {world_size} {'process' if world_size == 1 else 'processes'}, fewer than {given}; "
             f"start more, as by torchrun --nnodes=MIN:MAX with a larger MIN, or give --training.min_ranks={world_size}"
         )
-    return choose_mesh(config, world_size)
+    return mesh_of_processes(config, world_size)
 
 
 def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:

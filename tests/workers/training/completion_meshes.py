@@ -44,7 +44,9 @@ def main() -> None:
         batch = sequences.batch(0, sequences.num_sequences, pipe.replica, pipe.num_replicas)
         with no_rounding_inside():
             found = pipe.step(batch.input_ids, batch.labels, document_ids=batch.document_ids)
-        print(max(error(pipe, expected), abs(float(found) - float(loss))), flush=True)
+            held_out = pipe.evaluate(batch.input_ids, batch.labels, document_ids=batch.document_ids)
+        off = (abs(float(each) - float(loss)) for each in (found, held_out))
+        print(max(error(pipe, expected), *off), flush=True)
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
 from slipstream.train.config import Config, dump_config, parse_config
 from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
-from slipstream.train.elastic_mesh import choose_mesh, table_of_changes
+from slipstream.train.elastic_mesh import mesh_of_processes, table_of_changes
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics import check_trackers
 from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
@@ -256,7 +256,7 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
     checked = {config.mesh_text}
     for number in range(config.num_processes - 1, least - 1, -1):
         try:
-            mesh = choose_mesh(config, number)
+            mesh = mesh_of_processes(config, number)
             if mesh.mesh_text not in checked:
                 checked.add(mesh.mesh_text)
                 _check_as_smaller(mesh, config, model_config)
