@@ -191,6 +191,11 @@ SUBJECTS = {
     "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),
     "recompute_check": Subject("what comparing recomputed outputs costs a step", "recompute_check", sources=_PIPELINE),
     "soak": Subject("a run in hundreds of faults, and its weights after them", "soak"),
+    "soak_lost": Subject(
+        "a run that loses processes for good and gets them back, and its weights after that",
+        "soak",
+        '--steps 200 --faults 5 --seed 3 --stall-limit 30 --kinds "gone for good" --name soak_lost',
+    ),
     "end_of_a_rank": Subject("how soon the command ends after a rank is killed, on busy cores", "end_of_a_rank"),
     "gpipe_memory_formula": Subject("GPipe's peak activations", "gpipe.memory", "formula", _GPIPE),
     "gpipe_memory_amoebanet_d": Subject("GPipe's Table 1, AmoebaNet-D", "gpipe.memory", "AmoebaNet-D", _GPIPE),

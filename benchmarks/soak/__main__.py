@@ -1,13 +1,15 @@
 """A run that meets one fault after the other, and ends with the weights of an undisturbed run, to the bit.
 
 python -m benchmarks.soak                                     # 3000 steps, 300 faults
-python -m benchmarks.soak --steps 200 --faults 19 --seed 1    # a short one, with one of each kind
+python -m benchmarks.soak --steps 200 --faults 20 --seed 1    # a short one, with one of each kind
 python -m benchmarks.soak --record soak.json                  # where its record goes, after each fault
 
-Four processes, two replicas of two stages, are killed, stopped, held up, left without a disk, robbed of their newest
-checkpoint and asked to end, at random; their watchers and hub are killed, stopped and flooded alike; and links between
-their machines are cut, delayed, held up and corrupted, where one may make network namespaces (as root). `slipstream
-train` starts its ranks again by itself, and is started again with `--checkpoint.resume=last-good` where it has ended.
+Four processes, two replicas of two stages, are killed, for a while or for good, stopped, held up, left without a disk,
+robbed of their newest checkpoint and asked to end, at random; their watchers and hub are killed, stopped and flooded
+alike; and links between their machines are cut, delayed, held up and corrupted, where one may make network namespaces
+(as root). `slipstream train` starts its ranks again by itself, and is started again with
+`--checkpoint.resume=last-good` where it has ended. Where some are gone for good, the run that isn't disturbed is
+stopped and resumed on the same meshes at the same steps.
 Ended by Ctrl-C or TERM it leaves nobody, and the record of the faults until then.
 """
 
@@ -63,9 +65,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stall-limit", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--record", type=Path, default=destination(RESULTS / "soak.json"))
+    parser.add_argument("--name", default="soak", help="of the record")
+    parser.add_argument("--record", type=Path)
     parser.add_argument("--log", type=Path, help="where the run's own lines go")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.record = given.record or destination(RESULTS / f"{given.name}.json")
+    return given
 
 
 def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hosts | None) -> tuple[list[str], int]:
@@ -77,7 +82,7 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
     undisturbed: Soak | None = None
     soak = Soak(folder / "soak", given.steps, given.stall_limit, dice, hosts, given.log)
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()}
-    record: dict[str, Any] = {"of": provenance("soak"), "setting": setting(**asked), "is_complete": False}
+    record: dict[str, Any] = {"of": provenance(given.name), "setting": setting(**asked), "is_complete": False}
     began, loads = time.monotonic(), [os.getloadavg()[0]]
 
     def keep(**more: object) -> None:
@@ -100,7 +105,10 @@ def run(given: argparse.Namespace, folder: Path, dice: random.Random, hosts: Hos
         seconds = soak.run(kinds, note)
         print("now an undisturbed run", flush=True)
         undisturbed = Soak(folder / "undisturbed", given.steps, given.stall_limit, dice)
-        undisturbed.run([], note)
+        if len(soak.meshes()) > 1:
+            undisturbed.follow(soak)
+        else:
+            undisturbed.run([], note)
         problems = list(problems_of(soak, undisturbed))
         goodput = goodput_text(soak, undisturbed, seconds)
         keep(seconds=seconds, is_complete=True, problems=problems, goodput=goodput, restarts=restarts_of(soak))

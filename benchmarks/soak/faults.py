@@ -19,10 +19,11 @@ ENDS_THE_RUN = ("TERM", "launcher killed")  # so that it is started anew, from o
 GOES_ON = ("slow", "slow by turns", "full disk", "hub flooded", "delays", "stalls", "corrupt line")
 LOSES_A_HELPER = ("watcher killed", "watcher stopped", "hub killed", "hub stopped")  # which is started again
 OF_THE_NETWORK = ("link cut", "machine gone", "delays", "stalls", "corrupt line")
-OF_THE_LAUNCHER = ("launcher killed",)
+GONE_FOR_GOOD = "gone for good"  # the run goes on with fewer ranks, until the lost ones are back
+OF_THE_LAUNCHER = ("launcher killed", GONE_FOR_GOOD)
 KINDS = ("slow", "kill", "stop", "full disk", "damaged checkpoint", "TERM", "launcher killed")
 KINDS += ("rank and watcher killed", "watcher killed", "watcher stopped", "hub killed", "hub stopped", "hub flooded")
-KINDS += ("slow by turns", "link cut", "machine gone", "delays", "stalls", "corrupt line")
+KINDS += (GONE_FOR_GOOD, "slow by turns", "link cut", "machine gone", "delays", "stalls", "corrupt line")
 _BLAMED = re.compile(r"^(?:error: )?rank (\d+) \(", re.MULTILINE)
 _LOST_HELPER = re.compile(
     r"^(the watchers' hub|the watcher of rank \d+) \(process \d+\) (?:was|ended|can't)", re.MULTILINE
@@ -61,6 +62,10 @@ def is_named(fault: Fault, text: str, hosts: list[str]) -> bool:
         return False
     if fault.kind in GOES_ON or fault.kind in ENDS_THE_RUN:
         return not blamed and "\nrestart " not in text and (fault.kind in ENDS_THE_RUN or "error: " not in text)
+    if fault.kind == GONE_FOR_GOOD:
+        said = re.search(r"^restart in .* with 2 of 4 .*; process(?:es)? ([\d, ]+) (?:is|are) lost: once", text, re.M)
+        lost = {int(number) for number in said[1].split(",")} if said else set()
+        return fault.rank in blamed <= lost
     if fault.kind in ("link cut", "machine gone"):
         return _is_cut_named(fault, text, hosts, blamed)
     said = {

@@ -35,8 +35,22 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def text_of(record: dict[str, Any]) -> str:
-    """Returns what the page says of a record."""
+_BY_HAND = "a run that was stopped and resumed by hand on the same meshes at the same steps"
+
+
+def text_of(record: dict[str, Any], of_losses: dict[str, Any]) -> str:
+    """Returns what the page says of a record, and of one in which processes were gone for good."""
+    given = of_losses["setting"]
+    said = (
+        f"And with `training.min_ranks=2`, {len(of_losses['faults'])} times in {given['steps']:,} steps, one or two of "
+        "the four are gone for good, and back some steps later. It took "
+        f"{of_losses['seconds'] / 60:.0f} minutes at a load average of "
+        f"{', '.join(f'{each:g}' for each in of_losses['loads'])}. {_ending(of_losses, _BY_HAND)}"
+    )
+    return "\n\n".join((_text_of(record), said.strip(), table(of_losses)))
+
+
+def _text_of(record: dict[str, Any]) -> str:
     given, faults = record["setting"], record["faults"]
     load = ", ".join(f"{each:g}" for each in record.get("loads", given["load_average"][:1]))
     apart = sum(fault.get("is_apart", False) for fault in faults)
@@ -51,18 +65,23 @@ def text_of(record: dict[str, Any]) -> str:
     return "\n\n".join(part for part in (said, table(record), goodput) if part)
 
 
-def _ending(record: dict[str, Any]) -> str:
+def _ending(record: dict[str, Any], other: str = "an undisturbed run") -> str:
     """Returns a sentence on how the soak ended; "" for one that was stopped."""
     problems = record.get("problems", [])
     if not record.get("is_complete", True):
         return ""
     if problems:
         weights = "other weights than" if any("weights differ" in each for each in problems) else "the weights of"
-        return f"It ended with {weights} an undisturbed run, and with problems: {len(problems)}. "
+        return f"It ended with {weights} {other}, and with problems: {len(problems)}. "
     return (
-        "It ended with the weights of an undisturbed run, bit for bit, with every step in the metrics once, no process "
-        "left, and no file more. "
+        f"It ended with the weights of {other}, bit for bit, with every step in the metrics once, no process left, and "
+        "no file more. "
     )
+
+
+def records() -> list[dict[str, Any]]:
+    """Returns the records that are kept."""
+    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in ("soak", "soak_lost")]
 
 
 def main() -> None:
@@ -74,7 +93,7 @@ def main() -> None:
         kept.write_text(given.record.read_text())
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{text_of(json.loads(kept.read_text()))}\n\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{text_of(*records())}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from benchmarks.hosts import Hosts
 from benchmarks.soak.faults import (
     ENDS_THE_RUN,
     GOES_ON,
+    GONE_FOR_GOOD,
     LOSES_A_HELPER,
     OF_THE_LAUNCHER,
     OF_THE_NETWORK,
@@ -74,6 +75,7 @@ class Soak:
         self.mark = uuid.uuid4().hex
         self.faults: list[Fault] = []
         self.is_apart = False  # whether it runs as tasks now
+        self.may_shrink = False  # whether it goes on with fewer ranks now
         self.started: list[Task | subprocess.Popen[bytes]] = []  # the launcher, or the tasks by their ranks
         self._num_starts = 0
         self._environment = os.environ | {MARK: self.mark}
@@ -86,6 +88,7 @@ class Soak:
         """Starts the run, or goes on with it."""
         arguments = ["train", str(write_config(self))]
         arguments += ["--checkpoint.resume=last-good"] if self._num_starts else []
+        arguments += ["--training.min_ranks=2"] if self.may_shrink else []
         self.is_apart, self.started = is_apart, []
         self._num_starts += 1
         if is_apart:
@@ -157,6 +160,7 @@ class Soak:
     def run(self, kinds: list[str], note: Callable[[Fault], None]) -> float:
         """Runs to the end, with a fault of each of these kinds, and notes each that is over; returns the seconds."""
         began = time.monotonic()
+        self.may_shrink = kinds[:1] == [GONE_FOR_GOOD]
         self.start(bool(kinds) and self._wants_hosts(kinds[0]))
         # A run that is killed before its first checkpoint begins anew, and has nothing to resume.
         self.wait_until(lambda: self._has_checkpoint() or self.has_ended(), "the first checkpoint")
@@ -168,8 +172,8 @@ class Soak:
                 self._reach(due)
                 if self.last_step() >= self.steps:
                     break
-                if self._wants_hosts(kind) != self.is_apart:
-                    self._move()
+                if self._wants_hosts(kind) != self.is_apart or self.may_shrink != (kind == GONE_FOR_GOOD):
+                    self._move(kind)
                 time.sleep(self.dice.random() * _LONGEST_STEP)
                 self._meet(fault, kinds[number + 1] if number + 1 < len(kinds) else kind)
             except (TimeoutError, OSError, StopIteration, psutil.Error) as error:
@@ -200,12 +204,13 @@ class Soak:
             return kind in OF_THE_NETWORK
         return self.is_apart if self.started else self.dice.random() < 0.5
 
-    def _move(self) -> None:
-        """Asks the run to end, and goes on with it in the other way."""
+    def _move(self, kind: str) -> None:
+        """Asks the run to end, and goes on with it in the way that the kind of fault needs."""
         before = self.last_step()
         self._ask_to_end()
         self.wait_until(lambda: self.has_ended() and not self.processes(), "the end before a move")
-        self.start(not self.is_apart)
+        is_apart, self.may_shrink = self._wants_hosts(kind), kind == GONE_FOR_GOOD
+        self.start(is_apart)
         self.wait_until(lambda: self.last_step() > before + 1 or self.has_ended(), "a step after a move")
 
     def _ask_to_end(self) -> None:
@@ -251,6 +256,8 @@ class Soak:
             fault.again = self._wait_for_a_step(fault)
         else:
             self._recover(fault, said, next_kind)
+            if fault.kind == GONE_FOR_GOOD:
+                self._bring_back(fault)
         if self.has_ended() and self.last_step() < self.steps:
             fault.problem = f"the run ended with {self.exit_codes()}"
             self.start(self.is_apart)
@@ -275,6 +282,10 @@ class Soak:
         """Does to a process, to the disk or to the network what the fault is."""
         if fault.kind == "kill":
             victim.kill()
+        elif fault.kind == GONE_FOR_GOOD:
+            others = [each for rank, each in self.ranks().items() if rank != fault.rank]
+            for each in (victim, *self.dice.sample(others, self.dice.randrange(2))):
+                each.kill()
         elif fault.kind == "stop":
             victim.suspend()
         elif fault.kind == "slow":
@@ -369,6 +380,43 @@ class Soak:
         fault.lost = max(0, fault.step - int(resumed.split(",")[0])) if resumed[:1].isdigit() else fault.step
         fault.again = self._wait_for_a_step(fault)
 
+    def _bring_back(self, fault: Fault) -> None:
+        """Says that the lost ranks are back, some steps later, and waits until all run again."""
+        after = self.last_step() + self.dice.randrange(5)
+        self.wait_until(lambda: self.last_step() >= after or self.has_ended(), "steps with fewer ranks")
+        if self.last_step() >= self.steps:
+            return
+        said = self.log.stat().st_size
+        for file in (self.output / "slipstream-run/lost").glob("*"):
+            file.unlink()
+        self.wait_until(lambda: "as --pp=2 --dp=2" in self.text(said) or self.has_ended(), "a larger mesh")
+        self.wait_until(lambda: "resumed after step " in self.text(said) or self.has_ended(), "the resumption")
+
+    def follow(self, other: Soak) -> None:
+        """Runs undisturbed on the meshes that another soak has had, stopped and resumed at the steps at which it
+        changed."""
+        phases = other.meshes()
+        for number, (after, replicas) in enumerate(phases):
+            end = phases[number + 1][0] if number + 1 < len(phases) else self.steps
+            settings = [f"--training.steps={end}", f"--dp={replicas}", f"--pipeline.num_microbatches={2 // replicas}"]
+            arguments = ["train", str(write_config(self)), *settings]
+            arguments += [f"--checkpoint.resume={after}"] if number else []
+            self.started = self._task_hosts[0].start(arguments, [self._environment])
+            self.wait_until(self.has_ended, f"the end of step {end}")
+            if any(self.exit_codes()):
+                raise OSError(f"the undisturbed run ended with {self.exit_codes()}: {self.text()[-3000:]}")
+
+    def meshes(self) -> list[tuple[int, int]]:
+        """Returns after which steps the run had how many replicas, by the starts that are in its metrics."""
+        found: list[tuple[int, int]] = []
+        for line in (self.output / "metrics.jsonl").read_text().splitlines():
+            if "started_after" in (start := json.loads(line)):
+                after, replicas = start["started_after"], start["mesh"]["dp"]
+                found = [each for each in found if each[0] < after]  # steps since then ran again
+                if not found or found[-1][1] != replicas:
+                    found.append((after, replicas))
+        return found
+
     def processes(self) -> list[int]:
         """Returns all processes of this run, watchers too."""
         kept = {pid for host in self._task_hosts for pid in host.pids}
@@ -413,6 +461,7 @@ def write_config(soak: Soak) -> Path:
         "pipeline": {"num_ranks": 2, "slices": [20, 30, 14]},
         "parallel": {"data": 2},
         "runtime": {"self_check": False},
+        "optimizer": {"schedule": "constant"},  # so that a part of the run has the whole one's learning rates
         "training": {"output": str(soak.output), "seq_len": 64, "batch_size": 4, "steps": soak.steps}
         | {"stall_limit": soak.stall_limit, "max_restarts": 10_000},
         "checkpoint": {"every": 2, "keep": 3},

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.soak.faults import ENDS_THE_RUN, GOES_ON, LOSES_A_HELPER
+from benchmarks.soak.faults import ENDS_THE_RUN, GOES_ON, GONE_FOR_GOOD, LOSES_A_HELPER
 from benchmarks.soak.soaked_run import Soak
 from slipstream.checkpoint.folder import MOST_ASIDE
 from slipstream.train.run_checkpoints import best_interval
@@ -58,6 +58,7 @@ def restarts_of(soak: Soak) -> tuple[int, int]:
     """Returns how often the launcher has started its ranks again by itself, and for how many faults it has to."""
     goes_on = {*ENDS_THE_RUN, *GOES_ON, *LOSES_A_HELPER}
     wanted = sum(fault.kind not in goes_on and not fault.is_apart for fault in soak.faults)
+    wanted += sum(fault.kind == GONE_FOR_GOOD for fault in soak.faults)  # once more when they are back
     return soak.text().count("\nrestart "), wanted
 
 

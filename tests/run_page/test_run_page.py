@@ -17,6 +17,7 @@ from slipstream.extras.run_page import write_run_page
 from slipstream.extras.run_page.charts import MOST_POINTS, Curve, line_chart, thinned, value_ticks
 from slipstream.extras.run_page.run_record import RunRecord, read_run
 from slipstream.train.folder_lock import FolderLock
+from slipstream.train.metrics.records import ChangeRecord
 from slipstream.train.run_checkpoints import FailureLog
 from slipstream.train.run_folder import RunFolder
 from support.run_folders import make_run, start, step
@@ -128,6 +129,23 @@ def test_a_resumed_run_marks_its_start_its_bad_step_and_its_slow_rank(tmp_path: 
     curve = next(each.get("d", "") for each in page.iter("path") if each.get("class") == "s0")
     assert curve.count("M") == 2  # a gap where the loss isn't finite
     assert read_run(run.path, "run").steps[3]["loss"] is None
+
+
+def test_a_start_as_another_mesh_says_what_it_cost(tmp_path: Path) -> None:
+    smaller = replace(start(3), mesh={"pp": 2, "dp": 1}, repeated_steps=2)
+    run = make_run(tmp_path / "run", steps=3, extra=(smaller, ChangeRecord(75.2), step(4), start(4), step(5)))
+    page = page_of(run.path)
+    assert happened(page) == [
+        "started again after step 3, at 2026-11-25T11:08:00+00:00; pp 2 x dp 1; 2 steps repeated; 75 seconds until the "
+        "next step",
+        "started again after step 4, at 2026-11-25T11:08:00+00:00",
+    ]
+    (environment,) = (each for each in page.iter("table") if "mesh" in [head.text for head in each.iter("th")])
+    assert [row.findall("td")[2].text for row in environment.findall(".//tr") if row.find("td") is not None] == [
+        "-",
+        "pp 2 x dp 1",
+        "-",
+    ]
 
 
 def test_of_a_step_that_ran_again_the_last_counts(tmp_path: Path) -> None:

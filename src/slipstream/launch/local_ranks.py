@@ -259,11 +259,6 @@ class _Regrouping:
                     os.kill(rank.pid, signal.SIGTERM)
 
 
-def _lost(ended: Mapping[int, int]) -> tuple[int, ...]:
-    """Returns the ranks that were ended from outside, by their exit codes."""
-    return tuple(sorted(rank for rank, code in ended.items() if -code in _ENDED_FROM_OUTSIDE))
-
-
 def _wait(ranks: Sequence[LocalRank], regrouping: _Regrouping) -> dict[int, int]:
     """Waits until all ranks have ended, or until shortly after one has failed, so that others can say what they waited
     for; returns the exit codes of those that have ended, in this order."""
@@ -311,7 +306,9 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_s
         rank, code = next(iter(silent.items()))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         how += ", perhaps as memory ran out" if code == -signal.SIGKILL and is_short else ""
-        raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped", lost=_lost(ended))
+        # A watcher that ends its rank because another one has ended writes an error first.
+        lost = tuple(sorted(rank for rank, code in silent.items() if -code in _ENDED_FROM_OUTSIDE))
+        raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped", lost=lost)
     if errors:
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])
         if error["kind"] in _PASSED_ON:

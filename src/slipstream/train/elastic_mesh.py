@@ -12,7 +12,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.train.config import Config
 
 
-def choose_mesh(config: Config, num_processes: int) -> Config:
+def mesh_of_processes(config: Config, num_processes: int) -> Config:
     """Returns the configuration with the mesh that so many processes form, at most the configured one.
 
     Replicas go first. Then there are fewer stages, by what divides their number, unless something says how many there
@@ -36,7 +36,7 @@ def choose_mesh(config: Config, num_processes: int) -> Config:
 
 
 def mesh_settings(config: Config) -> list[str]:
-    """Returns the settings that `choose_mesh` decides, as they are typed."""
+    """Returns the settings that `mesh_of_processes` decides, as they are typed."""
     settings = config.mesh_text.split()
     if config.pipeline.microbatches is None:
         settings.append(f"--pipeline.num_microbatches={config.pipeline.num_microbatches}")
@@ -169,27 +169,41 @@ class LocalPlaces:
     """
 
     def __init__(self, folder: Path, number: int) -> None:
-        """Takes the folder of the files. Every place is there at the beginning."""
+        """Takes the folder of the files."""
         self._folder, self._number = folder, number
-        self._lost = set[int]()
-        for left in folder.glob("*"):
-            left.unlink()
+        self._lost, self._unwritten = set[int](), set[int]()
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes every place to be there, as it is of no use to whoever comes next which weren't."""
+        self._lost.clear()
+        with suppress(OSError):
+            for left in self._folder.glob("*"):
+                left.unlink()
+            self._folder.rmdir()
 
     @property
     def there(self) -> list[int]:
         """The places that aren't lost."""
-        self._lost = {place for place in self._lost if self.file(place).exists()}
+        self._lost = {place for place in self._lost if place in self._unwritten or self.file(place).exists()}
         with suppress(OSError):
             self._folder.rmdir()  # once it is empty
         return [place for place in range(self._number) if place not in self._lost]
+
+    def have_room_for_more(self, config: Config, used: Sequence[int]) -> bool:
+        """Returns whether lost places are back with which the mesh would be larger than that of the used ones."""
+        return mesh_of_processes(config, len(self.there)).num_processes > len(used)
 
     def file(self, place: int) -> Path:
         """Returns the file that says that a place is lost."""
         return self._folder / str(place)
 
     def lose(self, places: Sequence[int], why: str) -> None:
-        """Notes that the processes at these places were killed. Raises OSError where the files can't be written."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for place in places:
-            self.file(place).write_text(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {why}\n")
+        """Notes that the processes at these places were killed. Where the disk is full they don't come back."""
         self._lost |= {*places}
+        for place in places:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self.file(place).write_text(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {why}\n")
+            except OSError:
+                self._unwritten.add(place)

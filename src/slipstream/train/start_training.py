@@ -24,7 +24,7 @@ from slipstream.launch import (
 from slipstream.terminal import go_on_in, make_console
 from slipstream.train.config import Config
 from slipstream.train.device_choice import check_machine, choose_backends, describe_run, sharing_here
-from slipstream.train.elastic_mesh import LocalPlaces, choose_mesh, mesh_settings
+from slipstream.train.elastic_mesh import LocalPlaces, mesh_of_processes, mesh_settings
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, memory_account, preflight
 from slipstream.train.run_folder import RunFolder, read_lines
@@ -129,27 +129,26 @@ def launch_with_restarts(config: Config, owner: str, progress: Progress, server:
             are left.
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
-    folder, max_restarts, min_ranks = config.folder, config.training.max_restarts, config.training.min_ranks
-    places, num_processes = LocalPlaces(folder.lost, config.num_processes), config.num_processes
-    resume, failed_step = list[str](), None
+    folder, max_restarts, failed_step = config.folder, config.training.max_restarts, None
+    places, resume = LocalPlaces(folder.lost, config.num_processes), list[str]()
     restart = without_progress = 0
     while True:
-        before, mesh = _contents(folder.metrics), choose_mesh(config, num_processes)
-        used, settings = places.there[: mesh.num_processes], [] if mesh is config else mesh_settings(mesh)
-
-        def regroups(mesh: Config = mesh) -> bool:
-            return choose_mesh(config, len(places.there)).num_processes > mesh.num_processes
-
+        before, there = _contents(folder.metrics), places.there
+        mesh = mesh_of_processes(config, len(there))
+        used, settings = there[: mesh.num_processes], [] if mesh is config else mesh_settings(mesh)
         try:
-            launch_ranks(_RANK, [str(folder.config), owner, *resume, *settings], used, server, regroups)
+            arguments = [str(folder.config), owner, *resume, *settings]
+            launch_ranks(_RANK, arguments, used, server, partial(places.have_room_for_more, config, used))
+            places.forget()
             return
         except RegroupedError:
-            why, wait, lost = "processes that were lost are back", 0.0, [*range(config.num_processes)]
+            why, how = "processes that were lost are back", "restart in 0 s"
+            wait = 0.0
         except RankFailedError as error:
             after = _contents(folder.metrics)
             last = max((int(line.get("step", 0)) for line in read_lines(folder.metrics)), default=0)
             step = None if after == before else last + 1  # None: it failed before the first step
-            lost = [used[rank] for rank in error.lost] if min_ranks is not None else []
+            lost = [] if config.training.min_ranks is None else [used[rank] for rank in error.lost]
             restart += not lost
             if restart > max_restarts:
                 raise
@@ -159,19 +158,22 @@ def launch_with_restarts(config: Config, owner: str, progress: Progress, server:
                 ) from None
             without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
             failed_step, wait, why = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress), str(error)
+            how = f"restart in {wait:.0f} s" if lost else f"restart {restart} of {max_restarts} in {wait:.0f} s"
             if lost:
-                places.lose(lost, str(error).splitlines()[-1])
-                if len(places.there) < (min_ranks or 0):
-                    raise RankFailedError(
-                        f"{error}; {len(places.there)} of {config.num_processes} processes are left, fewer than "
-                        f"training.min_ranks={min_ranks}"
-                    ) from None
-        counted = f"{restart} of {max_restarts} " if not lost else ""
-        num_processes, resume = len(places.there), ["--checkpoint.resume=last-good"]
-        progress.warn(
-            f"{why}\nrestart {counted}in {wait:.0f} s, from the last good checkpoint{_describe_mesh(config, places)}"
-        )
+                places.lose(lost, why.splitlines()[-1])
+                _check_enough(config, places, error)
+        resume = ["--checkpoint.resume=last-good"]
+        progress.warn(f"{why}\n{how}, from the last good checkpoint{_describe_mesh(config, places)}")
         time.sleep(wait)
+
+
+def _check_enough(config: Config, places: LocalPlaces, error: RankFailedError) -> None:
+    number, least = len(places.there), config.training.min_ranks
+    if number < (least or 0):
+        are = "1 of {} processes is" if number == 1 else f"{number} of {{}} processes are"
+        raise RankFailedError(
+            f"{error}; {are.format(config.num_processes)} left, fewer than training.min_ranks={least}"
+        ) from None
 
 
 def _describe_mesh(config: Config, places: LocalPlaces) -> str:
@@ -179,7 +181,7 @@ def _describe_mesh(config: Config, places: LocalPlaces) -> str:
     if config.training.min_ranks is None:
         return ""
     there, number = places.there, config.num_processes
-    mesh = choose_mesh(config, len(there))
+    mesh = mesh_of_processes(config, len(there))
     idle, lost = there[mesh.num_processes :], [place for place in range(number) if place not in there]
     parts = [f", with {mesh.num_processes} of {number} processes as {mesh.mesh_text}"]
     if idle:

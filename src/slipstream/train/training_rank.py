@@ -32,7 +32,7 @@ from slipstream.train.device_choice import (
     describe_run,
     sharing_here,
 )
-from slipstream.train.elastic_mesh import choose_mesh
+from slipstream.train.elastic_mesh import mesh_of_processes
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.mesh_choice import choose_mesh
 from slipstream.train.preflight import less_memory, preflight
@@ -60,7 +60,7 @@ def join_run(config: Config) -> None:
         os.environ.update(launch.local_ranks.torchrun_variables(os.environ))
     is_elastic = config.training.min_ranks is not None
     if is_elastic:
-        config = _mesh_of_those_there(config, os.environ)
+        config = mesh_of_those_there(config, os.environ)
     problem = None  # what keeps this rank from taking part, though others may be ready
     try:
         check_machine(config)
@@ -115,7 +115,7 @@ def _resumed_after_restart(config: Config, environment: Mapping[str, str]) -> Co
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Config:
+def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Config:
     """Returns the configuration with the mesh of as many processes as torchrun has started.
 
     Raises:
@@ -146,7 +146,7 @@ def _mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Conf
             f"the launcher started {world_size} {'process' if world_size == 1 else 'processes'}, fewer than {given}; "
             f"start more, as by torchrun --nnodes=MIN:MAX with a larger MIN, or give --training.min_ranks={world_size}"
         )
-    return choose_mesh(config, world_size)
+    return mesh_of_processes(config, world_size)
 
 
 def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:

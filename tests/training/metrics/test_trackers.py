@@ -17,6 +17,7 @@ from slipstream.train.metrics import StepRecord, ValidationRecord
 from slipstream.train.metrics.flops import RunFigures, StepFigures
 from slipstream.train.metrics.records import (
     NAMES,
+    ChangeRecord,
     MetricsRecord,
     Phases,
     StartRecord,
@@ -88,19 +89,22 @@ def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
 def test_a_start_a_bad_step_and_slow_ranks_are_texts(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     bad = {"why": "the loss isn't finite", "samples": [3], "done": "skipped"}
-    records = (StartRecord.now(0, ["node7"], torch.device("cpu")), step(1, 4.0), replace(step(2, math.nan), bad=bad))
+    begun = StartRecord.now(0, ["node7"], torch.device("cpu"), {"pp": 2}, 0)
+    records = (begun, ChangeRecord(2.5), step(1, 4.0), replace(step(2, math.nan), bad=bad))
     trackers = make_trackers(["tensorboard"], tmp_path, {}, 0)
     write(trackers, *records, replace(step(3, 3.0), stragglers=["step 3: rank 1 (node7) is slow"]))
     shown = texts(tmp_path)
     assert shown["bad/why/text_summary"] == "the loss isn't finite"
     assert shown["stragglers/0/text_summary"] == "step 3: rank 1 (node7) is slow"
     assert "| hosts/0 | node7 |" in shown["start/text_summary"]
+    assert "| mesh/pp | 2 |" in shown["start/text_summary"]
+    assert "| change_seconds | 2.5 |" in shown["change/text_summary"]
     assert f"| versions/torch | {torch.__version__} |" in shown["start/text_summary"]
     assert [number for number, _ in scalars(tmp_path)["lr"]] == [1, 2, 3]
     lines = metrics_of(tmp_path)
     assert lines[0]["started_after"] == 0
-    assert (lines[2]["loss"], lines[2]["bad"]) == (None, bad)
-    assert lines[3]["stragglers"] == ["step 3: rank 1 (node7) is slow"]
+    assert (lines[3]["loss"], lines[3]["bad"]) == (None, bad)
+    assert lines[4]["stragglers"] == ["step 3: rank 1 (node7) is slow"]
 
 
 def test_a_resumed_run_shows_what_it_ran_again_once(tmp_path: Path) -> None:

@@ -283,7 +283,8 @@ class TensorBoard:
         values = as_dictionary(record)
         step = values.pop("step", None)
         if step is None:
-            self._add_text("start" if isinstance(record, StartRecord) else "run", values)
+            names: dict[type, str] = {StartRecord: "start", ChangeRecord: "change"}
+            self._add_text(names.get(type(record), "run"), values)
             return
         for name, value in flat(values):
             add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar

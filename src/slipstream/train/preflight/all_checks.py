@@ -25,7 +25,7 @@ from slipstream.pipeline.weights import copy_beside, read_generation, write_gene
 from slipstream.train.config import Config, dump_config
 from slipstream.train.config.run_config import meshes_of, parse_config
 from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
-from slipstream.train.elastic_mesh import choose_mesh, table_of_changes
+from slipstream.train.elastic_mesh import mesh_of_processes, table_of_changes
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics import check_trackers
 from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
@@ -323,7 +323,7 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
     checked = {config.mesh_text}
     for number in range(config.num_processes - 1, least - 1, -1):
         try:
-            mesh = choose_mesh(config, number)
+            mesh = mesh_of_processes(config, number)
             if mesh.mesh_text not in checked:
                 checked.add(mesh.mesh_text)
                 _check_as_smaller(mesh, config, model_config)
@@ -338,8 +338,6 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
 def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where a run of the configuration couldn't go on with a smaller mesh."""
     parse_config(yaml.safe_load(dump_config(mesh)))
-    check_layers(mesh, model_config)
-    check_optimizer(mesh, model_config)
     check_memory(mesh, model_config)
     rows, replicas = config.training.batch_size, mesh.parallel.data
     divides = config.data.packing == "fixed" and rows % (replicas * mesh.pipeline.num_microbatches) == 0
