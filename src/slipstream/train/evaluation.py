@@ -18,7 +18,7 @@ from slipstream.model import MANY_TOKENS, check_length, load_config, longest_seq
 from slipstream.options import Precision, Runtime
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import SequenceLoss
-from slipstream.train.config import Config, SourceSection, precision_named
+from slipstream.train.config import Config, PreferenceSection, SourceSection, precision_named
 from slipstream.train.config.run_config import parse_config, set_override
 from slipstream.train.data import (
     BatchSize,
@@ -38,6 +38,7 @@ from slipstream.train.preferences import (
     mean_rewards,
     preference_loss,
     sums_of_pairs,
+    with_lengths,
 )
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_step import Evaluator
@@ -86,14 +87,21 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
 
     if config.preference is None:
         return measure_text_loss(loaded(opened.path), texts, config, request.slice_len, progress)
+    if not config.preference.has_reference:
+        texts = [with_lengths(text, config.preference) for text in texts]
+        of_lengths = (text.values for text in texts if text.values is not None)
+        return _pair_loss(of_answers(opened.path, "evaluating"), [*of_lengths], config.preference)
     kept = opened.run.reference if opened.run is not None and request.reference is None else None
     reference = [kept_reference(kept, text) for text in texts]
     known = [values for values in reference if values is not None]
     if len(known) < len(texts):
         known = of_answers(name_reference(config, opened.run, request.reference), "computing the reference")
-    found = of_answers(opened.path, "evaluating")
-    now, before = (torch.from_numpy(np.concatenate(values)) for values in (found, known))
-    sums = sums_of_pairs(now, before, config.preference)
+    return _pair_loss(of_answers(opened.path, "evaluating"), known, config.preference)
+
+
+def _pair_loss(found: Sequence[Array], values: Sequence[Array], section: PreferenceSection) -> PairLoss:
+    now, known = (torch.from_numpy(np.concatenate(each)) for each in (found, values))
+    sums = sums_of_pairs(now, known, section)
     return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
 
 

@@ -201,8 +201,9 @@ class PreferencePairs(TextSequences):
         """Returns one pair, with what is known of its two documents."""
         first = 2 * self._visits[index]
         both = slice(int(self.text.offsets[first]), int(self.text.offsets[first + 2]))
-        labels = self.text.tokens if self.text.labels is None else self.text.labels
         values = None if self.text.values is None else self.text.values[first : first + 2]
+        counts_prompts = values is not None and values.ndim == 2
+        labels = self.text.tokens if self.text.labels is None or counts_prompts else self.text.labels
         documents = np.repeat(np.arange(2), self.text.lengths[first : first + 2])
         return Row(self.text.tokens[both].astype(np.int64), labels[both].astype(np.int64), documents, values)
 

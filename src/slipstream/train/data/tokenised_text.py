@@ -72,7 +72,8 @@ class TokenisedText:
     offsets: Array  # (D + 1,) int64
     labels: Array | None = None  # (N,) int32, unshifted, -100 where a token doesn't count; None: all count
     group_size: int = 1  # 2: a chosen answer, the rejected one, the next chosen one, ...
-    values: Array | None = None  # (D,) float64, what the loss takes of each document besides its tokens; not saved
+    # (D,) float64, what the loss takes of each document besides its tokens; (D, 2) where prompts count too; not saved
+    values: Array | None = None
 
     @classmethod
     def join(
