@@ -72,6 +72,11 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
         SlipstreamError: where there is nothing to evaluate, or the settings, the file and the model don't fit together.
     """
     config = _settings(opened, request)
+    if config.preference is not None and config.preference.is_rated:
+        raise SlipstreamError(
+            "`slipstream eval` doesn't have preference.loss=kto, whose loss is relative to the other answers of a "
+            "batch; the run's own validations are in its metrics.jsonl"
+        )
     texts = _read(config, opened, request, progress)
     lengths = [length for text in texts for length in text.lengths.tolist()]
     precision = config if opened.run is not None else None

@@ -21,7 +21,14 @@ from slipstream.model import IGNORED
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.train.config import Config, PreferenceSection
-from slipstream.train.data import BatchSize, HeldOutBatches, PreferencePairs, TokenisedText, load_texts
+from slipstream.train.data import (
+    BatchSize,
+    HeldOutBatches,
+    PreferencePairs,
+    TokenBatch,
+    TokenisedText,
+    load_texts,
+)
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_state import describe_base, describe_text
@@ -30,7 +37,7 @@ from slipstream.train.training_step import Evaluator
 
 def preference_loss(section: PreferenceSection) -> SequenceLoss:
     """Returns the loss of a chosen and a rejected answer, whose `sequence_values` are their log-probabilities by
-    the reference, or what `with_lengths` says of them."""
+    the reference, or what `with_lengths` says of them; or of rated answers, as `with_reference_point` has them."""
 
     def margins(log_probabilities: Tensor, values: Tensor) -> Tensor:
         chosen, rejected = _rewards(log_probabilities, values, section)
@@ -46,6 +53,13 @@ def preference_loss(section: PreferenceSection) -> SequenceLoss:
         cross_entropy = -(log_probabilities.sum(1) / values.sum(1)).view(-1, 2)[:, 0]
         return cross_entropy - section.beta * logsigmoid(chosen - rejected)
 
+    def kto(log_probabilities: Tensor, values: Tensor) -> Tensor:
+        rewards, signs = section.beta * (log_probabilities - values[:, 0]), values[:, 1]
+        weights = signs.new_tensor([section.undesirable_weight, section.desirable_weight])[(signs > 0).long()]
+        return weights * (1 - torch.sigmoid(signs * (rewards - section.beta * values[:, 2])))
+
+    if section.is_rated:
+        return SequenceLoss(kto)
     is_orpo = section.loss == "orpo"
     return SequenceLoss(orpo if is_orpo else logistic, group_size=2, prompts=is_orpo)
 
@@ -72,24 +86,31 @@ def reward_sums(
 def sums_of_pairs(
     log_probabilities: Tensor, values: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
 ) -> Tensor:
-    """Returns sums over pairs, (5,) float64: 1, the rewards of the chosen and of the rejected answers, whether the
-    chosen one's is larger, and the loss."""
-    chosen, rejected = _rewards(log_probabilities, values, section)
+    """Returns sums over pairs, (7,) float64: 1, the rewards of the chosen and of the rejected answers, whether the
+    chosen one's is larger, the loss, and the numbers of chosen and of rejected answers.
+
+    Of rated answers the chosen ones are those that are wanted; right is a reward on its side of the reference point.
+    """
     losses = preference_loss(section).function(log_probabilities, values)
-    columns = torch.stack([torch.ones_like(chosen), chosen, rejected, (chosen > rejected).double(), losses])
+    if section.is_rated:
+        rewards, is_chosen = section.beta * (log_probabilities - values[:, 0]), (values[:, 1] > 0).double()
+        is_rejected, is_right = 1 - is_chosen, values[:, 1] * (rewards - section.beta * values[:, 2]) > 0
+        chosen, rejected = rewards * is_chosen, rewards * is_rejected
+    else:
+        chosen, rejected = _rewards(log_probabilities, values, section)
+        is_chosen = is_rejected = torch.ones_like(chosen)
+        is_right = chosen > rejected
+    parts = [torch.ones_like(losses), chosen, rejected, is_right.double(), losses, is_chosen, is_rejected]
+    columns = torch.stack(parts)
     kept = slice(None) if counts is None else torch.tensor(counts, device=columns.device)
     return columns[:, kept].sum(1)
 
 
 def mean_rewards(sums: Tensor) -> dict[str, float]:
     """Returns what the metrics say of rewards, means over pairs, from `reward_sums` of one batch or several."""
-    count, chosen, rejected, num_right, _ = sums.tolist()
-    return {
-        "chosen": chosen / count,
-        "rejected": rejected / count,
-        "margin": (chosen - rejected) / count,
-        "accuracy": num_right / count,
-    }
+    count, chosen, rejected, num_right, _, num_chosen, num_rejected = sums.tolist()
+    chosen, rejected = chosen / max(num_chosen, 1), rejected / max(num_rejected, 1)
+    return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": num_right / count}
 
 
 def describe_rewards(rewards: Mapping[str, float]) -> str:
@@ -117,7 +138,26 @@ def with_lengths(text: TokenisedText, section: PreferenceSection) -> TokenisedTe
     answers = [int((labels[1:] != IGNORED).sum()) for labels in documents]
     if section.loss == "simpo":
         return replace(text, values=np.array(answers, dtype=np.float64))
-    return replace(text, values=np.array([firsts, answers], dtype=np.float64).T.reshape(-1, 2))
+    values = np.array([firsts, answers], dtype=np.float64).T.reshape(-1, 2)
+    return replace(text, values=values, prompts_count=True)
+
+
+def with_reference_point(evaluator: Evaluator, batch: TokenBatch, counts: Sequence[bool] | None = None) -> TokenBatch:
+    """Returns the rated answers of a batch, which has each followed by its prompt with another answer, and with them
+    the reference point: how much more probable these have become on average, over all replicas, and at least 0.
+
+    It runs these forward, by the model as it is now; `counts` says which of them count. Collective.
+    """
+    pipe, values = evaluator.pipe, batch.sequence_values
+    assert values is not None
+    tokens, labels = [*batch.input_ids], [*batch.labels]
+    others = TokenBatch(tokens[1::2], labels[1::2], None, torch.zeros(len(tokens) // 2, 3, dtype=torch.float64))
+    evaluator.loss(others)
+    ratios = pipe.sequence_log_probabilities().cpu() - values[1::2, 0]
+    kept = torch.ones(len(ratios), dtype=torch.bool) if counts is None else torch.tensor(counts)
+    total, count = pipe.axes["dp"].sum(torch.stack([ratios[kept].sum(), kept.sum().double()]).to(pipe.device)).tolist()
+    point = torch.full((len(ratios), 1), max(0.0, total / max(count, 1)), dtype=torch.float64)
+    return TokenBatch(tokens[::2], labels[::2], None, torch.cat([values[::2], point], dim=1))
 
 
 Texts = Mapping[str, Sequence[TokenisedText]]  # of each part, train and validation, that of every source
@@ -145,7 +185,7 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
     named = {f"{part}-{number}": text for part, each in texts.items() for number, text in enumerate(each)}
     total, size = sum(text.num_documents // 2 for text in named.values()), BatchSize.of(config.training)
     with progress.counting("computing the reference", total) as show:
-        found = log_probabilities(Evaluator(pipe, config), named.values(), size, show)
+        found = log_probabilities(Evaluator(pipe, config), named.values(), size, show, 3 if section.is_rated else 0)
     values = dict(zip(named, found, strict=True))
     for text in found:
         if not np.isfinite(text).all():
@@ -155,7 +195,8 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
                 "its weights, or give another --training.precision"
             )
     _write(run, values, _describe(config, texts))
-    progress.say(f"computed the reference of {total:,} pairs, kept in {folder.reference}")
+    what = "answers" if section.is_rated else "pairs"
+    progress.say(f"computed the reference of {total:,} {what}, kept in {folder.reference}")
     return _with_values(texts, values)
 
 
@@ -205,11 +246,16 @@ def _describe(config: Config, texts: Texts) -> dict[str, Any]:
 
 
 def log_probabilities(
-    evaluator: Evaluator, texts: Iterable[TokenisedText], size: BatchSize, show: Callable[[float], None]
+    evaluator: Evaluator,
+    texts: Iterable[TokenisedText],
+    size: BatchSize,
+    show: Callable[[float], None],
+    num_values: int = 0,
 ) -> list[Array]:
     """Returns those of all documents of each text, (D,) float64, or (D, 2) with those of prompts apart.
 
-    `show` gets the number of pairs that are done. Collective.
+    `show` gets the number of pairs that are done; the loss takes `num_values` of each document, 0 for a number. It's
+    collective.
     """
     pipe, done, found = evaluator.pipe, 0, list[Array]()
     replica = pipe.replica, pipe.num_replicas
@@ -222,7 +268,8 @@ def log_probabilities(
         for batch in held_out.chosen():  # the last one begins again with the first pairs
             mine = held_out.batch(batch, *replica)
             if mine.sequence_values is None:
-                mine = mine._replace(sequence_values=torch.zeros(len(mine.input_ids), dtype=torch.float64))
+                shape = (len(mine.input_ids), num_values) if num_values else (len(mine.input_ids),)
+                mine = mine._replace(sequence_values=torch.zeros(shape, dtype=torch.float64))
             evaluator.loss(mine)
             numbers += pairs.share(*batch, *replica)
             found_here = pipe.sequence_log_probabilities().cpu().numpy()
@@ -238,9 +285,17 @@ def log_probabilities(
 
 def _with_values(texts: Texts, values: Mapping[str, Array]) -> dict[str, list[Any]]:
     return {
-        part: [replace(text, values=values[f"{part}-{number}"]) for number, text in enumerate(each)]
+        part: [_with_reference(text, values[f"{part}-{number}"]) for number, text in enumerate(each)]
         for part, each in texts.items()
     }
+
+
+def _with_reference(text: TokenisedText, reference: Array) -> TokenisedText:
+    """Returns a text with its log-probabilities by the reference, of rated answers beside 1 or -1: wanted or not."""
+    if text.ratings is None:
+        return replace(text, values=reference)
+    signs = np.repeat(np.where(text.ratings, 1.0, -1.0), 2)
+    return replace(text, values=np.stack([reference, signs], axis=1))
 
 
 def _read(file: Path) -> dict[str, Array]:
