@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import PlaceSeed, current_draws
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
 from slipstream.model.cutting import PassThrough, has_end, keep_layers, second_half
 from slipstream.model.hooks import attention
@@ -306,3 +308,31 @@ class CausalLMStage(PipelineStage):
         with torch.no_grad(), kept_frequencies(self.model):
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)
+
+
+_BLOCK = 64  # tokens that draw from one generator
+
+
+def add_embedding_noise(stage: CausalLMStage, alpha: float, length: int) -> None:
+    """Adds noise to what a first stage's embedding gives in training: uniform, of up to alpha over the square root of
+    `length` times the width (NEFTune, Jain et al. 2023). Step, microbatch and token decide what is drawn."""
+
+    def add(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+        if not module.training:
+            return embedded
+        return embedded + _drawn(current_slice().token_slice, embedded, alpha / math.sqrt(length * embedded.shape[-1]))
+
+    stage.model.get_input_embeddings().register_forward_hook(add)
+
+
+def _drawn(tokens: TokenSlice, like: Tensor, bound: float) -> Tensor:
+    """Returns the noise of a slice, (b, T, width), drawn in blocks that lie alike in every slicing."""
+    first, last = tokens.start // _BLOCK, (tokens.end - 1) // _BLOCK
+    blocks = []
+    for block in range(first, last + 1):
+        seed = PlaceSeed(tokens.seed, ("embedding noise", tokens.microbatch, block))
+        generator = current_draws().generator(like.device, seed)
+        drawn = torch.empty(len(like), _BLOCK, like.shape[-1], device=like.device)
+        blocks.append(drawn.uniform_(-bound, bound, generator=generator))
+    begin = tokens.start - first * _BLOCK
+    return torch.cat(blocks, dim=1)[:, begin : begin + like.shape[1]].to(like.dtype)

@@ -31,6 +31,13 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.preference is not None:
         settings["loss_fn"] = preference_loss(config.preference)
+    pipe = _made(config, settings)
+    if config.training.neftune_alpha is not None:
+        pipe.add_embedding_noise(config.training.neftune_alpha, config.training.seq_len)
+    return pipe
+
+
+def _made(config: Config, settings: dict[str, Any]) -> Pipeline:
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
         adapter = None if lora is None else lora.source(path)

@@ -21,7 +21,13 @@ from slipstream.train.planned_start import record_plan, start_settings
 from slipstream.train.preferences import load_with_reference, mean_rewards, reward_sums, with_reference_point
 from slipstream.train.run_checkpoints import CheckpointedParts, RunCheckpoints
 from slipstream.train.run_context import RunContext
-from slipstream.train.run_results import draw_last_step, export_model, has_room, write_sample
+from slipstream.train.run_results import (
+    draw_last_step,
+    export_model,
+    has_room,
+    sample_in_training,
+    write_sample,
+)
 from slipstream.train.run_state import RunState
 from slipstream.train.training_step import Evaluator, count_steps, train_step
 from slipstream.train.validation import Validator
@@ -187,6 +193,9 @@ class Trainer:
             began = time.perf_counter()
             self._save(step)
             self._checkpoints.note_save(step, time.perf_counter() - began)
+        if (every := self._run.config.sample.every) and step % every == 0 and not last:
+            with counted_off("writing a sample"):
+                self._reporter.write(sample_in_training(self._run, self._pipe, step))
         if training.export_every and step % training.export_every == 0 and not last:
             self._export_between(step)
 
