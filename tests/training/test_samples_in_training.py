@@ -51,7 +51,7 @@ def test_a_sample_is_what_the_export_of_its_step_continues(tmp_path: Path) -> No
 
 def test_samples_need_a_prompt_and_all_logits(tmp_path: Path) -> None:
     given = settings(tmp_path)
-    with pytest.raises(SlipstreamError, match="sample.every=2 needs a text to continue"):
+    with pytest.raises(SlipstreamError, match=r"sample.every=2 needs a text to continue"):
         parse_config({**given, "sample": {"every": 2}})
     with pytest.raises(SlipstreamError, match=r"sample.every=2 with pipeline.vocabulary=spread"):
         parse_config({**given, "pipeline": {"vocabulary": "spread", "slices": 4}})
