@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from slipstream.attention import ContextStore, HeadExchange
 from slipstream.errors import SlipstreamError
+from slipstream.keyed_draws import PlaceSeed, current_draws
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
 from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward
 from slipstream.model.cutting import PassThrough, has_end, keep_layers, second_half
@@ -362,3 +364,33 @@ class CausalLMStage(PipelineStage):
         with torch.no_grad(), kept_frequencies(self.model), running_alone():
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)
+
+
+_BLOCK = 64  # tokens that draw from one generator
+
+
+def add_embedding_noise(stage: CausalLMStage, alpha: float, length: int) -> None:
+    """Adds noise to what a first stage's embedding gives in training: uniform, of up to alpha over the square root of
+    `length` times the width (NEFTune, Jain et al. 2023). Step, microbatch and token decide what is drawn."""
+
+    def add(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+        if not module.training:
+            return embedded
+        return embedded + _drawn(current_slice().token_slice, embedded, alpha / math.sqrt(length * embedded.shape[-1]))
+
+    stage.model.get_input_embeddings().register_forward_hook(add)
+
+
+def _drawn(tokens: TokenSlice, like: Tensor, bound: float) -> Tensor:
+    """Returns the noise of the tokens of a slice that are here, (b, T, width), drawn in blocks that are the same in every
+    slicing."""
+    start = tokens.first
+    first, last = start // _BLOCK, (start + like.shape[1] - 1) // _BLOCK
+    blocks = []
+    for block in range(first, last + 1):
+        seed = PlaceSeed(tokens.seed, ("embedding noise", tokens.microbatch, block))
+        generator = current_draws().generator(like.device, seed)
+        drawn = torch.empty(len(like), _BLOCK, like.shape[-1], device=like.device)
+        blocks.append(drawn.uniform_(-bound, bound, generator=generator))
+    begin = start - first * _BLOCK
+    return torch.cat(blocks, dim=1)[:, begin : begin + like.shape[1]].to(like.dtype)

@@ -31,10 +31,11 @@ def token_bytes(num_tokens: int) -> int:
 class MicrobatchSequences:
     """The sequences of a microbatch, for a loss of whole ones."""
 
-    numbers: Sequence[Tensor]  # of each slice: which sequence a token is of, (b, T)
+    numbers: Sequence[Tensor]  # of each slice: which sum of which sequence a token's target is in, (b, T)
     count: int
     places: slice | list[int]  # in the whole batch
     values: Tensor | None  # (count, ...), as a step was given them
+    num_sums: int = 1  # of each
 
 
 @dataclass(frozen=True)
@@ -346,6 +347,11 @@ def check_sequences(loss: SequenceLoss, whole: WholeBatch | Sequences) -> None:
             f"sequence_values are {tuple(values.shape)} for {len(whole.targets)} sequences: give one, or one row, for "
             "each."
         )
+    if loss.prompts and (values is None or values.dim() != 2):
+        raise SlipstreamError(
+            "a SequenceLoss with prompts=True needs sequence_values of two dimensions, whose first column says how "
+            "many targets each prompt has."
+        )
     have_any = torch.stack([(targets[1:] != IGNORED).any() for targets in whole.targets]).tolist()
     if not all(have_any):
         raise SlipstreamError(
@@ -382,12 +388,26 @@ def with_sequences(
     """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; what
     counts are its groups."""
     values = whole.sequence_values
-    pairs = zip(batch.slices, places, strict=True)
-    sequences = [
-        MicrobatchSequences(*_numbered(slices), place, None if values is None else values[place])
-        for slices, place in pairs
-    ]
+    sequences = []
+    for slices, place in zip(batch.slices, places, strict=True):
+        numbers, count = _numbered(slices)
+        own = None if values is None else values[place]
+        if loss.prompts and own is not None:
+            numbers = _with_prompts_apart(numbers, own[:, 0])
+        sequences.append(MicrobatchSequences(numbers, count, place, own, loss.num_sums))
     return replace(batch, sequences=sequences, num_valid=sum(each.count for each in sequences) // loss.group_size)
+
+
+def _with_prompts_apart(numbers: Sequence[Tensor], num_targets: Tensor) -> list[Tensor]:
+    """Returns twice the number of each token's sequence, and one more where its target is after the prompt; prompts
+    have so many targets."""
+    whole = torch.cat([*numbers], dim=1)
+    begins = torch.zeros_like(whole, dtype=torch.bool)
+    begins[:, 1:] = whole[:, 1:] != whole[:, :-1]
+    index = torch.arange(whole.shape[1], device=whole.device)
+    places = index - (index * begins).cummax(dim=1).values  # in the sequence
+    parts = 2 * whole + (places >= num_targets.to(whole.device)[whole])
+    return list(torch.split(parts, [each.shape[1] for each in numbers], dim=1))
 
 
 def _numbered(slices: Sequence[TokenSlice]) -> tuple[list[Tensor], int]:

@@ -45,7 +45,8 @@ class PipelineEvaluation(PipelineFacts):
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
-        float64, in the order of the batch, on all ranks of a pipeline: what the loss's function was given. Collective.
+        float64, in the order of the batch, on all ranks of a pipeline: what the loss's function was given, (sequences,
+        2) where that has prompts apart. Collective.
 
         Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
         """

@@ -40,6 +40,14 @@ class SequenceLoss:
     losses. It is called for every microbatch, on the last stage's rank."""
     group_size: int = 1
     """How many sequences have one loss together. They share a microbatch."""
+    prompts: bool = False
+    """Whether each sequence has two sums, (n, 2): of the targets in its prompt, and of those after it. The first column
+    of `sequence_values` (n, ...) then says how many targets the prompt has."""
+
+    @property
+    def num_sums(self) -> int:
+        """How many sums a sequence has."""
+        return 2 if self.prompts else 1
 
     def __post_init__(self) -> None:
         if not callable(self.function):

@@ -411,11 +411,12 @@ class PipelineRuntime:
         return torch.cat([each[:, : end - begin] for each, (begin, end) in every], dim=1)
 
     def sequence_log_probabilities(self) -> Tensor:
-        """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch.
-        Collective."""
+        """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch; (n, 2)
+        of a loss that has those of prompts apart. Collective."""
         self.calls.begin("sequence_log_probabilities")
         sequences = self._last_sequences
-        found = torch.zeros(sum(each.count for each in sequences), dtype=torch.float64, device=self.device)
+        shape = (2,) if any(each.num_sums > 1 for each in sequences) else ()
+        found = torch.zeros(sum(each.count for each in sequences), *shape, dtype=torch.float64, device=self.device)
         for executor in self.executors:
             for m, sums in executor.log_probabilities.items():
                 found[sequences[m].places] = sums

@@ -32,7 +32,10 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     }
     if config.preference is not None:
         settings["loss_fn"] = preference_loss(config.preference)
-    return Pipeline(source_of(config), **settings)
+    pipe = Pipeline(source_of(config), **settings)
+    if config.training.neftune_alpha is not None:
+        pipe.add_embedding_noise(config.training.neftune_alpha, config.training.seq_len)
+    return pipe
 
 
 def source_of(config: Config) -> WeightSource:

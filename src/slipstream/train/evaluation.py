@@ -18,7 +18,7 @@ from slipstream.model import MANY_TOKENS, check_length, load_config, longest_seq
 from slipstream.options import Precision, Runtime
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import SequenceLoss
-from slipstream.train.config import Config, SourceSection, precision_named
+from slipstream.train.config import Config, PreferenceSection, SourceSection, precision_named
 from slipstream.train.config.run_config import parse_config, set_override
 from slipstream.train.data import (
     BatchSize,
@@ -39,6 +39,7 @@ from slipstream.train.preferences import (
     mean_rewards,
     preference_loss,
     sums_of_pairs,
+    with_lengths,
 )
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_step import Evaluator
@@ -73,6 +74,11 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
         SlipstreamError: where there is nothing to evaluate, or the settings, the file and the model don't fit together.
     """
     config = _settings(opened, request)
+    if config.preference is not None and config.preference.is_rated:
+        raise SlipstreamError(
+            "`slipstream eval` doesn't have preference.loss=kto, whose loss is relative to the other answers of a "
+            "batch; the run's own validations are in its metrics.jsonl"
+        )
     texts = _read(config, opened, request, progress)
     lengths = [length for text in texts for length in text.lengths.tolist()]
     precision = config if opened.run is not None else None
@@ -86,18 +92,29 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
         with progress.counting(what, total=num_pairs) as show:
             return log_probabilities(loaded(path), texts, BatchSize(1), show)
 
+    def chosen() -> Sequence[int]:
+        return _chosen(sequences_of(texts, "none", config.training.seq_len, seed=None), config, progress)
+
     if config.preference is None:
         return measure_text_loss(loaded(opened.path), texts, config, request.slice_len, progress)
+    if not config.preference.has_reference:
+        texts = [with_lengths(text, config.preference) for text in texts]
+        of_lengths = (text.values for text in texts if text.values is not None)
+        return _pair_loss(of_answers(opened.path, "evaluating"), [*of_lengths], config.preference, chosen())
     kept = opened.run.reference if opened.run is not None and request.reference is None else None
     reference = [kept_reference(kept, text) for text in texts]
     known = [values for values in reference if values is not None]
     if len(known) < len(texts):
         known = of_answers(name_reference(config, opened.run, request.reference), "computing the reference")
-    found = of_answers(opened.path, "evaluating")
-    now, before = (torch.from_numpy(np.concatenate(values)) for values in (found, known))
-    pairs = sequences_of(texts, "none", config.training.seq_len, seed=None)
-    chosen = {*_chosen(pairs, config, progress)}
-    sums = sums_of_pairs(now, before, config.preference, [index in chosen for index in range(len(now) // 2)])
+    return _pair_loss(of_answers(opened.path, "evaluating"), known, config.preference, chosen())
+
+
+def _pair_loss(
+    found: Sequence[Array], values: Sequence[Array], section: PreferenceSection, chosen: Sequence[int]
+) -> PairLoss:
+    now, known = (torch.from_numpy(np.concatenate(each)) for each in (found, values))
+    kept = {*chosen}
+    sums = sums_of_pairs(now, known, section, [index in kept for index in range(len(now) // 2)])
     return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
 
 

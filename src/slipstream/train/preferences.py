@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,18 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slipstream.errors import RankFailedError, SlipstreamError
+from slipstream.model import IGNORED
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.train.config import Config, PreferenceSection
-from slipstream.train.data import BatchSize, HeldOutBatches, PreferencePairs, TokenisedText, load_texts
+from slipstream.train.data import (
+    BatchSize,
+    HeldOutBatches,
+    PreferencePairs,
+    TokenBatch,
+    TokenisedText,
+    load_texts,
+)
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_state import describe_base, describe_text
@@ -28,51 +37,81 @@ from slipstream.units import plural
 
 
 def preference_loss(section: PreferenceSection) -> SequenceLoss:
-    """Returns the loss of a chosen and a rejected answer, whose `sequence_values` are their log-probabilities by the
-    reference."""
-    smoothing = section.label_smoothing
+    """Returns the loss of a chosen and a rejected answer, whose `sequence_values` are their log-probabilities by
+    the reference, or what `with_lengths` says of them; or of rated answers, as `with_reference_point` has them."""
 
-    def dpo(log_probabilities: Tensor, reference: Tensor) -> Tensor:
-        chosen, rejected = _rewards(log_probabilities, reference, section)
-        margins = chosen - rejected
-        return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+    def margins(log_probabilities: Tensor, values: Tensor) -> Tensor:
+        chosen, rejected = _rewards(log_probabilities, values, section)
+        return chosen - rejected - (section.gamma if section.loss == "simpo" else 0.0)
 
-    return SequenceLoss(dpo, group_size=2)
+    def logistic(log_probabilities: Tensor, values: Tensor) -> Tensor:
+        found, smoothing = margins(log_probabilities, values), section.label_smoothing
+        return -(1 - smoothing) * logsigmoid(found) - smoothing * logsigmoid(-found)
+
+    def orpo(log_probabilities: Tensor, values: Tensor) -> Tensor:
+        means = (log_probabilities[:, 1] / values[:, 1]).view(-1, 2)
+        chosen, rejected = (means - _log_of_rest(means)).unbind(1)
+        cross_entropy = -(log_probabilities.sum(1) / values.sum(1)).view(-1, 2)[:, 0]
+        return cross_entropy - section.beta * logsigmoid(chosen - rejected)
+
+    def kto(log_probabilities: Tensor, values: Tensor) -> Tensor:
+        rewards, signs = section.beta * (log_probabilities - values[:, 0]), values[:, 1]
+        weights = signs.new_tensor([section.undesirable_weight, section.desirable_weight])[(signs > 0).long()]
+        return weights * (1 - torch.sigmoid(signs * (rewards - section.beta * values[:, 2])))
+
+    if section.is_rated:
+        return SequenceLoss(kto)
+    is_orpo = section.loss == "orpo"
+    return SequenceLoss(orpo if is_orpo else logistic, group_size=2, prompts=is_orpo)
+
+
+def _log_of_rest(logs: Tensor) -> Tensor:
+    """Returns log(1 - exp(x)) of logs of probabilities, exact near 0 and far below it."""
+    below = logs.clamp(max=-torch.finfo(logs.dtype).tiny)
+    near = below > -math.log(2)
+    return torch.where(near, torch.log(-torch.expm1(below)), torch.log1p(-torch.exp(torch.where(near, -1.0, below))))
 
 
 def reward_sums(
-    pipe: Pipeline, reference: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
+    pipe: Pipeline, values: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
 ) -> Tensor:
     """Returns what `sums_of_pairs` does, of the last step or evaluation and all replicas. Collective.
 
-    `reference` has the log-probabilities of this replica's answers, in the order of its batch; `counts` says of each of
+    `values` are the `sequence_values` of this replica's answers, in the order of its batch; `counts` says of each of
     its pairs whether it counts, by default all.
     """
-    sums = sums_of_pairs(pipe.sequence_log_probabilities(), reference.to(pipe.device), section, counts)
+    sums = sums_of_pairs(pipe.sequence_log_probabilities(), values.to(pipe.device), section, counts)
     return pipe.axes["dp"].sum(sums)
 
 
 def sums_of_pairs(
-    log_probabilities: Tensor, reference: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
+    log_probabilities: Tensor, values: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
 ) -> Tensor:
-    """Returns sums over pairs, (5,) float64: 1, the rewards of the chosen and of the rejected answers, whether the
-    chosen one's is larger, and the loss."""
-    chosen, rejected = _rewards(log_probabilities, reference, section)
-    losses = preference_loss(section).function(log_probabilities, reference)
-    columns = torch.stack([torch.ones_like(chosen), chosen, rejected, (chosen > rejected).double(), losses])
+    """Returns sums over pairs, (7,) float64: 1, the rewards of the chosen and of the rejected answers, whether the
+    chosen one's is larger, the loss, and the numbers of chosen and of rejected answers.
+
+    Of rated answers the chosen ones are those that are wanted; right is a reward on its side of the reference point.
+    """
+    losses = preference_loss(section).function(log_probabilities, values)
+    if section.is_rated:
+        rewards, is_chosen = section.beta * (log_probabilities - values[:, 0]), (values[:, 1] > 0).double()
+        is_rejected, is_right = 1 - is_chosen, values[:, 1] * (rewards - section.beta * values[:, 2]) > 0
+        chosen, rejected = rewards * is_chosen, rewards * is_rejected
+    else:
+        chosen, rejected = _rewards(log_probabilities, values, section)
+        is_chosen = is_rejected = torch.ones_like(chosen)
+        is_right = chosen > rejected
+    parts = [torch.ones_like(losses), chosen, rejected, is_right.double(), losses, is_chosen, is_rejected]
+    columns = torch.stack(parts)
     kept = slice(None) if counts is None else torch.tensor(counts, device=columns.device)
     return columns[:, kept].sum(1)
 
 
 def mean_rewards(sums: Tensor) -> dict[str, float]:
     """Returns what the metrics say of rewards, means over pairs, from `reward_sums` of one batch or several."""
-    count, chosen, rejected, num_right, _ = sums.tolist()
-    return {
-        "chosen": chosen / count,
-        "rejected": rejected / count,
-        "margin": (chosen - rejected) / count,
-        "accuracy": num_right / count,
-    }
+    count, chosen, rejected, num_right, _, num_chosen, num_rejected = sums.tolist()
+    chosen, rejected = chosen / max(num_chosen, 1), rejected / max(num_rejected, 1)
+    return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": num_right / count}
 
 
 def describe_rewards(rewards: Mapping[str, float]) -> str:
@@ -80,18 +119,54 @@ def describe_rewards(rewards: Mapping[str, float]) -> str:
     return f"accuracy {rewards['accuracy']:.0%}  margin {rewards['margin']:.3f}"
 
 
-def _rewards(log_probabilities: Tensor, reference: Tensor, section: PreferenceSection) -> tuple[Tensor, Tensor]:
+def _rewards(log_probabilities: Tensor, values: Tensor, section: PreferenceSection) -> tuple[Tensor, Tensor]:
     """Returns the rewards of the chosen and of the rejected answers, (pairs,) each."""
-    chosen, rejected = (section.beta * (log_probabilities - reference)).view(-1, 2).unbind(1)
+    if section.loss == "dpo":
+        logs = log_probabilities - values
+    elif section.loss == "simpo":
+        logs = log_probabilities / values
+    else:
+        logs = log_probabilities[:, 1] / values[:, 1]
+    chosen, rejected = (section.beta * logs).view(-1, 2).unbind(1)
     return chosen, rejected
+
+
+def with_lengths(text: TokenisedText, section: PreferenceSection) -> TokenisedText:
+    """Returns a text of answers for a loss that needs no model before the training: of each answer how many targets it
+    has, (D,), for orpo (D, 2) with those of the prompt first, which then count as well."""
+    documents = [text.labels_of(number) for number in range(text.num_documents)]
+    firsts = [int(np.argmax(labels[1:] != IGNORED)) for labels in documents]  # targets before the first that counts
+    answers = [int((labels[1:] != IGNORED).sum()) for labels in documents]
+    if section.loss == "simpo":
+        return replace(text, values=np.array(answers, dtype=np.float64))
+    values = np.array([firsts, answers], dtype=np.float64).T.reshape(-1, 2)
+    return replace(text, values=values, prompts_count=True)
+
+
+def with_reference_point(evaluator: Evaluator, batch: TokenBatch, counts: Sequence[bool] | None = None) -> TokenBatch:
+    """Returns the rated answers of a batch, which has each followed by its prompt with another answer, and with them
+    the reference point: how much more probable these have become on average, over all replicas, and at least 0.
+
+    It runs these forward, by the model as it is now; `counts` says which of them count. Collective.
+    """
+    pipe, values = evaluator.pipe, batch.sequence_values
+    assert values is not None
+    tokens, labels = [*batch.input_ids], [*batch.labels]
+    others = TokenBatch(tokens[1::2], labels[1::2], None, torch.zeros(len(tokens) // 2, 3, dtype=torch.float64))
+    evaluator.loss(others)
+    ratios = pipe.sequence_log_probabilities().cpu() - values[1::2, 0]
+    kept = torch.ones(len(ratios), dtype=torch.bool) if counts is None else torch.tensor(counts)
+    total, count = pipe.axes["dp"].sum(torch.stack([ratios[kept].sum(), kept.sum().double()]).to(pipe.device)).tolist()
+    point = torch.full((len(ratios), 1), max(0.0, total / max(count, 1)), dtype=torch.float64)
+    return TokenBatch(tokens[::2], labels[::2], None, torch.cat([values[::2], point], dim=1))
 
 
 Texts = Mapping[str, Sequence[TokenisedText]]  # of each part, train and validation, that of every source
 
 
 def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[str, list[Any]]:
-    """Returns the texts of a run, `train` and `validation`, each document with its log-probability by the reference,
-    which is the model as the pipeline has it now. Collective.
+    """Returns the texts of a run, `train` and `validation`, each document with what its loss takes besides: its
+    log-probability by the reference, which is the model as the pipeline has it now, or its lengths. Collective.
 
     A run that resumes reads what its beginning computed.
 
@@ -101,13 +176,17 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
     """
     config, folder, progress = run.config, run.folder, run.progress
     texts = {part: load_texts(folder.inputs, part) for part in ("train", "validation")}
+    section = config.preference
+    assert section is not None
+    if not section.has_reference:
+        return {part: [with_lengths(text, section) for text in each] for part, each in texts.items()}
     if resumes:
         check_reference(config, texts)
         return _with_values(texts, _read(folder.reference))
     named = {f"{part}-{number}": text for part, each in texts.items() for number, text in enumerate(each)}
     total, size = sum(text.num_documents // 2 for text in named.values()), BatchSize.of(config.training)
     with progress.counting("computing the reference", total) as show:
-        found = log_probabilities(Evaluator(pipe, config), named.values(), size, show)
+        found = log_probabilities(Evaluator(pipe, config), named.values(), size, show, 3 if section.is_rated else 0)
     values = dict(zip(named, found, strict=True))
     for text in found:
         if not np.isfinite(text).all():
@@ -117,7 +196,8 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
                 "its weights, or give another --training.precision"
             )
     _write(run, values, _describe(config, texts))
-    progress.say(f"computed the reference of {plural(total, 'pair')}, kept in {folder.reference}")
+    what = "answer" if section.is_rated else "pair"
+    progress.say(f"computed the reference of {plural(total, what)}, kept in {folder.reference}")
     return _with_values(texts, values)
 
 
@@ -167,11 +247,16 @@ def _describe(config: Config, texts: Texts) -> dict[str, Any]:
 
 
 def log_probabilities(
-    evaluator: Evaluator, texts: Iterable[TokenisedText], size: BatchSize, show: Callable[[float], None]
+    evaluator: Evaluator,
+    texts: Iterable[TokenisedText],
+    size: BatchSize,
+    show: Callable[[float], None],
+    num_values: int = 0,
 ) -> list[Array]:
-    """Returns those of all documents of each text, (D,) float64. `show` gets the number of pairs that are done.
+    """Returns those of all documents of each text, (D,) float64, or (D, 2) with those of prompts apart.
 
-    Collective.
+    `show` gets the number of pairs that are done; the loss takes `num_values` of each document, 0 for a number. It's
+    collective.
     """
     pipe, done, found = evaluator.pipe, 0, list[Array]()
     replica = pipe.replica, pipe.num_replicas
@@ -183,23 +268,35 @@ def log_probabilities(
         held_out, numbers, parts = HeldOutBatches(pairs, size), list[int](), list[Array]()
         for batch in held_out.chosen():  # the last one begins again with the first pairs
             mine = held_out.batch(batch, *replica)
-            evaluator.loss(mine._replace(sequence_values=torch.zeros(len(mine.input_ids), dtype=torch.float64)))
+            if mine.sequence_values is None:
+                shape = (len(mine.input_ids), num_values) if num_values else (len(mine.input_ids),)
+                mine = mine._replace(sequence_values=torch.zeros(shape, dtype=torch.float64))
+            evaluator.loss(mine)
             numbers += pairs.share(*batch, *replica)
-            parts.append(pipe.sequence_log_probabilities().cpu().numpy().reshape(-1, 2))
+            found_here = pipe.sequence_log_probabilities().cpu().numpy()
+            parts.append(found_here.reshape(-1, 2, *found_here.shape[1:]))
             show(min(done + sum(batch), done + pairs.num_sequences))
-        values = np.full((pairs.num_sequences, 2), np.nan)
+        values = np.full((pairs.num_sequences, *parts[0].shape[1:]), np.nan)
         for places, each in pipe.axes["dp"].gather((numbers, np.concatenate(parts))):
             values[np.asarray(places) % pairs.num_sequences] = each
         done += pairs.num_sequences
-        found.append(values.reshape(-1))
+        found.append(values.reshape(-1, *values.shape[2:]))
     return found
 
 
 def _with_values(texts: Texts, values: Mapping[str, Array]) -> dict[str, list[Any]]:
     return {
-        part: [replace(text, values=values[f"{part}-{number}"]) for number, text in enumerate(each)]
+        part: [_with_reference(text, values[f"{part}-{number}"]) for number, text in enumerate(each)]
         for part, each in texts.items()
     }
+
+
+def _with_reference(text: TokenisedText, reference: Array) -> TokenisedText:
+    """Returns a text with its log-probabilities by the reference, of rated answers beside 1 or -1: wanted or not."""
+    if text.ratings is None:
+        return replace(text, values=reference)
+    signs = np.repeat(np.where(text.ratings, 1.0, -1.0), 2)
+    return replace(text, values=np.stack([reference, signs], axis=1))
 
 
 def _read(file: Path) -> dict[str, Array]:

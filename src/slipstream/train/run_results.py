@@ -7,17 +7,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from slipstream.checkpoint import describe_non_finite, is_finite
 from slipstream.errors import NonFiniteError
+from slipstream.keyed_draws import keyed_seed
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.weights import read_generation, write_generation
 from slipstream.timeline import Timeline, draw_timelines, save_trace
 from slipstream.train.data import load_tokenizer
 from slipstream.train.export import OpenedModel, TextWriter
+from slipstream.train.metrics import SampleRecord
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_folder import RunFolder
+from slipstream.train.training_step import autocast
 from slipstream.units import bytes_text
 from slipstream.watchdog import counted_off
 
@@ -113,6 +118,33 @@ def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_cod
     part.rename(folder)
     shutil.rmtree(before, ignore_errors=True)
     run.listed.itemise(folder)
+
+
+def sample_in_training(run: RunContext, pipe: Pipeline, step: int) -> SampleRecord:
+    """Returns how the model as it is now continues the prompt. Collective.
+
+    Each token is drawn from the logits of a forward of all before it; `training.seed` and the step decide the draws.
+    """
+    sample, tokenizer = run.config.sample, load_tokenizer(str(run.folder.inputs), run.config.model.trust_remote_code)
+    given: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
+    tokens, generator = list(given), torch.Generator().manual_seed(keyed_seed(run.config.training.seed, step))
+    copies = max(1, run.config.pipeline.num_microbatches)  # each microbatch needs a sequence
+    while len(tokens) - len(given) < sample.max_new_tokens:
+        with autocast(run.config, run.device):
+            found = pipe.logits([torch.tensor(tokens)] * copies)
+        chosen = None if found is None else _draw(found[0][-1].double().cpu(), sample.temperature, generator)
+        tokens.append(next(each for each in run.world.gather(chosen) if each is not None))
+        if tokens[-1] == tokenizer.eos_token_id:
+            break
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    run.progress.say(f"step {step}: the model continues {sample.prompt!r}:\n{text}")
+    return SampleRecord(step, text)
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if not temperature:
+        return int(logits.argmax())
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
 
 
 def write_sample(run: RunContext, pipe: Pipeline) -> None:

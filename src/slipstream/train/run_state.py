@@ -123,7 +123,8 @@ def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
 def describe_text(text: TokenisedText) -> dict[str, Any]:
     """Returns what tells the tokens and the labels of a text from others."""
     facts = {"num_tokens": len(text.tokens), "crc32": _checksum(text.tokens)}
-    return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels)}
+    rated = {} if text.ratings is None else {"ratings_crc32": zlib.crc32(text.ratings.tobytes())}
+    return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels), **rated}
 
 
 def _checksum(array: Array) -> int:

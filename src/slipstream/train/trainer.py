@@ -21,14 +21,20 @@ from slipstream.train.elastic_mesh import described_change, with_mesh_of
 from slipstream.train.metrics import Reporter, StepRecord
 from slipstream.train.optimizers import make_optimizer, make_scheduler
 from slipstream.train.planned_start import record_plan, start_settings
-from slipstream.train.preferences import load_with_reference, mean_rewards, reward_sums
+from slipstream.train.preferences import load_with_reference, mean_rewards, reward_sums, with_reference_point
 from slipstream.train.preflight import simulated_ratio
 from slipstream.train.run_checkpoints import CheckpointedParts, RunCheckpoints
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_folder import read_lines
-from slipstream.train.run_results import draw_last_step, export_model, has_room, write_sample
+from slipstream.train.run_results import (
+    draw_last_step,
+    export_model,
+    has_room,
+    sample_in_training,
+    write_sample,
+)
 from slipstream.train.run_state import RunState
-from slipstream.train.training_step import count_steps, train_step
+from slipstream.train.training_step import Evaluator, count_steps, train_step
 from slipstream.train.validation import Validator
 from slipstream.units import numbers_text, plural
 from slipstream.watchdog import counted_off
@@ -217,6 +223,9 @@ class Trainer:
             began = time.perf_counter()
             self._save(step)
             self._checkpoints.note_save(step, time.perf_counter() - began)
+        if (every := self._run.config.sample.every) and step % every == 0 and not last:
+            with counted_off("writing a sample"):
+                self._reporter.write(sample_in_training(self._run, self._pipe, step))
         if training.export_every and step % training.export_every == 0 and not last:
             self._export_between(step)
 
@@ -234,6 +243,9 @@ class Trainer:
         began = time.perf_counter()
         size = self._batch_size.at(self._sequences, state.num_samples)
         batch = self._mine(state.num_samples, size)
+        preference = run.config.preference
+        if preference is not None and preference.is_rated:
+            batch = with_reference_point(Evaluator(self._pipe, run.config), batch)
         data_seconds = time.perf_counter() - began
         # 2. Forward, backward and update, unless the step is bad.
         accepts = self._before_update, self._bad_steps.accepts

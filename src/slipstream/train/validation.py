@@ -13,7 +13,7 @@ from slipstream.checkpoint import Improvement
 from slipstream.pipeline import Pipeline
 from slipstream.train.data import BatchSize, HeldOutBatches, TokenisedText, sequences_of, unigram_entropy
 from slipstream.train.metrics import ValidationRecord
-from slipstream.train.preferences import describe_rewards, mean_rewards, reward_sums
+from slipstream.train.preferences import describe_rewards, mean_rewards, reward_sums, with_reference_point
 from slipstream.train.run_context import RunContext
 from slipstream.train.training_step import Evaluator
 
@@ -66,12 +66,14 @@ class Validator:
             batches = ((held_out.batch(batch, *replica), held_out.batch(batch).num_predicted) for batch in chosen)
             total, count = evaluator.sum_losses(batches)
             return total / count, None
-        sums = torch.zeros(5, dtype=torch.float64)
+        sums = torch.zeros(7, dtype=torch.float64)
         for batch in chosen:
-            mine = held_out.batch(batch, *replica)
+            mine, counts = held_out.batch(batch, *replica), held_out.counts(batch, *replica)
+            if preference.is_rated:
+                mine = with_reference_point(evaluator, mine, counts)
             evaluator.loss(mine)
             assert mine.sequence_values is not None
-            sums += reward_sums(pipe, mine.sequence_values, preference, held_out.counts(batch, *replica)).cpu()
+            sums += reward_sums(pipe, mine.sequence_values, preference, counts).cpu()
         return float(sums[4] / sums[0]), mean_rewards(sums)
 
 

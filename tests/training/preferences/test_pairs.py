@@ -101,7 +101,7 @@ def test_pairs_from_which_nothing_is_learnt_are_left_out_and_counted() -> None:
             {"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"},
             "lists of messages; where",
         ),
-        ({"prompt": [{"from": "user", "value": "a"}], "chosen": [], "rejected": [{}]}, "needs a role"),
+        ({"prompt": [{"speaker": "user", "content": "a"}], "chosen": [], "rejected": [{}]}, "needs a role"),
     ],
 )
 def test_rows_of_another_form_are_named(row: dict[str, Any], problem: str) -> None:

@@ -140,6 +140,26 @@ def test_an_evaluation_finds_the_figures_of_the_validation(finished: Path, file:
     assert (alike.num_pairs, alike.loss) == (3, pytest.approx(math.log(2)))
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_a_run_without_a_reference_is_resumed_and_evaluated(loss: str, file: Path, tmp_path: Path) -> None:
+    train(tmp_path / "run", file, f"--preference.loss={loss}")
+    assert not (tmp_path / "run" / "reference.safetensors").exists()
+    first, *_, last = lines_of(tmp_path / "run", "grad_norm")
+    assert last["loss"] < first["loss"]
+    (measured,) = lines_of(tmp_path / "run", "validation_loss")
+    with opened_model(str(tmp_path / "run"), False, Progress(None)) as opened:
+        found = evaluate_model(opened, EvaluationRequest(None, seq_len=None, slice_len=10), Progress(None))
+    assert isinstance(found, PairLoss)
+    assert found.loss == pytest.approx(measured["validation_loss"], rel=1e-5)
+    assert found.rewards == pytest.approx(measured["rewards"], rel=1e-4)
+    again = begun(tmp_path / "run", tmp_path / "again")
+    train(again, file, f"--preference.loss={loss}", "--checkpoint.resume=latest")
+    assert [line["loss"] for line in lines_of(again, "grad_norm")] == [
+        line["loss"] for line in lines_of(tmp_path / "run", "grad_norm")[3:]
+    ]
+
+
 def begun(whole: Path, output: Path, *parts: str) -> Path:
     """A folder with the checkpoint of step 3, and these parts of the run."""
     shutil.copytree(whole / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")

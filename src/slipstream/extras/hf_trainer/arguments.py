@@ -203,7 +203,7 @@ REFUSED = {
     "torch_compile": _FUSED,
     "use_liger_kernel": _FUSED,
     "use_cache": "Leave it out: no step reads the cache",
-    "neftune_noise_alpha": "Leave it out: a Pipeline adds no noise to embeddings",
+    "neftune_noise_alpha": "Leave it out, and call pipe.add_embedding_noise(alpha, length) before the Trainer is made",
     "label_smoothing_factor": _LOSS,
     "torch_empty_cache_steps": "Leave it out, or call torch.cuda.empty_cache() in a callback's on_step_end",
     "auto_find_batch_size": "Give per_device_train_batch_size, and Pipeline(memory=slipstream.Memory(limit=...)), "

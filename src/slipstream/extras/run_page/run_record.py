@@ -31,6 +31,7 @@ class RunRecord:
     figures: Record  # of the run
     steps: list[Record]  # in order, each number once
     validations: list[Record]
+    samples: list[Record]
     saves: list[Record]
     failures: list[Record]  # of numbers that weren't finite
     timeline: Timeline | None  # of the last step
@@ -95,6 +96,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
         figures=next((line for line in reversed(lines) if "num_parameters" in line), {}),
         steps=[steps[number] for number in sorted(steps)],
         validations=list({line["step"]: line for line in lines if "validation_loss" in line}.values()),
+        samples=list({line["step"]: line for line in lines if "sample" in line}.values()),
         saves=[line for line in lines if "save_seconds" in line],
         failures=[line for line in _lines(run.failures, unread) if isinstance(line.get("step"), int)],
         timeline=_timeline(run.perfetto, unread),
@@ -134,7 +136,7 @@ def _starts(lines: list[Record]) -> list[Record]:
 
 
 def _has_its_step(record: Record) -> bool:
-    needs_one = {"step_seconds", "validation_loss", "save_seconds"} & record.keys()
+    needs_one = {"step_seconds", "validation_loss", "save_seconds", "sample"} & record.keys()
     return not needs_one or isinstance(record.get("step"), int)
 
 

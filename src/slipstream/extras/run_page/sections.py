@@ -26,6 +26,7 @@ def run_sections(run: RunRecord) -> str:
         if run.steps
         else "",
         section("Speed", _speed(run, marks)) if run.steps else "",
+        _samples(run),
         section("The last step, measured", step_timeline(run.timeline)) if run.timeline is not None else "",
         _phases(run),
         _memory(run, marks),
@@ -129,6 +130,16 @@ def _speed(run: RunRecord, marks: Sequence[Mark]) -> str:
             _chart(run, marks, "idle", "share of the ranks' time", "idle_fraction", share_text),
             _chart(run, marks, "MFU", "share of the devices' peak", "mfu", share_text),
         )
+    )
+
+
+def _samples(run: RunRecord) -> str:
+    """Returns what the model made of the prompt, the newest text first."""
+    texts = [f"<h3>step {each['step']:,}</h3><pre>{escape(str(each['sample']))}</pre>" for each in run.samples[::-1]]
+    return (
+        section("Samples", texts[0] + (details("earlier ones", "".join(texts[1:])) if texts[1:] else ""))
+        if texts
+        else ""
     )
 
 

@@ -62,11 +62,11 @@ class SequenceLosses:
     sharing: RankGroup
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
-        """Returns a slice's sums of log-probabilities, (n,) for the n sequences of its microbatch."""
+        """Returns a slice's sums of log-probabilities, one or two for each of the n sequences of its microbatch."""
         _, m, i = key
         sequences = state.batch.sequences[m]
         each = -self.token_losses(outputs, state.batch.targets[m][i])
-        sums = each.new_zeros(sequences.count)
+        sums = each.new_zeros(sequences.count * self.loss.num_sums)
         return (sums.index_add(0, sequences.numbers[i].flatten(), each.flatten()),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
@@ -81,10 +81,11 @@ class SequenceLosses:
         return sums
 
     def _finish(self, state: StepState, m: int, has_backward: bool) -> None:
-        found = state.log_probabilities[m] = self.sharing.sum(state.sequence_sums.pop(m))
+        found = self.sharing.sum(state.sequence_sums.pop(m))
+        state.log_probabilities[m] = self._by_sequence(found)
         log_probabilities = found.clone().requires_grad_(has_backward)
         with torch.set_grad_enabled(has_backward):
-            losses = self._losses(log_probabilities, state.batch.sequences[m].values)
+            losses = self._losses(self._by_sequence(log_probabilities), state.batch.sequences[m].values)
             total = losses.sum()
         if self.sharing.rank == 0:
             state.loss += total.detach()
@@ -92,6 +93,9 @@ class SequenceLosses:
         if has_backward:
             (gradient,) = torch.autograd.grad(total * state.batch.loss_scale / state.batch.num_valid, log_probabilities)
             state.loss_gradients[m] = gradient
+
+    def _by_sequence(self, sums: Tensor) -> Tensor:
+        return sums.view(-1, 2) if self.loss.prompts else sums
 
     def _losses(self, log_probabilities: Tensor, values: Tensor | None) -> Tensor:
         """Returns the loss of each group of sequences. Raises SlipstreamError where the function returns something

@@ -218,15 +218,50 @@ _OF_OTHER_ROWS = ("form", "loss", "text_column", "messages_column", "suffixes")
 
 
 class PreferenceSection(Record):
-    """Training on pairs of a chosen and a rejected answer, by direct preference optimization (DPO)."""
+    """Training on pairs of a chosen and a rejected answer, or on answers of which each is wanted or not."""
 
-    loss: Literal["dpo"] = "dpo"
+    loss: Literal["dpo", "simpo", "orpo", "kto"] = "dpo"
     """dpo: the logistic loss of the difference between both answers' rewards (Rafailov et al. 2023, equation 7). A
-    reward is beta times the log of how much more probable an answer has become than before the training."""
+    reward is beta times the log of how much more probable an answer has become than before the training. simpo: the
+    same without a model before, of beta times the mean log-probability of an answer's tokens, less gamma (Meng et al.
+    2024, equation 6). orpo: the cross-entropy of the prompt with the chosen answer, and beta times the logistic loss of
+    the log of both answers' odds ratio (Hong et al. 2024, equations 6 and 7). kto: of each answer by itself, how far
+    its reward is on the right side of a reference point, which is the mean reward of prompts with other prompts'
+    answers (Ethayarajh et al. 2024, equation 8)."""
     beta: PositiveFloat = 0.1
-    """What rewards are multiplied by: the larger, the closer the model stays to what it was."""
+    """What rewards are multiplied by. dpo: the larger, the closer the model stays to what it was; simpo: 2 to 2.5 are
+    usual; orpo: the weight of the odds ratio."""
+    gamma: float = Field(default=0.5, ge=0)
+    """Of simpo: by how much the chosen answer's reward should be larger."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """How probable it is that a pair is the wrong way round (conservative DPO, Mitchell 2023)."""
+    """How probable it is that a pair is the wrong way round (conservative DPO, Mitchell 2023); of dpo and simpo."""
+    desirable_weight: PositiveFloat = 1.0
+    """Of kto: the weight of answers that are wanted."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Of kto: the weight of the others."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rewards are relative to the model before the training."""
+        return self.loss in ("dpo", "kto")
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether each answer has a loss of its own."""
+        return self.loss == "kto"
+
+    @model_validator(mode="after")
+    def _settings_of_the_loss(self) -> Self:
+        allowed = {"gamma": ("simpo",), "label_smoothing": ("dpo", "simpo")}
+        allowed |= {"desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
+        for name, losses in allowed.items():
+            value = getattr(self, name)
+            if self.loss not in losses and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"preference.{name}={value} with preference.loss={self.loss}: it is of {' and '.join(losses)}; "
+                    "leave it out"
+                )
+        return self
 
 
 def check_preference(data: DataSection, pipeline: PipelineSection) -> None:

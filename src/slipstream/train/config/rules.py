@@ -218,6 +218,17 @@ def check_unpacked(pipeline: PipelineSection, memory: Memory, training: Training
         )
 
 
+def check_noise(pipeline: PipelineSection, parallel: ParallelSection, training: TrainingSection) -> None:
+    """Raises ValueError where ranks share the embedding, to which noise is to be added."""
+    shared = {
+        f"parallel.tensor={parallel.tensor}": parallel.tensor > 1,
+        "pipeline.vocabulary=spread": pipeline.vocabulary == "spread",
+        f"training.single_process_steps={training.single_process_steps}": training.single_process_steps > 0,
+    }
+    for setting in filter(shared.get, shared):
+        raise ValueError(f"training.neftune_alpha with {setting}, which hasn't been shown to be exact; leave one out")
+
+
 def check_validations(training: TrainingSection, checkpoint: CheckpointSection, data: DataSection) -> None:
     """Raises ValueError for settings that go by the best validation where there are none, or it isn't kept."""
     by_validation = {
@@ -293,6 +304,8 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "save_best": ("checkpoint.keep_best", ""),
     "load_best_model_at_end": ("training.export", ""),
     "resume_from_checkpoint": ("checkpoint.resume", ""),
+    "neftune_noise_alpha": ("training.neftune_alpha", ""),
+    "noisy_embedding_alpha": ("training.neftune_alpha", ""),
     "early_stopping_patience": ("training.patience", ""),
     "report_to": ("tracking.to", ""),
     "num_stages": ("pipeline.num_ranks", ""),

@@ -25,6 +25,7 @@ from slipstream.train.config.rules import (
     check_batch,
     check_is_ours,
     check_lengths,
+    check_noise,
     check_partition,
     check_schedule,
     check_stream,
@@ -140,6 +141,13 @@ class Config(Record):
             raise ValueError(
                 "training.bad_numbers=rollback needs checkpoints to go back to; give --checkpoint.every=100, or skip"
             )
+        if self.training.neftune_alpha is not None:
+            check_noise(self.pipeline, self.parallel, self.training)
+        if self.sample.every and self.pipeline.vocabulary == "spread":
+            raise ValueError(
+                f"sample.every={self.sample.every} with pipeline.vocabulary=spread, where no rank has all logits; "
+                "leave one out"
+            )
         if self.data.streaming:
             check_stream(self.training, self.data, self.model)
         check_validations(self.training, self.checkpoint, self.data)
@@ -170,7 +178,8 @@ class Config(Record):
         given = {name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS}
         if microbatches is not None:
             given |= {"microbatches": microbatches, "num_microbatches": 1, "slices": None}
-        if self.preference is not None:  # `spread` is refused, and a plan mustn't choose it
+        # `spread` is refused, and a plan mustn't choose it.
+        if self.preference is not None or self.training.neftune_alpha is not None or self.sample.every:
             given["vocabulary"] = "whole"
         return {
             **given,

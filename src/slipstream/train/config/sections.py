@@ -118,6 +118,9 @@ class TrainingSection(Record):
     """auto: CUDA where there is a GPU, which several ranks share where there are fewer GPUs than ranks."""
     seed: int = 0
     """The seed of the weights, the order of the documents, dropout and sampling."""
+    neftune_alpha: PositiveFloat | None = None
+    """Adds noise to embeddings in training, of up to this over the square root of `seq_len` times the model's width
+    (NEFTune, Jain et al. 2023); 5 to 15 are usual. It is the same for every slicing and every split of the layers."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between validations; there is also one at the end. 0 for none."""
     patience: PositiveInt | None = None
@@ -215,7 +218,7 @@ class TrackingSection(Record):
 
 
 class SampleSection(Record):
-    """The text that the trained model writes at the end."""
+    """Text that the model writes: at the end, and as it is trained."""
 
     prompt: str | None = None
     """The prompt of a sample at the end; null for no sample."""
@@ -223,6 +226,15 @@ class SampleSection(Record):
     """The largest number of tokens to generate."""
     temperature: float = Field(default=0.8, ge=0)
     """Sampling temperature; 0 always takes the most likely token."""
+    every: int = Field(default=0, ge=0)
+    """Steps between samples, which are in the log, in metrics.jsonl and on the run's page; 0 for the one at the end
+    alone. Each token costs a forward of all before it."""
+
+    @model_validator(mode="after")
+    def _prompt_for_samples(self) -> Self:
+        if self.every and self.prompt is None:
+            raise ValueError(f"sample.every={self.every} needs a text to continue; give sample.prompt")
+        return self
 
 
 class PlanSection(Record):

@@ -32,13 +32,18 @@ class OpenSource:
     rows: Any  # Documents, or a datasets.Dataset
 
     @classmethod
-    def of(cls, source: SourceSection, say: Callable[[str], None], are_pairs: bool = False) -> OpenSource:
-        """Opens a source, of pairs of answers or of anything else. `say` gets a line about documents without text.
+    def of(
+        cls, source: SourceSection, say: Callable[[str], None], are_pairs: bool = False, are_rated: bool = False
+    ) -> OpenSource:
+        """Opens a source, of pairs of answers, of answers of which each is wanted or not, or of anything else. `say`
+        gets a line about documents without text.
 
         Raises:
             SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
         """
         rows = read_rows(source) if source.has_rows else None
+        if are_rated:
+            return cls._of_rated(source, rows)
         if are_pairs:
             return cls.of_pairs(source, rows)
         form = "text" if rows is None else find_form(source, rows.column_names)
@@ -55,8 +60,20 @@ class OpenSource:
             )
         return cls(source, "pairs", "completion", rows)
 
+    @classmethod
+    def _of_rated(cls, source: SourceSection, rows: Any) -> OpenSource:
+        if not {*RATED_COLUMNS} <= {*rows.column_names} and not {*PAIR_COLUMNS} <= {*rows.column_names}:
+            raise SlipstreamError(
+                f"{source.name} has the columns {', '.join(rows.column_names)}; preference.loss=kto needs prompt, "
+                "completion and label, which is true where the completion is wanted, or pairs: chosen and rejected"
+            )
+        return cls(source, "rated", "completion", rows)
+
     def describe(self) -> str:
         """Returns how many rows there are, of what form, and which tokens count."""
+        if self.form == "rated":
+            number = len(self.rows) * (2 if self._answers_column == "chosen" else 1)
+            return f"preferences: {number:,} answers, each wanted or not, of which the answers count"
         if self.form == "pairs":
             has_prompts = "prompt" in self.rows.column_names
             whose = "a prompt of its own" if has_prompts else "the first messages that both have"
@@ -72,18 +89,26 @@ class OpenSource:
     @property
     def has_messages(self) -> bool:
         """Whether rows need a chat template."""
-        return self.form in CONVERSATIONS or (self.form in _ANSWERS and not self._is_plain)
+        return self.form in CONVERSATIONS or (self._answers_column is not None and not self._is_plain)
 
     @property
     def num_closed(self) -> int:
         """The documents that should be closed by an end-of-text token; a chat template closes the turns by itself."""
         if self.form != "text" and not self._is_plain:
             return 0
-        return len(self.rows) * (2 if self.form == "pairs" else 1)
+        return len(self.rows) * (2 if self._answers_column == "chosen" else 1)
+
+    @property
+    def _answers_column(self) -> str | None:
+        """The column that shows whether answers are texts or messages."""
+        if self.form == "rated":
+            return "completion" if "completion" in self.rows.column_names else "chosen"
+        return {"prompt-completion": "completion", "pairs": "chosen"}.get(self.form)
 
     @property
     def _is_plain(self) -> bool:
-        return self.form in _ANSWERS and not is_list(self.rows.features[_ANSWERS[self.form]])
+        column = self._answers_column
+        return column is not None and not is_list(self.rows.features[column])
 
     def texts(self) -> Iterator[str]:
         """Yields the texts in all rows, for a tokenizer to be trained on."""
@@ -91,6 +116,7 @@ class OpenSource:
             yield from self.rows
         elif self.form != "tokens":
             columns = columns_of(self.source, self.rows.column_names) | {"pairs": ("prompt", *PAIR_COLUMNS)}
+            columns["rated"] = ("prompt", "completion", *PAIR_COLUMNS)
             more = ("system", *QUESTION_CONTEXTS) if self.form in CONVERSATIONS else ()
             for row in self.rows:
                 for column in (*columns[self.form], *more):
@@ -150,8 +176,8 @@ WITH_ANSWERS = (*CONVERSATIONS, "prompt-completion")
 # The columns of pairs of answers, which may have a prompt besides.
 PAIR_COLUMNS = ("chosen", "rejected")
 
-# The column that shows whether answers are texts or messages.
-_ANSWERS = {"prompt-completion": "completion", "pairs": "chosen"}
+# Those of answers that are wanted or not.
+RATED_COLUMNS = ("prompt", "completion", "label")
 
 
 def columns_of(source: SourceSection, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:

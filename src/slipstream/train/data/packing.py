@@ -193,16 +193,16 @@ class PreferencePairs(TextSequences):
         super().__init__(text, seq_len, seed, self._lengths.sum(1))
 
     def document_lengths(self, index: int) -> list[int]:
-        """Returns the tokens of the chosen and of the rejected document."""
+        """Returns the tokens of the chosen and of the rejected document; of a rated one, which a step takes alone."""
         lengths: list[int] = self._lengths[self._visits[index]].tolist()
-        return lengths
+        return lengths if self.text.ratings is None else lengths[:1]
 
     def row(self, index: int) -> Row:
         """Returns one pair, with what is known of its two documents."""
         first = 2 * self._visits[index]
         both = slice(int(self.text.offsets[first]), int(self.text.offsets[first + 2]))
-        labels = self.text.tokens if self.text.labels is None else self.text.labels
         values = None if self.text.values is None else self.text.values[first : first + 2]
+        labels = self.text.tokens if self.text.labels is None or self.text.prompts_count else self.text.labels
         documents = np.repeat(np.arange(2), self.text.lengths[first : first + 2])
         return Row(self.text.tokens[both].astype(np.int64), labels[both].astype(np.int64), documents, values)
 

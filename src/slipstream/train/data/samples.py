@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -33,7 +34,7 @@ class SampleReader:
         self._tokenizer, self._template = tokenizer, template
         start = tokenizer("")["input_ids"]
         self._adds_end = bool(start) and start[-1] == tokenizer.eos_token_id and len(start) > 1
-        self.are_pairs = form == "pairs"
+        self.are_pairs, self.are_rated = form == "pairs", form == "rated"
 
     def read(self, row: Mapping[str, Any], seq_len: int) -> tuple[list[Sample], bool]:
         """Returns the tokens and labels of a row's documents up to `seq_len` tokens, and whether one was cut there.
@@ -42,10 +43,11 @@ class SampleReader:
             UnusableRowError: where nothing can be trained on.
             SlipstreamError: where it hasn't the form of the source.
         """
-        whole = [self._read_document(each) for each in (_answers(row) if self.are_pairs else [row])]
+        answers = _answers(row) if self.are_pairs or (self.are_rated and "chosen" in row) else [row]
+        whole = [self._read_document(each) for each in answers]
         documents = [(tokens[:seq_len], labels[:seq_len]) for tokens, labels in whole]
         if any(all(label == IGNORED for label in labels[1:]) for _, labels in documents):
-            raise UnusableRowError(_FULL if self.are_pairs else _NOTHING)
+            raise UnusableRowError(_FULL if self.are_pairs or self.are_rated else _NOTHING)
         if self.are_pairs and documents[0] == documents[1]:
             raise UnusableRowError(_EQUAL)
         return documents, any(len(tokens) > seq_len for tokens, _ in whole)
@@ -53,7 +55,8 @@ class SampleReader:
     def _read_document(self, row: Mapping[str, Any]) -> Sample:
         if self._form == "tokens":
             return _given_tokens(row)
-        tokens, counts = self._completion(row) if self._form in ("prompt-completion", "pairs") else self._turns(row)
+        is_answer = self._form in ("prompt-completion", "pairs", "rated")
+        tokens, counts = self._completion(row) if is_answer else self._turns(row)
         return tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)]
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
@@ -127,6 +130,57 @@ def _answers(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if chosen == rejected:
         raise UnusableRowError(_EQUAL)
     return [{"prompt": prompt, "completion": answer, "tools": row.get("tools")} for answer in (chosen, rejected)]
+
+
+def _ratings(row: Mapping[str, Any]) -> list[bool]:
+    """Returns whether each answer of a row is wanted: of a pair the chosen one. Raises UnusableRowError and
+    SlipstreamError as `read` does."""
+    if "chosen" in row:
+        return [True, False]
+    label = row["label"]
+    if label is None:
+        raise UnusableRowError(_NULL)
+    if label not in (True, False, "true", "false", "True", "False"):
+        raise SlipstreamError(f"label must say whether the completion is wanted, true or false, and is {label!r}")
+    return [label in (True, "true", "True")]
+
+
+class _RatedWriter:
+    """Writes rated answers, each followed by its prompt with the answer before, the first with the last one."""
+
+    def __init__(self, writer: DocumentWriter, seq_len: int) -> None:
+        self._writer, self._seq_len = writer, seq_len
+        self._first: tuple[Sample, bool] | None = None
+        self._last: Sample | None = None
+        self._ratings: list[bool] = []
+
+    def add(self, sample: Sample, is_wanted: bool) -> None:
+        """Adds an answer with its prompt."""
+        if self._last is None:
+            self._first = sample, is_wanted
+        else:
+            self._write(sample, is_wanted, self._last)
+        self._last = sample
+
+    def finish(self) -> TokenisedText:
+        """Returns the text, to which no more can be added."""
+        if self._first is not None and self._last is not None:
+            self._write(*self._first, self._last)
+        text = self._writer.finish(has_labels=True, group_size=2)
+        return replace(text, ratings=np.array(self._ratings, dtype=bool))
+
+    def _write(self, sample: Sample, is_wanted: bool, before: Sample) -> None:
+        prompt, answer = (_first_counted(each) for each in (sample, before))
+        mismatched = [
+            (own[:prompt] + other[answer:])[: self._seq_len] for own, other in zip(sample, before, strict=True)
+        ]
+        for document in (sample, mismatched):
+            self._writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
+        self._ratings.append(is_wanted)
+
+
+def _first_counted(sample: Sample) -> int:
+    return next(place for place, label in enumerate(sample[1]) if label != IGNORED)
 
 
 def _tools(given: Any) -> Any:
@@ -292,20 +346,25 @@ def read_samples(
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
     writer, left_out, num_cut = DocumentWriter(), dict[str, list[int]](), 0
-    number = 0
+    rated, number = _RatedWriter(writer, seq_len), 0
     for number, row in enumerate(rows, start=1):
         try:
             documents, is_cut = reader.read(row, seq_len)
+            ratings = _ratings(row) if reader.are_rated else []
         except UnusableRowError as reason:
             left_out.setdefault(str(reason), []).append(number)
         except SlipstreamError as error:
             raise SlipstreamError(f"{name}, row {number}: {error}") from error
         else:
             num_cut += is_cut
-            for document in documents:
+            for document, is_wanted in zip(documents, ratings, strict=True) if ratings else ():
+                rated.add(document, is_wanted)
+            for document in documents if not ratings else ():
                 writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
         show(number)
     report = "; ".join(_report(left_out, num_cut, number, reader.are_pairs, seq_len))
+    if reader.are_rated:
+        return rated.finish(), report
     return writer.finish(has_labels=True, group_size=2 if reader.are_pairs else 1), report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
@@ -72,7 +72,11 @@ class TokenisedText:
     offsets: Array  # (D + 1,) int64
     labels: Array | None = None  # (N,) int32, unshifted, -100 where a token doesn't count; None: all count
     group_size: int = 1  # 2: a chosen answer, the rejected one, the next chosen one, ...
-    values: Array | None = None  # (D,) float64, what the loss takes of each document besides its tokens; not saved
+    # (D, ...) float64, what the loss takes of each document besides its tokens; not saved
+    values: Array | None = None
+    prompts_count: bool = False  # whether the loss takes prompts as well, whose labels don't count; not saved
+    # Of answers, each followed by the prompt with another one: whether it is wanted, (D / 2,) bool.
+    ratings: Array | None = None
 
     @classmethod
     def join(
@@ -137,27 +141,31 @@ class TokenisedText:
         size = self.group_size
         chosen = [int(group) * size + place for group in groups for place in range(size)]
         labels = None if self.labels is None else map(self.labels_of, chosen)
-        return TokenisedText.join(map(self.document, chosen), labels, size)
+        joined = TokenisedText.join(map(self.document, chosen), labels, size)
+        return joined if self.ratings is None else replace(joined, ratings=self.ratings[np.asarray(groups, dtype=int)])
 
     def save(self, folder: Path, name: str) -> None:
         """Writes `name`.tokens.npy and `name`.offsets.npy, where there are labels `name`.labels.npy, and of documents
-        in groups `name`.group_size.npy."""
+        in groups `name`.group_size.npy, of rated answers `name`.ratings.npy."""
         np.save(folder / f"{name}.tokens.npy", self.tokens)
         np.save(folder / f"{name}.offsets.npy", self.offsets)
         if self.labels is not None:
             np.save(folder / f"{name}.labels.npy", self.labels)
         if self.group_size > 1:
             np.save(folder / f"{name}.group_size.npy", self.group_size)
+        if self.ratings is not None:
+            np.save(folder / f"{name}.ratings.npy", self.ratings)
 
     @classmethod
     def load(cls, folder: Path, name: str) -> TokenisedText:
         """Returns what `save` wrote; tokens and labels are read from the disk when they are used."""
-        labels, group_size = (folder / f"{name}.{what}.npy" for what in ("labels", "group_size"))
+        labels, group_size, ratings = (folder / f"{name}.{what}.npy" for what in ("labels", "group_size", "ratings"))
         return cls(
             np.load(folder / f"{name}.tokens.npy", mmap_mode="r"),
             np.load(folder / f"{name}.offsets.npy"),
             np.load(labels, mmap_mode="r") if labels.exists() else None,
             int(np.load(group_size)) if group_size.exists() else 1,
+            ratings=np.load(ratings) if ratings.exists() else None,
         )
 
 

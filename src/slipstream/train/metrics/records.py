@@ -178,6 +178,14 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True)
+class SampleRecord:
+    """What the model made of a prompt after a step: the prompt and its continuation."""
+
+    step: int
+    sample: str
+
+
+@dataclass(frozen=True)
 class SaveRecord:
     """A checkpoint that is complete: the step after which it was saved, the seconds of writing it, and its bytes."""
 
@@ -186,7 +194,7 @@ class SaveRecord:
     checkpoint_bytes: int
 
 
-MetricsRecord = StartRecord | ChangeRecord | RunFigures | StepRecord | ValidationRecord | SaveRecord
+MetricsRecord = StartRecord | ChangeRecord | RunFigures | StepRecord | ValidationRecord | SampleRecord | SaveRecord
 
 
 def as_dictionary(record: MetricsRecord) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     check_sample(config.sample, text.tokenizer, model_config)
     check_amount(config, text, progress)
     is_finished = check_resume(config, model_config, text.sequences, progress)
-    if config.preference is not None and not is_finished and find_saved(config) is not None:
+    has_reference = config.preference is not None and config.preference.has_reference
+    if has_reference and not is_finished and find_saved(config) is not None:
         check_reference(config, {"train": text.train, "validation": text.validation})
     return RunInputs(config, model_config, text, is_finished)
 

@@ -78,7 +78,13 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
 
 
 def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource:
-    return OpenSource.of(source, progress.warn, are_pairs=config.preference is not None)
+    preference = config.preference
+    return OpenSource.of(
+        source,
+        progress.warn,
+        are_pairs=preference is not None,
+        are_rated=preference is not None and preference.is_rated,
+    )
 
 
 def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
@@ -119,7 +125,8 @@ def check_turns(config: Config) -> list[str] | None:
     """
     sources = [(source, RowStream(source, LOOKED_AT)) for source in config.data.all_sources if source.has_rows]
     pairs = config.preference is not None
-    forms = ["pairs" if pairs else find_form(source, stream.columns) for source, stream in sources]
+    of_answers = "rated" if config.preference is not None and config.preference.is_rated else "pairs"
+    forms = [of_answers if pairs else find_form(source, stream.columns) for source, stream in sources]
     if not pairs and {*forms}.isdisjoint(WITH_ANSWERS):
         return None
     tokenizer, seq_len = named_tokenizer(config), config.training.seq_len
@@ -128,7 +135,7 @@ def check_turns(config: Config) -> list[str] | None:
     template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
     texts = []
     for (source, stream), form in zip(sources, forms, strict=True):
-        if form in (*WITH_ANSWERS, "pairs"):
+        if form in (*WITH_ANSWERS, of_answers):
             loss = "completion" if pairs else find_loss(source, form)
             name, rows = stream.next_block()
             texts.append(read_samples(rows, SampleReader(source, form, loss, tokenizer, template), name, seq_len)[0])
