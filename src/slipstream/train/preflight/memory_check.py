@@ -118,7 +118,7 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     def account(**changes: Any) -> float:
         length = changes.get("seq_len", config.training.seq_len)
         if length not in counts:
-            counts[length] = count_model(model_config, length, dtype)
+            counts[length] = count_model(model_config, length, dtype, fused=config.runtime.fused)
         return _peak(config, counts[length], length, changes)
 
     with suppress(SlipstreamError, ValueError, NotImplementedError):
@@ -148,7 +148,8 @@ def _peak(config: Config, count: ModelCount, length: int, changes: dict[str, Any
         num_simulated=1,
     )
     batch = each * -(-rows // each) * parallel.data
-    source = AnalyticSource(count, _cluster(config.num_processes, count.dtype), "the run")
+    cluster = _cluster(config.num_processes, count.dtype)
+    source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
     return search_plans(source, length, batch, options=options).best.peak_memory
 
 
