@@ -11,13 +11,12 @@ from transformers import AutoConfig, GPT2Config, PretrainedConfig
 import slipstream
 from slipstream import SlipstreamError
 from slipstream.cost import AttentionWindow, ModelCount, load_cluster
-from slipstream.model import CausalLMStage, LayerRange, find_anatomy, fuse_kernels, random_model
+from slipstream.model import CausalLMStage, LayerRange, find_anatomy, random_model
 from slipstream.model.toy import toy_config
 from slipstream.profile import count_model
 from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
 from support.architectures import ARCHITECTURES, LENGTH, build, llama, tokens
-from support.fusing import COMPILING
 from support.parameters import first_of
 
 HIDDEN, MLP, KV, VOCABULARY = 32, 48, 16, 61  # of tests/support/architectures.py
@@ -109,29 +108,17 @@ def test_a_gpt_has_the_papers_parameters_and_operations(config: PretrainedConfig
 
 @pytest.mark.parametrize("name", first_of(["llama", "mixtral", "gpt2", "gemma2"], 2))
 def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> None:
-    check_saved_bytes(name, fused=False)
-
-
-@pytest.mark.more  # kernels are compiled
-@pytest.mark.parametrize("name", [pytest.param(name, marks=COMPILING) for name in ("llama", "gpt2")])
-def test_a_fused_layer_saves_what_a_real_one_saves(name: str) -> None:
-    check_saved_bytes(name, fused=True)
-
-
-def check_saved_bytes(name: str, fused: bool) -> None:
     config = ARCHITECTURES[name]
     anatomy = find_anatomy(config)
 
     def per_token(owned: range) -> float:
         model = random_model(config, 0, anatomy, owned, torch.float32).train()
-        if fused:
-            fuse_kernels(model)
         stage = CausalLMStage(model, anatomy, LayerRange(owned.start, owned.stop), torch.device("cpu"))
         bench = StageBench(stage, 1, LENGTH)
         return (bench.activation_bytes(48) - bench.activation_bytes(16)) / 32
 
     real = per_token(range(1, 3)) - per_token(range(1, 2))
-    count = count_model(config, LENGTH, torch.float32, fused=fused)
+    count = count_model(config, LENGTH, torch.float32)
     assert count.layers[count.kinds[2]].activation_bytes == real
 
 

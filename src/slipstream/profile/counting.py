@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from slipstream.model import (
     fuse_kernels,
     keep_half,
     meta_model,
+    storage_id,
     watched_kernels,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
@@ -517,18 +519,28 @@ class _FusedKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plain: Callable[..., Any], *inputs: Tensor) -> Any:
-        with _disable_current_modes():
-            outputs = plain(*inputs)
+        needed = ctx.needs_input_grad[1:]
+        leaves = [each.detach().requires_grad_(needs) for each, needs in zip(inputs, needed, strict=True)]
+        saved: set[int] = set()
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.add(storage_id(tensor))
+            return tensor
+
+        with _disable_current_modes(), torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = tuple(each.detach() for each in plain(*leaves))
+        # what lies between inputs and outputs is computed again, from all inputs that have gradients
+        between = not saved <= {storage_id(each) for each in leaves}
+        kept = [storage_id(each) in saved or (between and each.requires_grad) for each in leaves]
         _running[-1].add([*inputs, *outputs])
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*compress(inputs, kept))
+        ctx.sources = [leaf if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        needed = zip(inputs, ctx.needs_input_grad[1:], strict=True)
-        results = [torch.empty_like(each) if is_needed else None for each, is_needed in needed]
-        _running[-1].add([*gradients, *inputs, *(each for each in results if each is not None)])
+        results = [None if each is None else torch.empty_like(each) for each in ctx.sources]
+        _running[-1].add([*gradients, *ctx.saved_tensors, *(each for each in results if each is not None)])
         return (None, *results)
 
 
