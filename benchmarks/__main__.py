@@ -33,6 +33,7 @@ TRIALS = {
     "schedule_search": "",
     "papers": "",
     "papers.figure3": str(PROFILE),
+    "papers.measured_steps": "",
     "predicted": "",
     "ragged": "--layers 2 --longest 256 --tokens 512 --repeats 1",
     "token_slices": "--lengths 256 --sequences --ours auto --repeats 1 --warmups 0 --steps 2",

@@ -178,7 +178,26 @@ def gpipe_rows(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def tables(report: dict[str, Any]) -> dict[str, str]:
+WAYS = {
+    "as described": "as described",
+    "with a factor": "with a factor of half the rows",
+    "with a factor of other sources": "with one of other sources",
+}
+
+
+def step_rows(groups: dict[str, Any]) -> str:
+    def errors(group: dict[str, Any], way: str) -> str:
+        found = group.get(way)
+        if found is None:
+            return ""
+        fewer = f", {found['rows']} rows" if found["rows"] < group["rows"] else ""
+        return f"{found['mean']:.1%} ({found['bias']:+.1%}{fewer})"
+
+    rows = ([name, group["rows"], *(errors(group, way) for way in WAYS)] for name, group in groups.items())
+    return table(f"rows of | number | {' | '.join(WAYS.values())}", rows)
+
+
+def tables(report: dict[str, Any], steps: dict[str, Any]) -> dict[str, str]:
     """Returns the tables by their marks on the page."""
     both, figures = report["terapipe tables 2 and 3"], report["megatron figures"]
     constants = {name: f"{value:.3g}" for name, value in both["constants"].items()}
@@ -192,14 +211,22 @@ def tables(report: dict[str, Any]) -> dict[str, str]:
         "megatron studies": study_rows(figures["rows"]),
         "megatron memory": memory_rows(figures["memory"]),
         "gpipe table 2": gpipe_rows(report["gpipe table 2"]["rows"]),
+        "measured steps": step_rows(steps["groups"]),
+        "measured factors": table(
+            "device and bits | factor", ([name, f"{factor:.2f}"] for name, factor in steps["factors"].items())
+        ),
+        "measured not expressed": table("why | rows", steps["not expressed"].items()),
     }
 
 
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    report = json.loads((ROOT / "benchmarks" / "results" / "papers.json").read_text())
+    report, steps = (
+        json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        for name in ("papers", "measured_steps")
+    )
     text = PAGE.read_text(encoding="utf-8")
-    for name, content in tables(report).items():
+    for name, content in tables(report, steps).items():
         mark = MARK.format(name)
         text, found = re.subn(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + content: new, text)
         assert found == 1, f"{PAGE} has no mark {mark!r}"

@@ -12,10 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from slipstream import Op, SlipstreamError
-from slipstream.model import check_compiler, compiled_region, fuse_kernels, fusion
+from slipstream.model import (
+    CausalLMStage,
+    LayerRange,
+    check_compiler,
+    compiled_region,
+    find_anatomy,
+    fuse_kernels,
+    fusion,
+    random_model,
+)
+from slipstream.profile import count_model
+from slipstream.profile.stage_bench import StageBench
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
+    LENGTH,
     build,
     gradient_error,
     gradients,
@@ -343,3 +355,22 @@ def test_few_kinds_of_inputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> 
         x = torch.randn(length, 8)
         torch.testing.assert_close(kernel(x)[0], 2 * x + 1)
     assert met == [0, 1, 2, 0, 1]
+
+
+@compiles
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_plan_counts_what_a_fused_layer_saves(name: str) -> None:
+    config = ARCHITECTURES[name]
+    anatomy = find_anatomy(config)
+
+    def per_token(owned: range) -> float:
+        model = random_model(config, 0, anatomy, owned, torch.float32).train()
+        fuse_kernels(model)
+        stage = CausalLMStage(model, anatomy, LayerRange(owned.start, owned.stop), torch.device("cpu"))
+        bench = StageBench(stage, 1, LENGTH)
+        return (bench.activation_bytes(48) - bench.activation_bytes(16)) / 32
+
+    real = per_token(range(1, 3)) - per_token(range(1, 2))
+    count = count_model(config, LENGTH, torch.float32, fused=True)
+    assert count.layers[count.kinds[2]].activation_bytes == real

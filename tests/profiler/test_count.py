@@ -122,6 +122,21 @@ def test_a_layer_saves_what_a_real_stage_saves_for_one_layer_more(name: str) -> 
     assert count.layers[count.kinds[2]].activation_bytes == real
 
 
+def test_fused_kernels_move_and_keep_less() -> None:
+    """A norm reads the hidden state and its weight, and writes the one of its result: nothing wide lies between."""
+    plain, fused = (count_model(llama(), LENGTH, torch.float32, fused=each) for each in (False, True))
+    for op in (Op.F, Op.I):
+        less, more = fused.layers[0].ops[op], plain.layers[0].ops[op]
+        assert less.flops == more.flops
+        assert less.num_kernels < more.num_kernels
+        assert less.wide_bytes.per_token < more.wide_bytes.per_token
+    assert fused.layers[0].ops[Op.F].wide_bytes.per_token == (2 * 2 + 2 * 3) * HIDDEN * 4  # norms and residuals
+    assert fused.layers[0].activation_bytes < plain.layers[0].activation_bytes
+    assert fused.layers[0].wide_activation_bytes == 4 * HIDDEN * 4  # both norms' inputs and results
+    for half, other in zip(fused.halves[0], plain.halves[0], strict=True):
+        assert half.activation_bytes <= other.activation_bytes
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("mpt", "AttentionInterface"), ("bloom", "AttentionInterface"), ("mamba", "")]
 )

@@ -57,6 +57,9 @@ def plan(
     recompute: Annotated[_List, _choices("Recomputation: none, selective, stage")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
+    fused: Annotated[
+        bool, Option("--fused", help="Plan with fused norms, activations and rotary embeddings (runtime.fused).")
+    ] = False,
     memory_limit: Annotated[
         float | None,
         above_zero("Memory of a device that may be used, in bytes, such as 70e9. Default: all.", "bytes", "70e9"),
@@ -80,6 +83,7 @@ def plan(
         "num_nodes": num_nodes,
         "num_ranks": num_ranks,
         "dtype": dtype,
+        "fused": fused,
         "memory_limit": memory_limit,
         "num_best": top,
         **_parse(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),

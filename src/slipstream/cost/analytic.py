@@ -4,11 +4,12 @@ A slice of n tokens (all sequences of the microbatch together) after a context t
 
     matrix products   max(FLOPs / t / rate(n), bytes / t / bandwidth)      weights are read however short the slice
     other kernels     bytes / bandwidth                                    as wide as the hidden state: on every rank
-    attention         FLOPs of the scores under the mask / t / rate        a fused kernel: scores aren't written
+    attention         FLOPs of the scores under the mask / t / rate(n)     a fused kernel: scores aren't written
+                      bytes of the context's gradients / bandwidth         of keys and values, added in the backward
     all-reduces       two a layer forward, two backward                    Megatron's g and f (PTD-P section 2.3)
 
-but at least the number of its kernels times the shortest time of one. Each action of a stage adds the device's
-`action_seconds`, so that many short slices cost more than few long ones.
+but at least the number of its kernels times the shortest time of one, and as long as the host takes to start them. Each
+action of a stage adds the device's `action_seconds`, so that many short slices cost more than few long ones.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class ClusterCost(TableCost):
     """A TableCost whose messages take the links between the ranks' devices.
 
     Rank r of the pipeline is on the devices r · stride and following: tensor-parallel ranks next to each other, then
-    data-parallel ones. Each tensor-parallel rank sends its part of a message, and the receiving node's ranks gather it
-    (PTD-P section 4.1).
+    data-parallel ones. Each of `tensor_parallel` ranks sends its part of a message, and the receiving node's ranks
+    gather it (PTD-P section 4.1); where ranks share the tokens, a message is one rank's, and nothing is gathered.
     """
 
     cluster: Cluster
@@ -74,12 +75,15 @@ class AnalyticCosts:
     Args:
         tensor_parallel: ranks that share every layer, next to each other; it divides the attention heads.
         microbatch_size: sequences of a microbatch.
+        sequence_parallel: whether tensor-parallel ranks share the tokens of what they would otherwise all compute and
+            keep: norms, residuals (Korthikanti et al. 2022). What a matrix product reads is gathered and kept whole.
     """
 
     model: ModelCount
     cluster: Cluster
     tensor_parallel: int = 1
     microbatch_size: int = 1
+    sequence_parallel: bool = False
 
     @property
     def units_per_layer(self) -> int:
@@ -116,8 +120,13 @@ class AnalyticCosts:
         )
         scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
         busy = products + self._elementwise_seconds(count, tokens) + scores
-        busy = np.maximum(busy, count.num_kernels * device.kernel_seconds)
+        busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
         return busy + self._part_reduce_seconds(part, op, length)
+
+    def _host_seconds(self, part: PartCount, op: Op) -> float:
+        """Returns the time in which the host starts a layer's kernels; I and W share that of a backward."""
+        layers = self._num_regions(part) / 2
+        return layers * self.cluster.device.layer_seconds / (1 if op is Op.F else 2)
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
         """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention."""
@@ -133,22 +142,36 @@ class AnalyticCosts:
 
     def _elementwise_seconds(self, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the kernels other than matrix products and attention, which only move bytes."""
-        wide = count.wide_bytes.per_token * tokens + count.wide_bytes.constant / self.tensor_parallel
+        wide = (
+            count.wide_bytes.per_token * tokens / self._token_parts + count.wide_bytes.constant / self.tensor_parallel
+        )
         return (wide + count.other_bytes.at(tokens) / self.tensor_parallel) / self.cluster.device.bytes_per_second
+
+    @property
+    def _token_parts(self) -> int:
+        """The ranks that share the tokens of tensors as wide as the hidden state."""
+        return self.tensor_parallel if self.sequence_parallel else 1
 
     def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
         """Returns the part of it that is all-reduces between tensor-parallel ranks."""
         return sum(n * self._part_reduce_seconds(part, op, length) for n, part in self.model.counted(layers))
 
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
-        """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients."""
-        in_layer = 1 if part.is_half else 2 if part.attentions else 0
+        """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients.
+        Where they share tokens it is that of reduce-scatters and all-gathers, as many bytes in all."""
+        in_layer = self._num_regions(part)
         times = {Op.F: in_layer or int(part is self.model.embedding)}
         times |= {Op.I: in_layer or int(part is self.model.head)} if part.has_backward else {}
-        return times.get(op, 0) * self.cluster.all_reduce_seconds(self.message_bytes(length), self.tensor_parallel)
+        return times.get(op, 0) * self.cluster.all_reduce_seconds(self._hidden_bytes(length), self.tensor_parallel)
+
+    @staticmethod
+    def _num_regions(part: PartCount) -> int:
+        """Returns how many times a layer's ranks compute apart and then add up: once in each half."""
+        return 1 if part.is_half else 2 if part.attentions else 0
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
-        """Returns the time of an attention call's scores in F, I or W, without the projections around it."""
+        """Returns the time of an attention call's scores in F, I or W, without the projections around it; and, in
+        proportion to the context, of adding the gradients of its keys and values to those that are there."""
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
         device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
@@ -156,7 +179,13 @@ class AnalyticCosts:
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = call.key_width, call.value_width
         width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
-        return 2 * scores * width / (device.flops[self.model.dtype] * device.attention_efficiency)
+        computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * length)
+        if op is Op.F:
+            return computed
+        read = call.window.context_keys(context)
+        numbers = self.microbatch_size * read * call.num_key_value_heads * (keys + values) / self.tensor_parallel
+        # a kernel writes them; then they are read, and the sums in float32 are read and written
+        return computed + numbers * (2 * self.model.dtype_bytes + 2 * 4) / device.bytes_per_second
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         """Returns the time of AdamW whose state is spread over `shards` replicas: it reads and writes the trained
@@ -202,15 +231,22 @@ class AnalyticCosts:
     def activation_bytes(self, layers: Stage, length: int) -> float:
         """Returns what a slice's F keeps for its backward without recomputation, except keys and values.
 
-        Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others.
+        Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others. Where
+        ranks share tokens it has a part of those too, but for the gathered inputs of matrix products.
         """
-        total, norm_inputs = 0.0, 2.0 * self.model.hidden_size * self.model.dtype_bytes
+        total = 0.0
         for number, part in self.model.counted(layers):
-            wide = min(norm_inputs / (2 if part.is_half else 1), part.activation_bytes)
-            per_token = wide + (part.activation_bytes - wide) / self.tensor_parallel
+            wide = min(part.wide_activation_bytes, part.activation_bytes)
+            per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
             states = part.state_bytes if part.has_backward else 0.0
             total += number * self.microbatch_size * (length * per_token + states)
         return total
+
+    def _wide_bytes(self, part: PartCount, wide: float) -> float:
+        """Returns what a rank keeps of a token's tensors that are as wide as the hidden state."""
+        num_gathered = self._num_regions(part) or int(part is self.model.head)
+        gathered = min(wide, num_gathered * self.model.hidden_size * self.model.dtype_bytes)
+        return gathered + (wide - gathered) / self._token_parts
 
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
         """Returns what F keeps of it until R: states that it leaves to the next slice, the stage's input, which for the
@@ -254,7 +290,11 @@ class AnalyticCosts:
         return 0.0 * np.asarray(length)  # devices compute while others copy
 
     def message_bytes(self, length: Any) -> Any:
-        """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back."""
+        """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back; what one
+        rank takes of it, where ranks share the tokens."""
+        return self._hidden_bytes(length) / self._token_parts
+
+    def _hidden_bytes(self, length: Any) -> Any:
         return self.microbatch_size * length * self.model.hidden_size * self.model.dtype_bytes
 
     def action_costs(
@@ -266,5 +306,5 @@ class AnalyticCosts:
             message_bytes=[float(self.message_bytes(length)) for length in slices],
             cluster=self.cluster,
             stride=self.tensor_parallel * data_parallel,
-            tensor_parallel=self.tensor_parallel,
+            tensor_parallel=1 if self.sequence_parallel else self.tensor_parallel,
         )

@@ -85,8 +85,10 @@ class Device:
     """One accelerator.
 
     `efficiency` has (tokens, fraction) pairs: the fraction of the peak that matrix products of this many tokens reach,
-    interpolated linearly over the logarithm of the tokens. `action_seconds` is what doesn't shrink with a slice beyond
-    its kernels: the host's work to start an action, to wait for its message and to post the next one.
+    interpolated linearly over the logarithm of the tokens; `attention_curve` likewise the fraction of
+    `attention_efficiency` that slices of so many tokens reach. `action_seconds` is what doesn't shrink with a slice
+    beyond its kernels: the host's work to start an action, to wait for its message and to post the next one.
+    `layer_seconds` is the host's work to start a layer's kernels, forward or backward: a layer takes as long at least.
     """
 
     name: str
@@ -95,6 +97,8 @@ class Device:
     memory_bandwidth: Annotated[float, BANDWIDTH]  # bytes per second
     kernel_seconds: Annotated[float, SECONDS]  # the shortest time of a kernel, launch included
     efficiency: Annotated[tuple[tuple[float, float], ...], _curve]
+    attention_curve: Annotated[tuple[tuple[float, float], ...], _curve] = ((1.0, 1.0),)
+    layer_seconds: Annotated[float, SECONDS] = 0.0
     action_seconds: Annotated[float, SECONDS] = 0.0  # of each forward or backward of a stage, however short its slice
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
     attention_efficiency: Annotated[float, FRACTION] = 0.5  # the share of the peak that the attention kernel reaches
@@ -106,13 +110,21 @@ class Device:
         if dtype not in self.flops:
             known = ", ".join(self.flops)
             raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
-        tokens, fractions = np.array(self.efficiency).T
-        return self.flops[dtype] * np.interp(np.log(np.maximum(num_tokens, 1)), np.log(tokens), fractions)
+        return self.flops[dtype] * _along(self.efficiency, num_tokens)
+
+    def attention_flops(self, dtype: str, num_tokens: Any) -> Any:
+        """Returns the FLOP/s that attention of a slice of `num_tokens` tokens reaches, as a number or an array."""
+        return self.flops[dtype] * self.attention_efficiency * _along(self.attention_curve, num_tokens)
 
     @property
     def bytes_per_second(self) -> float:
         """The bytes that kernels read and write per second."""
         return self.memory_bandwidth * self.memory_efficiency
+
+
+def _along(curve: Sequence[tuple[float, float]], num_tokens: Any) -> Any:
+    tokens, fractions = np.array(curve).T
+    return np.interp(np.log(np.maximum(num_tokens, 1)), np.log(tokens), fractions)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,10 @@ class Amount:
 _NONE = Amount()
 _AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
 # of a PartCount
-_SIZES = ("num_parameters", "num_frozen", "activation_bytes", "context_bytes", "product_bytes", "state_bytes")
+_SIZES = (
+    *("num_parameters", "num_frozen", "activation_bytes", "wide_activation_bytes"),
+    *("context_bytes", "product_bytes", "state_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class PartCount:
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
     num_frozen: int = 0  # of its parameters, those that aren't trained
     has_backward: bool = True  # whether it, or a part below, has a trained one
+    wide_activation_bytes: float = 0.0  # per token: of them, those of tensors as wide as the hidden state
 
     @property
     def num_trained(self) -> int:

@@ -27,11 +27,21 @@ class AnalyticSource:
     recomputations: tuple[str, ...] = ("none", "selective", "stage")  # values of `recompute` whose times are known
     microbatch_sizes = None  # sequences that a microbatch may have: any number
 
-    def __init__(self, model: ModelCount, cluster: Cluster, name: str) -> None:
+    def __init__(
+        self,
+        model: ModelCount,
+        cluster: Cluster,
+        name: str,
+        sequence_parallel: bool = False,
+        fused: bool = False,
+    ) -> None:
+        """`sequence_parallel`: whether ranks that share layers also share tokens; `fused`: whether the model was
+        counted with fused kernels."""
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
+        self.sequence_parallel, self.fused = sequence_parallel, fused
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
         self.parts, self.units_per_layer = model.parts, model.units_per_layer  # the kind of every part
-        self.num_devices, self.devices_per_node = cluster.num_devices, cluster.devices_per_node
+        self.num_devices, self.devices_per_domain = cluster.num_devices, cluster.devices_per_domain
         self.memory = cluster.device.memory  # bytes of a device
         self.host = HostMemorySpec(cluster.device.host_bandwidth, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
@@ -46,7 +56,7 @@ class AnalyticSource:
 
     def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
         """Returns what the model's stages cost."""
-        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size)
+        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size, self.sequence_parallel)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
@@ -65,7 +75,7 @@ class AnalyticSource:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         for doublings in range(1, most.bit_length()):
             larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
-            yield AnalyticSource(self.model, larger, self.name)
+            yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused)
 
     def trained(self) -> tuple[str, ...]:
         """Returns a sentence about what trains and where the backward ends; nothing where all weights train."""
@@ -99,7 +109,8 @@ class ProfileSource:
     """
 
     recomputations: tuple[str, ...] = ("none", "stage")
-    devices_per_node = 2**62
+    devices_per_domain = 2**62
+    fused = False  # what is fused is in the times
     memory, host = float("inf"), None  # what isn't known can't be planned with
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
@@ -113,6 +124,7 @@ class ProfileSource:
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")
+        self.sequence_parallel = profile.sequence_parallel
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         if seq_len > self.profile.seq_len:

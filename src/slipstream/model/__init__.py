@@ -3,6 +3,7 @@
 from slipstream.model.anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage, add_embedding_noise
+from slipstream.model.compiled_region import watched_kernels
 from slipstream.model.config import (
     MANY_TOKENS,
     check_counted_positions,

@@ -382,8 +382,7 @@ def add_embedding_noise(stage: CausalLMStage, alpha: float, length: int) -> None
 
 
 def _drawn(tokens: TokenSlice, like: Tensor, bound: float) -> Tensor:
-    """Returns the noise of the tokens of a slice that are here, (b, T, width), drawn in blocks that are the same in every
-    slicing."""
+    """Returns the noise of the slice's tokens here, (b, T, width), drawn in blocks that are the same in any slicing."""
     start = tokens.first
     first, last = start // _BLOCK, (start + like.shape[1] - 1) // _BLOCK
     blocks = []

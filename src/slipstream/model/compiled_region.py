@@ -15,11 +15,11 @@ is saved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -48,7 +48,7 @@ def compiled_region(plain: _Function) -> _Function:
 
     def kernel(*inputs: Any) -> Any:
         if is_in_torch_dispatch_mode(include_infra_modes=False):
-            return plain(*inputs)
+            return _watchers[-1](plain, *inputs) if _watchers else plain(*inputs)
         key = _key(inputs)
         way = ways.get(key)
         if way is None:
@@ -58,6 +58,20 @@ def compiled_region(plain: _Function) -> _Function:
         return way(*inputs)
 
     return kernel
+
+
+_watchers: list[Callable[..., Any]] = []
+
+
+@contextmanager
+def watched_kernels(watcher: Callable[..., Any]) -> Iterator[None]:
+    """Calls `watcher` with a region's function and its inputs, instead of the function, where a dispatch mode watches
+    operations: for what counts a region as the one kernel that it becomes."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.pop()
 
 
 def _key(inputs: Sequence[Any]) -> object:
@@ -75,8 +89,12 @@ class _Region:
     def __init__(self, plain: _Function) -> None:
         self.ways: dict[object, _Function] = {}  # by `_key`
         self._plain = plain
-        self.by_dynamo = torch.compile(plain, dynamic=True)
         self._graphs: dict[object, list[_SizedKernel]] = {}
+
+    @cached_property
+    def by_dynamo(self) -> _Function:
+        """The function as torch.compile compiles it."""
+        return torch.compile(self._plain, dynamic=True)
 
     def find(self, inputs: Sequence[Tensor]) -> _Function:
         """Returns what computes these inputs, and others with an equal key."""

@@ -83,13 +83,17 @@ class SavedStorages:
         """Notes a tensor that is saved, and keeps it alive so that its storage's identity stays taken."""
         identity = storage_id(tensor)
         if identity not in self._shared:
-            self._found[identity] = tensor
+            self._found.setdefault(identity, tensor)
         return tensor
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all storages found so far."""
         return storage_bytes(self._found.values())
+
+    def wide_bytes(self, width: int) -> int:
+        """Returns the bytes of those that were first saved as rows of this width, such as (batch, tokens, width)."""
+        return storage_bytes(each for each in self._found.values() if each.dim() in (2, 3) and each.shape[-1] == width)
 
 
 def has_parameters(module: nn.Module) -> bool:

@@ -111,6 +111,8 @@ class Plan:
     gap: float  # by which share one that was not simulated could be faster than the best, at most
     seconds: float  # of the search
     notes: tuple[str, ...] = ()  # the assumptions behind the numbers
+    sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens, too
+    fused: bool = False  # whether norms and activations are fused kernels
     trained: tuple[str, ...] = ()  # what of the model trains, where that isn't all
 
     @property

@@ -22,7 +22,14 @@ from slipstream.cost import (
     load_profile,
 )
 from slipstream.errors import SlipstreamError, syntax_text
-from slipstream.model import check_length, config_from_settings, load_config, meta_model, trust_remote_code
+from slipstream.model import (
+    check_length,
+    config_from_settings,
+    find_anatomy,
+    load_config,
+    meta_model,
+    trust_remote_code,
+)
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
@@ -41,6 +48,7 @@ def plan(
     num_ranks: int | None = None,
     freeze: Sequence[str] = (),
     lora: Any = None,
+    fused: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Plan:
@@ -60,6 +68,8 @@ def plan(
         freeze: patterns of names of parameters that aren't trained. Default: `model.freeze` of a training
             configuration.
         lora: a `peft.LoraConfig`: an adapter is trained, and all of the model's weights are frozen.
+        fused: whether norms, activations and rotary embeddings are fused kernels (`runtime.fused`), on a described
+            cluster. What tensor-parallel ranks would all compute they share by tokens there, where the model allows it.
         progress: called with what is being done, how many are done, and out of how many (0 where that is unknown).
         **options: the values that a choice may take, such as `tensor_parallel=[1, 2]` or `schedule="1f1b"`;
             `memory_limit`, in bytes of a device; `num_simulated`, `num_best`: the fields of `slipstream.PlanOptions`.
@@ -81,6 +91,7 @@ def plan(
         tensor_parallel=allowed.tensor_parallel,
         freeze=freeze,
         lora=lora,
+        fused=fused,
     )
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
 
@@ -101,6 +112,7 @@ def choose_costs(
     tensor_parallel: Collection[int] | None = None,
     freeze: Sequence[str] = (),
     lora: Any = None,
+    fused: bool = False,
 ) -> CostSource:
     """Returns what a model's parts cost; the arguments are those of `slipstream.plan`.
 
@@ -114,6 +126,11 @@ def choose_costs(
             f"{given} with measured costs, which are those of training all weights. Name a cluster such as h100-dgx, "
             "or leave schedule, slices and partition out of a configuration: `slipstream train` then plans by itself."
         )
+    if fused and not _is_counted_on(cluster):
+        raise SlipstreamError(
+            "fused with measured costs, which are those of what was measured. Name a cluster such as h100-dgx, or "
+            "leave fused out."
+        )
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
@@ -125,7 +142,7 @@ def choose_costs(
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
     assert cluster is not None
-    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora)
+    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora, fused)
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
@@ -164,6 +181,7 @@ def _analytic_source(
     num_nodes: int | None,
     freeze: Sequence[str],
     lora: Any,
+    fused: bool,
 ) -> AnalyticSource:
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if num_nodes is not None:
@@ -171,14 +189,20 @@ def _analytic_source(
     if isinstance(model, ModelCount):
         if freeze or lora is not None:
             raise SlipstreamError("a counted model says itself what is trained; leave freeze and lora out.")
+        if fused:
+            raise SlipstreamError("a counted model has the kernels with which it was counted: leave fused out.")
         if dtype not in (None, model.dtype):
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return AnalyticSource(model, described, "counted model")
     dtype = dtype or _DTYPE
     described.device.matmul_flops(dtype, 1)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
-    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, freeze, lora))
-    return AnalyticSource(count, described, model_name(model, config))
+    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, freeze, lora), fused)
+    shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
+    return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused)
+
+
+_NORM_AND_HEAD = 2  # what runs after the layers of a model whose tensor-parallel ranks can share tokens
 
 
 def _trained_weights(config: PretrainedConfig, freeze: Sequence[str], lora: Any) -> TrainedWeights:
@@ -197,8 +221,10 @@ def _trained_weights(config: PretrainedConfig, freeze: Sequence[str], lora: Any)
 
 def _torch_dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise SlipstreamError(f"models can't be counted in dtype={name!r}; choose float32, bfloat16 or float16.")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise SlipstreamError(
+            f"models can't be trained in dtype={name!r}, nor planned: choose float32, bfloat16 or float16."
+        )
     return found
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
@@ -33,8 +34,11 @@ from slipstream.model import (
     SavedStorages,
     causal_cross_entropy,
     copy_with_shared_weights,
+    fuse_kernels,
     keep_half,
     meta_model,
+    storage_id,
+    watched_kernels,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states, with_hidden_states
@@ -54,6 +58,7 @@ def count_model(
     seq_len: int,
     dtype: torch.dtype = torch.bfloat16,
     trained: TrainedWeights = ALL_WEIGHTS,
+    fused: bool = False,
 ) -> ModelCount:
     """Returns the operations of a causal LM with this configuration. Not collective; takes seconds and little memory.
 
@@ -63,13 +68,14 @@ def count_model(
         dtype: the dtype of parameters and activations.
         trained: what of it is trained. Layers below the lowest trained one have forwards alone, frozen ones above the
             input gradient alone; what an adapter computes is counted too.
+        fused: whether norms, activations and rotary embeddings are fused kernels, as by `fuse_kernels`.
 
     Raises:
         SlipstreamError: the architecture can't be cut into stages, its attention can't be recorded, or its code or its
             adapter's can't be run without weights.
     """
     try:
-        return _counted(config, seq_len, dtype, trained)
+        return _counted(config, seq_len, dtype, trained, fused)
     except SlipstreamError:
         raise
     except Exception as error:  # of the model's code on the meta device, or of PEFT's
@@ -79,9 +85,13 @@ def count_model(
         raise SlipstreamError(f"an adapter by {trained.adapter.method} can't be counted: {error}") from error
 
 
-def _counted(config: PretrainedConfig, seq_len: int, dtype: torch.dtype, trained: TrainedWeights) -> ModelCount:
+def _counted(
+    config: PretrainedConfig, seq_len: int, dtype: torch.dtype, trained: TrainedWeights, fused: bool
+) -> ModelCount:
     anatomy = anatomy_with_halves(config)
     model = counting_model(config, dtype, trained)
+    if fused:
+        fuse_kernels(model)
     places = _Places(trained_parts(model, anatomy), 2 if anatomy.halves else 1)
     structures, names = find_layer_kinds(config, anatomy, model)
     placed = [(kind, places.of_layer(layer)) for layer, kind in enumerate(structures)]
@@ -161,6 +171,7 @@ def _count_part(
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
         num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad),
         has_backward=long.has_backward,
+        wide_activation_bytes=(long.wide_bytes - short.wide_bytes) / num_tokens,
     )
 
 
@@ -243,10 +254,10 @@ class _PartRun:
         ):
             output, source = self._forward()
         if not output.requires_grad:
-            self.saved_bytes = 0
+            self.saved_bytes = self.wide_bytes = 0
             return forward, OperationTally()
         saved.pack(source)
-        self.saved_bytes = saved.num_bytes
+        self.saved_bytes, self.wide_bytes = saved.num_bytes, saved.wide_bytes(self._width)
         with counted_operations(self._width) as backward, META:
             output.backward(torch.empty_like(output))  # type: ignore[no-untyped-call]
         return forward, backward
@@ -446,13 +457,21 @@ class OperationTally:
         return OperationTally(*(max(0, vars(self)[key] - vars(other)[key]) for key in vars(self)))
 
 
+_running: list[_Traffic] = []  # the innermost count is the last
+
+
 @contextmanager
 def counted_operations(width: int) -> Iterator[OperationTally]:
     """Returns a tally that is complete when the block ends; tensors whose last dim is `width` count as wide."""
     tally = OperationTally()
     flops = FlopCounterMode(display=False, custom_mapping={_aten._grouped_mm: _grouped_flops})
-    with _Traffic(tally, width), flops:
-        yield tally
+    traffic = _Traffic(tally, width)
+    _running.append(traffic)
+    try:
+        with traffic, flops, watched_kernels(_FusedKernel.apply):
+            yield tally
+    finally:
+        _running.pop()
     tally.flops = flops.get_total_flops()
 
 
@@ -471,19 +490,58 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
         if func._overloadpacket in _GATHERS:  # reads as much as it writes, not its whole input
             tensors = [result, result]
-        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+        if not (grouped or func._overloadpacket in flop_registry):
+            self.add(tensors)
+            return result
         tally = self._tally
         tally.num_kernels += 1
-        if grouped or func._overloadpacket in flop_registry:
-            tally.num_matmuls += 1
-            tally.matmul_bytes += num_bytes
-            products = [each for each in tree_leaves(result) if isinstance(each, Tensor)]  # a convolution's gradients
-            tally.product_bytes += sum(each.numel() * each.element_size() for each in products)
-        elif any(each.dim() and each.shape[-1] == self._width for each in tensors):
-            tally.wide_bytes += num_bytes
-        else:
-            tally.other_bytes += num_bytes
+        tally.num_matmuls += 1
+        tally.matmul_bytes += _num_bytes(tensors)
+        # a convolution's gradients
+        tally.product_bytes += _num_bytes(each for each in tree_leaves(result) if isinstance(each, Tensor))
         return result
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Adds a kernel that reads and writes these."""
+        self._tally.num_kernels += 1
+        if any(each.dim() and each.shape[-1] == self._width for each in tensors):
+            self._tally.wide_bytes += _num_bytes(tensors)
+        else:
+            self._tally.other_bytes += _num_bytes(tensors)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+class _FusedKernel(torch.autograd.Function):
+    """A region that is one kernel forward, and one backward, which computes again what it needs of the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: Callable[..., Any], *inputs: Tensor) -> Any:
+        needed = ctx.needs_input_grad[1:]
+        leaves = [each.detach().requires_grad_(needs) for each, needs in zip(inputs, needed, strict=True)]
+        saved: set[int] = set()
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.add(storage_id(tensor))
+            return tensor
+
+        with _disable_current_modes(), torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs = tuple(each.detach() for each in plain(*leaves))
+        # what lies between inputs and outputs is computed again, from all inputs that have gradients
+        between = not saved <= {storage_id(each) for each in leaves}
+        kept = [storage_id(each) in saved or (between and each.requires_grad) for each in leaves]
+        _running[-1].add([*inputs, *outputs])
+        ctx.save_for_backward(*compress(inputs, kept))
+        ctx.sources = [leaf if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        results = [None if each is None else torch.empty_like(each) for each in ctx.sources]
+        _running[-1].add([*gradients, *ctx.saved_tensors, *(each for each in results if each is not None)])
+        return (None, *results)
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

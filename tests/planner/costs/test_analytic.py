@@ -86,6 +86,8 @@ def test_attention_costs_the_scores_under_the_mask(cluster: Cluster, window: Att
         scores = sum(query - window.first(query) + 1 for query in range(context, context + length))
         for op, products in ((Op.F, 2), (Op.I, 5), (Op.W, 0)):
             expected = 2 * products * 2 * 4 * scores / 1e9  # 2 wide, 4 heads
+            if op is Op.I:  # and the gradients of the context's keys and values are added: 8 numbers of a key
+                expected += (context - window.first(context)) * 8 * 12 / 1e9
             found = costs.seconds(LAYER, op, length, context) - plain.seconds(LAYER, op, length, context)
             assert found == pytest.approx(expected)
 
@@ -126,6 +128,54 @@ def test_a_sharded_optimizer_sends_six_bytes_of_a_parameter_and_not_eight(cluste
     assert gathered == pytest.approx(500 * 2 / 2 / 1e8)
     assert scattered + gathered == pytest.approx(6 / 8 * whole)
     assert costs.gradient_seconds(LAYER, 1) == costs.gather_seconds(LAYER, 1) == 0
+
+
+def test_ranks_that_share_tokens_move_and_keep_their_part_of_wide_tensors(cluster: Cluster) -> None:
+    """Of 100 bytes of a token 60 are as wide as the hidden state, of which two products' inputs are gathered whole."""
+    wide = replace(PRODUCTS, wide_bytes=Amount(0, 1000))
+    layer = replace(part("layer", wide, (CALL,)), wide_activation_bytes=60.0)
+    model = replace(MODEL, layers=(layer,))
+    whole, shared = (AnalyticCosts(model, cluster, 2, sequence_parallel=spread) for spread in (False, True))
+    assert whole.activation_bytes(LAYER, 10) == 10 * (60 + 40 / 2)
+    gathered = 2 * HIDDEN * 2
+    assert shared.activation_bytes(LAYER, 10) == 10 * (gathered + (60 - gathered) / 2 + 40 / 2)
+    saved = 10 * 1000 / 2 / 1e9
+    assert whole.seconds(LAYER, Op.F, 10, 0) - shared.seconds(LAYER, Op.F, 10, 0) == pytest.approx(saved)
+    assert shared.message_bytes(10) == whole.message_bytes(10) / 2
+    assert shared.kept_bytes(LAYER, "full", 10) == whole.kept_bytes(LAYER, "full", 10) / 2
+    send = Action(Op.SEND_F, 0, 0, 0)  # half of the message each at half the bandwidth, and nothing to gather
+    assert shared.action_costs({}, [10]).link_seconds(send, 0, 1) == pytest.approx(1e-3 + 80 / 5e6)
+
+
+def test_the_host_starts_a_layers_kernels_however_short_the_slice(cluster: Cluster) -> None:
+    slow = AnalyticCosts(MODEL, replace(cluster, device=replace(cluster.device, layer_seconds=1e-3)))
+    quick = AnalyticCosts(MODEL, cluster)
+    assert slow.seconds(LAYER, Op.F, 1, 0) == slow.seconds(LAYER, Op.B, 1, 0) == pytest.approx(1e-3)
+    assert slow.seconds(range(0, 2), Op.F, 1, 0) == pytest.approx(2e-3, rel=1e-2)
+    assert slow.seconds(LAYER, Op.F, 10**6, 0) == quick.seconds(LAYER, Op.F, 10**6, 0)
+
+
+def test_a_later_slice_is_dearer_by_its_context(cluster: Cluster) -> None:
+    """t = b n + a (2 n c + n²), and backward g c: the context's gradients are written, read, and read and written."""
+    costs = AnalyticCosts(MODEL, cluster)
+    n, numbers = 10, 2 * (2 + 2)  # of a token's keys and values
+    for c in (0, 10, 1000):
+        scores = 4 * (n * c + n * (n + 1) / 2)
+        forward = costs.attention_seconds(CALL, Op.F, n, c)
+        backward = costs.attention_seconds(CALL, Op.I, n, c)
+        assert forward == pytest.approx(2 * scores * 4 / 1e9)
+        assert backward == pytest.approx(2 * scores * 10 / 1e9 + c * numbers * (2 * 2 + 8) / 1e9)
+
+
+def test_short_slices_reach_less_of_the_attention_kernels_rate(cluster: Cluster) -> None:
+    device = replace(cluster.device, attention_curve=((1.0, 0.1), (100.0, 1.0)))
+    times = [
+        AnalyticCosts(MODEL, replace(cluster, device=each)).attention_seconds(CALL, Op.F, n, 50)
+        for n in (10, 100)
+        for each in (device, cluster.device)
+    ]
+    assert times[0] == pytest.approx(times[1] / 0.55)
+    assert times[2] == pytest.approx(times[3])
 
 
 def test_kernels_have_a_shortest_time(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from slipstream.cost import cluster as cluster_module
-from slipstream.cost.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
+from slipstream.cost.cluster import SHIPPED, Cluster, Device, load_cluster, parse_cluster
 from slipstream.errors import SlipstreamError
+from support.paths import ROOT
 
 DESCRIPTION: dict[str, Any] = {
     "name": "two",
@@ -79,6 +81,28 @@ def test_shipped_peaks() -> None:
         "rtx4090-pcie": (165.2, 24),
         "rtx5090-pcie": (209.5, 32),
     }
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_page_of_clusters_has_what_is_described(name: str) -> None:
+    cluster, page = load_cluster(name), (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    device, between = cluster.device, cluster.between
+    peak = device.flops.get("bfloat16", device.flops["float16"]) / 1e12
+    numbers = f"{device.memory / 1e9:g} | {device.memory_bandwidth / 1e9:,.0f} | {cluster.inside.bandwidth / 1e9:g}"
+    outside = f"{between.bandwidth / between.shared_by / 1e9:.3g}"
+    row = f"| `{name}` | {device.name} | {cluster.devices_per_domain} | {peak:g} | {numbers} | {outside} |"
+    assert row in page.splitlines()
+
+
+def test_the_page_of_clusters_explains_every_field_and_its_example_can_be_read(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    (tmp_path / "ours.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    assert load_cluster(tmp_path / "ours.yaml").num_devices == 32
+    explained = "\n".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    for field in fields(Device):
+        assert field.name == "name" or f"`device.{field.name}`" in explained
+    for field in fields(Cluster):
+        assert field.name in ("name", "device") or f"`{field.name}`" in explained
 
 
 def test_yaml_and_json_files_are_read_alike(tmp_path: Path) -> None:

@@ -189,8 +189,8 @@ def _halves(number: int) -> Iterator[int]:
 _MOST_CORES = 8  # beyond which they share the memory's bandwidth more than they help
 # Assumed of what isn't in a description; a run measures its own costs before its first step.
 _EFFICIENCY = ((1.0, 0.05), (64.0, 0.5), (256.0, 0.8), (1024.0, 0.9))
-_CPU_RATES = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
-_GPU_RATES = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
+_CPU_RATES: dict[str, Any] = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
+_GPU_RATES: dict[str, Any] = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
 _CPU_LINK = LinkKind(bandwidth=2e9, latency=1e-4)
 _GPU_LINK = LinkKind(bandwidth=25e9, latency=1e-5)
 

@@ -117,6 +117,8 @@ def search_plans(
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
         trained=source.trained(),
+        sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
+        fused=source.fused,
     )
 
 

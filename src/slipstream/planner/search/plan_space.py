@@ -32,7 +32,6 @@ from slipstream.simulator.action_graph import ActionArrays
 
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
-_MOST_TENSOR_PARALLEL_NODES = 2
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 _SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # all their backwards are I and W
 _SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and takes less memory
@@ -66,9 +65,12 @@ class PlanSpace:
     # --- what divides ------------------------------------------------------------------------------------------------
 
     def meshes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (tensor-parallel, pipeline-parallel, data-parallel degree, sequences of a microbatch)."""
+        """Yields (tensor-parallel, pipeline-parallel, data-parallel degree, sequences of a microbatch).
+
+        Tensor parallelism stays inside of a node, or of a rack that NVLink connects, unless it is asked for.
+        """
         num_devices, num_layers = self.source.num_devices, len(self.source.kinds)
-        most = _MOST_TENSOR_PARALLEL_NODES * self.source.devices_per_node
+        most = num_devices if self.options.tensor_parallel else self.source.devices_per_domain
         for tensor in self.source.tensor_parallel_degrees:
             if num_devices % tensor or tensor > most or not self.options.allows("tensor_parallel", tensor):
                 continue

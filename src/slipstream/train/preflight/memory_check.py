@@ -119,7 +119,7 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     def account(**changes: Any) -> float:
         length = changes.get("seq_len", config.training.seq_len)
         if length not in counts:
-            counts[length] = count_model(model_config, length, dtype)
+            counts[length] = count_model(model_config, length, dtype, fused=config.runtime.fused)
         return _predict(config, counts[length], length, changes).peak_memory
 
     with suppress(SlipstreamError, ValueError, NotImplementedError):
@@ -160,7 +160,8 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         num_simulated=1,
     )
     batch = each * -(-rows // each) * parallel.data
-    source = AnalyticSource(count, _cluster(config.num_processes, count.dtype), "the run")
+    cluster = _cluster(config.num_processes, count.dtype)
+    source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
     return search_plans(source, length, batch, options=options).best
 
 

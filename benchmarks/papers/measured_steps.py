@@ -1,0 +1,499 @@
+"""Published steps on clusters, each predicted as `slipstream plan` would, or with the reason why it can't be.
+
+    python -m benchmarks.papers.measured_steps             # predicts all rows and writes the record `measured_steps`
+
+A row is a configuration with its measured step. What the systems that were measured do otherwise than Slipstream is set
+here: Megatron reduces gradients behind the last microbatch's backward and gathers weights behind the first one's
+forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share tokens, and where the
+system overlaps their exchanges with products, only what can't be hidden counts. Eight and four bits have the data
+sheets' rates for products of layers, attention and head not. Nothing is fitted but one factor of the rates for each
+device and number of bits, on every second row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import few, write
+from benchmarks.papers.paper_plans import PaperSource, PaperSpace
+from benchmarks.papers.tables import read
+from benchmarks.papers.unfused_attention import UnfusedCosts
+from slipstream.cost import Amount, AnalyticCosts, Cluster, ModelCount, PartCount, Stage, load_cluster
+from slipstream.planner.partition import partition_layers
+from slipstream.planner.plans import Configuration
+from slipstream.planner.search.bounds import PlacedPartition
+from slipstream.planner.search.plan_options import PlanOptions
+from slipstream.planner.search.plan_space import sequence_seconds
+from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
+from slipstream.schedule import Op
+
+CLUSTERS = {
+    "A100-80GB": "a100-selene",
+    "A100-SXM-80GB": "a100-dgx",
+    "H100": "h100-dgx",
+    "H100-SXM5-80GB": "h100-dgx",
+    "H100-96GB HBM2e 500W (2.4 TB/s)": "h100-96gb",
+    "H200-141GB": "h200-hgx",
+    "B200": "b200-hgx",
+    "B300": "b300-hgx",
+    "GB200": "gb200-nvl72",
+    "GB300": "gb300-nvl72",
+}
+NODES_OF_A_RACK = 16  # of 18: jobs of 2^n devices take 64 of a rack's 72
+BITS = {"BF16": 16, "FP16": 16, "NVFP4": 4}  # all others have 8
+# dense teraFLOP/s of 8 and of 4 bits, of the data sheets that the descriptions name
+NARROW = {
+    "H100": {8: 1978.9},
+    "H200": {8: 1978.9},
+    "B200": {8: 4500.0, 4: 9000.0},
+    "B300": {8: 4500.0, 4: 13500.0},
+    "GB200": {8: 5000.0, 4: 10000.0},
+    "GB300": {8: 5000.0, 4: 15000.0},
+}
+SOURCES = {  # where a row's source begins so
+    "arXiv 2205.05198": "Korthikanti 2022",
+    "mlcommons": "MLPerf",
+    "NVIDIA/dgxc": "DGX Cloud",
+    "NVIDIA-NeMo": "Megatron-Bridge",
+    "pytorch/torchtitan": "torchtitan",
+    "zwx119": "Seq1F1B",
+    "sail-sg": "Vocabulary Parallelism",
+}
+OVERLAPS_TENSOR = ("MLPerf", "DGX Cloud", "Megatron-Bridge")  # exchanges of tensor parallelism with products
+GRADIENT_BYTES = {"torchtitan": 4.0, "Seq1F1B": 4.0}  # all others reduce in 16 bits
+VOCABULARY = 51200  # of a GPT where the row doesn't say
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step: the row of the table as text."""
+
+    text: Mapping[str, str]
+
+    def number(self, name: str, default: int = 1) -> int:
+        return int(self.text[name]) if self.text[name] else default
+
+    @property
+    def source(self) -> str:
+        return next(name for start, name in SOURCES.items() if self.text["source"].startswith(start))
+
+    @property
+    def bits(self) -> int:
+        return BITS.get(self.text["precision"], 8)
+
+    @property
+    def device(self) -> str:
+        """The description's name of the device, whose factor the row shares."""
+        return CLUSTERS[self.text["gpu"]].replace("a100-selene", "a100-dgx")
+
+    @property
+    def group(self) -> str:
+        return f"{self.source}, {self.bits} bits"
+
+    @property
+    def replicas(self) -> int:
+        return self.number("dp")
+
+    @property
+    def measured(self) -> float:
+        """The seconds of the step."""
+        if self.text["step_time_s"]:
+            return float(self.text["step_time_s"])
+        tokens = self.number("gbs") * self.number("seq")
+        return tokens / (float(self.text["tokens_per_s_per_gpu"]) * self.number("gpus"))
+
+    @property
+    def problem(self) -> str | None:
+        """Says why the row can't be expressed; None where it can."""
+        if self.text["dense"] != "y":
+            return "experts: the table has no shapes of them, and plans have no costs of spreading them"
+        if self.number("cp") > 1:
+            return "context parallelism: plans have no costs of it"
+        return None
+
+    @property
+    def assumed(self) -> str | None:
+        """Says what is assumed, as neither the row nor its source tells it."""
+        if not self.text["mbs"]:
+            return "as many microbatches as stages, torchtitan's default"
+        if not self.text["vocab"]:
+            return f"a vocabulary of {VOCABULARY}"
+        return None
+
+    @property
+    def configuration(self) -> Configuration:
+        tensor, pipeline, stages = self.number("tp"), self.number("pp"), self.number("vp")
+        if self.text["schedule"] == "interleaved 1F1B" and not self.text["vp"]:
+            stages = 2
+        per_replica = self.number("gbs") // self.replicas
+        size = self.number("mbs") if self.text["mbs"] else max(1, per_replica // (pipeline * stages))
+        recompute = "full" if self.text["recompute"] == "full" else "none"
+        recompute = "selective" if self.text["recompute"].startswith("selective") else recompute
+        return Configuration(
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            data_parallel=self.replicas,
+            stages_per_rank=stages if pipeline > 1 else 1,
+            schedule="interleaved-1f1b" if stages > 1 and pipeline > 1 else "1f1b",
+            microbatch_size=size,
+            num_slices=self.number("token_slices"),
+            recompute=recompute,
+            offload=0.0,
+            shard_optimizer=self.replicas > 1,
+        )
+
+    @cached_property
+    def model(self) -> ModelCount:
+        shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
+        kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
+        is_fused = self.source != "torchtitan" or "compile" in self.text["note"]
+        model = counted(kind, *shape, self.number("vocab", VOCABULARY), self.number("seq"), is_fused)
+        if self.bits == 16:
+            return model
+        rate = NARROW[self.device.split("-")[0].upper()][self.bits]
+        return narrowed(model, 1e12 * rate / load_cluster(self.device).device.flops["bfloat16"], self.bits / 16)
+
+    def cluster(self, factor: float) -> Cluster:
+        """Returns the description of the cluster, with its device's rates times a factor."""
+        described = load_cluster(CLUSTERS[self.text["gpu"]])
+        per_node = min(described.devices_per_node, self.number("gpus"))
+        described = replace(described, num_nodes=self.number("gpus") // per_node, devices_per_node=per_node)
+        if described.nodes_per_domain > 1:
+            described = replace(described, nodes_per_domain=NODES_OF_A_RACK)
+        device = described.device
+        curve = tuple((tokens, factor * share) for tokens, share in device.efficiency)
+        attention = factor * device.attention_efficiency
+        return replace(described, device=replace(device, efficiency=curve, attention_efficiency=attention))
+
+    def candidate(self, factor: float) -> SimulatedConfiguration:
+        source = MeasuredSource(self, self.cluster(factor))
+        return SimulatedConfiguration.of(MeasuredSpace(source), self.configuration)
+
+    def seconds(self, factor: float = 1.0) -> float:
+        """Returns the step's predicted seconds."""
+        return self.candidate(factor).step()[0]
+
+
+@cache
+def counted(
+    kind: str,
+    hidden: int,
+    heads: int,
+    key_heads: int,
+    feed_forward: int,
+    layers: int,
+    vocabulary: int,
+    length: int,
+    fused: bool = True,
+) -> ModelCount:
+    """Counts a model of whole layers. They are alike, so that two of them are enough."""
+    import torch
+    from transformers import GPT2Config, LlamaConfig, NemotronConfig
+
+    from slipstream.profile import count_model
+
+    config: Any
+    if kind == "gpt":
+        sizes = {"n_embd": hidden, "n_head": heads, "n_inner": feed_forward, "n_positions": length, "n_layer": 2}
+        config = GPT2Config(**sizes, vocab_size=vocabulary, use_cache=False, tie_word_embeddings=False)
+    else:
+        config = {"llama": LlamaConfig, "nemotron": NemotronConfig}[kind](
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads,
+            intermediate_size=feed_forward,
+            num_hidden_layers=2,
+            vocab_size=vocabulary,
+            max_position_embeddings=length,
+            use_cache=False,
+        )
+    model = count_model(config, length, torch.bfloat16, fused=fused)
+    return replace(model, kinds=(0,) * layers, halves=())
+
+
+def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
+    """Returns the model whose layers' products are `rate` times as fast and read and write `size` times the bytes."""
+
+    def times(amount: Amount, factor: float) -> Amount:
+        return Amount(factor * amount.constant, factor * amount.per_token)
+
+    def part(layer: PartCount) -> PartCount:
+        ops = {
+            op: replace(count, flops=times(count.flops, 1 / rate), matmul_bytes=times(count.matmul_bytes, size))
+            for op, count in layer.ops.items()
+        }
+        return replace(layer, ops=ops)
+
+    return replace(model, layers=tuple(map(part, model.layers)))
+
+
+@dataclass(frozen=True)
+class MeasuredCosts(AnalyticCosts):
+    """Costs of Megatron and of FSDP: exchanges run behind what computes."""
+
+    gradient_bytes: float = 2.0
+    overlaps_tensor: bool = False
+    length: int = 0
+    num_gathers: int = 1  # of the weights in a step: FSDP's are two for each microbatch
+
+    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns what isn't hidden: the first of as many pieces as there are ranks, and what takes longer than the
+        products beside which it runs."""
+        whole = super()._part_reduce_seconds(part, op, length)
+        if not self.overlaps_tensor or not part.attentions:
+            return whole
+        tokens = self.microbatch_size * length
+        rate = self.cluster.device.matmul_flops(self.model.dtype, tokens)
+        products = part.ops[Op.F if op is Op.R else op].flops.at(tokens) / self.tensor_parallel / rate
+        return np.maximum(whole / self.tensor_parallel, whole - products)
+
+    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
+        num_bytes = self.gradient_bytes * self.num_trained(layers)
+        whole = float(self.cluster.exchange_seconds(num_bytes, data_parallel, self.tensor_parallel))
+        return self._exposed(layers, Op.B, whole, (self.num_gathers + 1) // 2)
+
+    def gather_seconds(self, layers: Stage, shards: int) -> float:
+        whole = super().gather_seconds(layers, shards)
+        return self.num_gathers * self._exposed(layers, Op.F, whole, 1)
+
+    def _exposed(self, layers: Stage, op: Op, whole: float, times: int) -> float:
+        """Returns the seconds of an exchange beyond the pass of a microbatch beside which it runs, at least those of a
+        layer, which nothing hides."""
+        hidden = float(self.seconds(layers, op, self.length, 0))
+        return times * max(whole / max(1, len(self.parts_of(layers))), whole - hidden)
+
+
+class KorthikantiCosts(UnfusedCosts):
+    """Costs of 2022, whose selective recomputation is that of attention's scores; the optimizer wasn't timed."""
+
+    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
+        return 0.0
+
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        if recompute != "selective":
+            return super().replay_seconds(layers, recompute, length, context)
+        counted = self.model.counted(layers)
+        return sum(n * self.attention_seconds(c, Op.F, length, context) for n, part in counted for c in part.attentions)
+
+
+@dataclass(frozen=True)
+class TorchtitanCosts(MeasuredCosts):
+    """Costs of selective recomputation that computes every second matrix product again."""
+
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        if recompute != "selective":
+            return super().replay_seconds(layers, recompute, length, context)
+        counted = self.model.counted(layers)
+        scores = sum(n * self.attention_seconds(c, Op.F, length, context) for n, p in counted for c in p.attentions)
+        kernels = super().replay_seconds(layers, recompute, length, context)
+        return kernels + (self.seconds(layers, Op.F, length, context) - scores - kernels) / 2
+
+
+@dataclass(frozen=True)
+class SpreadHeadCosts(MeasuredCosts):
+    """Costs where every stage has its share of embedding and head, as the vocabulary is spread over them."""
+
+    num_stages: int = 1
+
+    def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
+        return (
+            0.0 if part in (self.model.embedding, self.model.head) else super().part_seconds(part, op, length, context)
+        )
+
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+        ends = (self.model.embedding, self.model.head)
+        spread = sum(super(SpreadHeadCosts, self).part_seconds(part, op, length, context) for part in ends)
+        return super().seconds(layers, op, length, context) + spread / self.num_stages
+
+
+class MeasuredSource(PaperSource):
+    """The costs of a row's model on its cluster."""
+
+    def __init__(self, row: Row, cluster: Cluster) -> None:
+        super().__init__(row.model, cluster)
+        self.row = row
+
+    def costs(self, tensor_parallel: int, microbatch_size: int) -> AnalyticCosts:
+        row, common = self.row, (self.model, self.cluster, tensor_parallel, microbatch_size)
+        if row.source == "Korthikanti 2022":
+            return KorthikantiCosts(*common, sequence_parallel="sequence" in row.text["recompute"])
+        per_replica = row.number("gbs") // (row.replicas * microbatch_size)
+        more = {
+            "sequence_parallel": tensor_parallel > 1,
+            "gradient_bytes": GRADIENT_BYTES.get(row.source, 2.0),
+            "overlaps_tensor": row.source in OVERLAPS_TENSOR,
+            "length": row.number("seq"),
+            "num_gathers": 2 * per_replica if row.text["fsdp"] else 1,
+        }
+        if "vocab-" in row.text["schedule"]:
+            return SpreadHeadCosts(*common, **more, num_stages=row.number("pp"))
+        return (TorchtitanCosts if row.source == "torchtitan" else MeasuredCosts)(*common, **more)
+
+
+class MeasuredSpace(PaperSpace):
+    """The planner's space with a row's stages: as many layers in each, or as many parts of the model, or balanced."""
+
+    def __init__(self, source: MeasuredSource) -> None:
+        row = source.row
+        slices = (row.number("seq"),) if row.number("token_slices") == 1 else None
+        super().__init__(source, row.number("seq"), row.number("gbs"), PlanOptions(), slices)
+        self._of = row
+
+    def cut(self, configuration: Configuration) -> PlacedPartition:
+        return self._equal_layers(
+            configuration.tensor_parallel,
+            configuration.microbatch_size,
+            configuration.pipeline_parallel,
+            configuration.stages_per_rank,
+        )
+
+    def _cut_equally(self, tensor: int, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
+        num_layers, num_stages = len(self.source.kinds), pipeline * stages_per_rank
+        if num_layers % num_stages == 0 and "redis" not in self._of.text["schedule"]:
+            return super()._cut_equally(tensor, size, pipeline, stages_per_rank)
+        costs, num_parts = self.costs(tensor, size), num_layers + 2
+        if num_parts % num_stages == 0:  # embedding and head count as a layer each
+            numbers: Sequence[int] = [num_parts // num_stages] * num_stages
+        else:
+            ends = (range(1), range(num_layers - 1, num_layers))
+            layer = sequence_seconds(costs, self.seq_len, range(1, 2))
+            first, last = (sequence_seconds(costs, self.seq_len, end) - layer for end in ends)
+            numbers = partition_layers([first, *[layer] * num_layers, last], num_stages)
+        bounds = (0, *map(int, np.cumsum(numbers)))
+        return PlacedPartition(costs, tuple(stage % pipeline for stage in range(num_stages)), bounds)
+
+
+# --- factors, and what they leave -------------------------------------------------------------------------------------
+
+
+def rows() -> list[Row]:
+    return [Row(text) for text in read("measured_steps")]
+
+
+def expressible() -> list[Row]:
+    """Returns the rows that can be predicted; of rows of one configuration and step the first."""
+    found = {tuple(v for k, v in each.text.items() if k not in ("id", "source", "note")): each for each in rows()[::-1]}
+    return few([each for each in [*found.values()][::-1] if each.problem is None], 4)  # type: ignore[return-value]
+
+
+def factor_of(chosen: Sequence[Row], at: Mapping[str, tuple[float, float]]) -> float:
+    """Returns the factor of the rates with which the predictions' logarithms are right on average.
+
+    A row's seconds are taken as a straight line over the inverse factor, through those with factors 1 and 0.8.
+    """
+    from scipy.optimize import brentq
+
+    def off(factor: float) -> float:
+        return float(np.mean([np.log(along(at[each.text["id"]], factor) / each.measured) for each in chosen]))
+
+    low, high = 0.2, 3.0
+    return float(brentq(off, low, high)) if off(low) > 0 > off(high) else (low if off(low) <= 0 else high)
+
+
+def along(pair: tuple[float, float], factor: float) -> float:
+    one, slower = pair
+    return one + (slower - one) * (1 / factor - 1) / (1 / 0.8 - 1)
+
+
+def report() -> dict[str, Any]:
+    """Predicts all rows: without a factor, with one of every second row of a device, and with one of other sources."""
+    chosen = expressible()
+    at = {each.text["id"]: (each.seconds(), each.seconds(0.8)) for each in chosen}
+    kinds: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for each in chosen:
+        kinds[each.device, each.bits].append(each)
+    used = {kind: each[::2] for kind, each in kinds.items()}
+    factors = {kind: factor_of(each, at) for kind, each in used.items()}
+    found = []
+    for each in rows():
+        number = each.text["id"]
+        about: dict[str, Any] = {
+            name: each.text[name] for name in ("id", "model", "gpu", "gpus", "precision", "source")
+        }
+        about |= {"group": each.group, "measured": each.measured}
+        if number not in at:
+            found.append(about | {"not expressed": each.problem or "the same configuration and step as another row"})
+            continue
+        kind = (each.device, each.bits)
+        others = [other for other in kinds[kind] if other.source != each.source]
+        predicted = {"as described": at[number][0], "with a factor": along(at[number], factors[kind])}
+        if others:
+            predicted["with a factor of other sources"] = along(at[number], factor_of(others, at))
+        found.append(
+            about
+            | {"fitted": each in used[kind], "replicas": each.replicas, "assumed": each.assumed}
+            | {name: {"seconds": s, "error": s / each.measured - 1} for name, s in predicted.items()}
+        )
+    return {
+        "factors": {f"{device}, {bits} bits": factor for (device, bits), factor in factors.items()},
+        "groups": summaries(found),
+        "not expressed": reasons(found),
+        "rows": found,
+    }
+
+
+def reasons(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    named = [each["not expressed"] for each in found if "not expressed" in each]
+    return {reason: named.count(reason) for reason in dict.fromkeys(named)}
+
+
+WAYS = ("as described", "with a factor", "with a factor of other sources")
+
+
+def summaries(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns for each group, and for all rows of 16 bits, the mean of errors' sizes, their mean and the worst."""
+    predicted = [each for each in found if "not expressed" not in each]
+    wide = [each for each in predicted if each["group"].endswith(" 16 bits")]
+    groups = {name: [each for each in predicted if each["group"] == name] for name in {e["group"] for e in predicted}}
+    groups = dict(sorted(groups.items())) | {
+        "all of 16 bits": wide,
+        "all of 16 bits, without replicas": [each for each in wide if each["replicas"] == 1],
+        "all of 16 bits, with replicas": [each for each in wide if each["replicas"] > 1],
+        "all of 16 bits, not fitted": [each for each in wide if not each["fitted"]],
+    }
+    return {name: {"rows": len(each)} | _errors(each) for name, each in groups.items() if each}
+
+
+def _errors(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    summary = {}
+    for way in WAYS:
+        errors = np.array([each[way]["error"] for each in found if way in each])
+        if len(errors):
+            summary[way] = {
+                "rows": len(errors),
+                "mean": float(np.abs(errors).mean()),
+                "bias": float(errors.mean()),
+                "worst": float(np.abs(errors).max()),
+            }
+    return summary
+
+
+def show(found: Mapping[str, Any]) -> None:
+    for each in found["rows"]:
+        if "not expressed" not in each:
+            errors = "  ".join(f"{each[way]['error']:+7.1%}" if way in each else " " * 7 for way in WAYS)
+            print(f"{each['id']:>4} {each['model'][:22]:22} {each['gpu'][:8]:8} {each['precision']:6} {errors}")
+    for name, each in found["groups"].items():
+        errors = "  ".join(f"{each[way]['mean']:6.1%} ({each[way]['bias']:+6.1%})" for way in WAYS if way in each)
+        print(f"{name:36} {each['rows']:4} {errors}")
+    print(found["factors"], found["not expressed"])
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    gc.disable()  # schedules are millions of tuples, none of them in a cycle
+    found = report()
+    show(found)
+    print(f"wrote {write('measured_steps', found)}")
+
+
+if __name__ == "__main__":
+    main()
