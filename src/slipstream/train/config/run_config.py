@@ -209,12 +209,13 @@ class Config(Record):
     @property
     def num_processes(self) -> int:
         """Ranks of the whole mesh."""
-        return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor
+        return self.pipeline.num_ranks * self.parallel.data * self.parallel.context * self.parallel.tensor
 
     @property
     def mesh_text(self) -> str:
         """The mesh as it is typed."""
-        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
+        context = f" --cp={self.parallel.context}" if self.parallel.context > 1 else ""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data}{context} --tp={self.parallel.tensor}"
 
 
 class _TwiceError(Exception):
@@ -289,7 +290,12 @@ def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
 
 
 # The axes of the mesh, as they are typed, and the settings that they are
-_MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
+_MESH = {
+    "pp": ("pipeline", "num_ranks"),
+    "dp": ("parallel", "data"),
+    "cp": ("parallel", "context"),
+    "tp": ("parallel", "tensor"),
+}
 
 
 def _fill_mesh(values: dict[str, Any]) -> None:
@@ -304,7 +310,7 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     if len(automatic) > 1:
         raise SlipstreamError(
             f"--{automatic[0]}=auto and --{automatic[1]}=auto: one axis can take what the others leave. Give the other "
-            "one, or let `slipstream plan` choose all three."
+            "one, or let `slipstream plan` choose pp, dp and tp."
         )
     others = prod(int(size) for axis, size in given.items() if axis not in automatic)
     world = _num_processes(automatic[0])

@@ -119,7 +119,8 @@ class Reporter:
             trial: whether "auto" was still to plan what to run.
             asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
         """
-        is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
+        # one rank of each replica
+        is_first = all(group.rank == 0 for name, group in self._pipe.axes.items() if name != "dp")
         documents = batch.document_lengths() if is_first else []
         computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
         sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()

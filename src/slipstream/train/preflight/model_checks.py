@@ -33,6 +33,7 @@ from slipstream.model.adapters import (
     trained_text,
 )
 from slipstream.pipeline.families import planned_vocabulary
+from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
 from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout, plan_shares
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StepSettings
@@ -72,6 +73,8 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
     _check_layout(config, model_config)
     find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
     parallel = config.parallel
+    if parallel.context > 1:
+        check_context_parallel(model_config, parallel.context, parallel.tensor)
     if parallel.tensor > 1:
         lora = config.lora
         adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
