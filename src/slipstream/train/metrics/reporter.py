@@ -54,7 +54,9 @@ class Reporter:
             plan: of the rows that the run trains on, where it has planned them by itself.
         """
         config, self._run, self._pipe, self._plan = run.config, run, pipe, plan
-        self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
+        axes = {axis: group for axis, group in pipe.axes.items() if axis != "pp"}
+        joined = {} if pipe.copies in axes.values() else {"gradients": pipe.copies}  # over several axes
+        self._traffic = Traffic(axes | joined)
         # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
         self._figures: FlopsMeter | None = None
         peak = find_peak(run.device, compute_dtype(config), share_of_gpu(config))
@@ -334,7 +336,8 @@ class Traffic:
     """The bytes that this rank sends in collectives, step by step.
 
     A collective is taken to send what a ring of n ranks does, which is the least possible: (n-1)/n of the bytes of a
-    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1).
+    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1). In an
+    all-to-all it sends what it receives.
     """
 
     def __init__(self, axes: Mapping[str, RankGroup]) -> None:
@@ -353,4 +356,5 @@ class Traffic:
 def _ring_bytes(group: RankGroup) -> float:
     """Returns the bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
-    return sum((2 if name == "all_reduce" else 1) * part * size for name, size in group.payload.items())
+    shares = {"all_reduce": 2 * part, "all_to_all": 1}  # of the latter only what ranks send each other is counted
+    return sum(shares.get(name, part) * size for name, size in group.payload.items())
