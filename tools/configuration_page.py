@@ -26,8 +26,8 @@ PREFACE = """\
 
 `slipstream train config.yaml` reads a YAML file with the sections below. Every setting can also be given on the command
 line, as `--section.setting=value`; values are YAML there too: `--pipeline.slices=[128,256,640]`,
-`--optimizer.clip_norm=null`. `--pp`, `--dp` and `--tp` are short for `--pipeline.num_ranks`, `--parallel.data` and
-`--parallel.tensor`. An unknown key is an error that suggests the nearest name.
+`--optimizer.clip_norm=null`. `--pp`, `--dp`, `--cp` and `--tp` are short for `--pipeline.num_ranks`, `--parallel.data`,
+`--parallel.context` and `--parallel.tensor`. An unknown key is an error that suggests the nearest name.
 
 A minimal file, the demo's:
 """

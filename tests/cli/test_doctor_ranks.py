@@ -46,6 +46,7 @@ def test_every_pair_exchanges_both_ways(num_ranks: int, tmp_path: Path) -> None:
             assert "latency" in line
             assert "/s both ways at once; ended " in line
     assert any(line.startswith("all pairs at once") for line in lines) == (num_ranks > 2)
+    assert any(line.startswith("all-to-all of unequal parts") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,30 @@ def test_another_mesh_sees_the_next_samples(whole: Path, text: Path, tmp_path: P
     assert facts["mesh"] == {"pp": 1, "dp": 1, "tp": 2}
 
 
+@pytest.mark.more
+def test_ranks_that_share_slices_train_and_go_on_as_stages(text: Path, tmp_path: Path) -> None:
+    config = json.dumps(SETTINGS["model"]["config"] | {"attention_dropout": 0.0})
+    first, here = tmp_path / "first", tmp_path / "here"
+    ended = train(2, first, text, f"--model.config={config}", "--pp=1", "--cp=2")
+    assert ended.returncode == 0, ended.stderr
+    assert Manifest.read(first / "checkpoints" / f"step-{HALF:08}").facts["mesh"] == {
+        "pp": 1,
+        "dp": 1,
+        "cp": 2,
+        "tp": 1,
+    }
+    assert all(line["bytes_sent"]["cp"] > 0 and line["bytes_sent"]["gradients"] > 0 for line in lines(first))
+    ended = train(2, half_of(first, here), text, f"--model.config={config}", "--checkpoint.resume=latest")
+    assert ended.returncode == 0, ended.stderr
+    assert {tuple(line.split()) for line in ended.stdout.splitlines()} >= {("parallel.context", "2", "1")}
+    found, wanted = lines(here), lines(first)[HALF:]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-5)
+    refused = train(3, tmp_path / "refused", text, f"--model.config={config}", "--pp=1", "--cp=3")
+    assert refused.returncode != 0
+    assert "4 query heads can't be spread over cp=3 ranks. Give cp a divisor of 4: 1, 2, 4" in refused.stderr
+    assert not (tmp_path / "refused").exists()
+
+
 def test_a_run_that_is_finished_is_left_as_it_is(whole: Path, text: Path, tmp_path: Path) -> None:
     here = tmp_path / "finished"
     shutil.copytree(whole, here)

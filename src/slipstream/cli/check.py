@@ -144,6 +144,8 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
             f"exact: largest relative difference {found.output_error:.0e} in outputs, {found.gradient_error:.0e} in "
             f"gradients ({plural(found.num_layers, 'layer')}, float64, {found.seconds:.1f} s)",
         )
+        alike = ", ".join(map(str, report.context_ranks))
+        yield "context parallelism", report.no_context_parallel or f"{alike} ranks, those of tp included"
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"
 

@@ -79,8 +79,8 @@ def make_mesh(
     ep: int = 1,
     **others: int,
 ) -> DeviceMesh:
-    """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
-    started it makes that group, where there is none. Collective.
+    """Returns the processes of the default process group as a mesh of pp x dp x cp x tp ranks; in processes that
+    torchrun started it makes that group, where there is none. Collective.
 
     From here on these processes are watched for the death of one, for which the others would wait in new groups.
 
@@ -88,7 +88,7 @@ def make_mesh(
     come next, and the stages of a pipeline, which exchange least, may be on different nodes (Narayanan et al. 2021,
     PTD-P, takeaway 1):
 
-        rank = (pp_rank * dp + dp_rank) * tp + tp_rank
+        rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
     Args:
         pp: the number of pipeline ranks.
@@ -129,7 +129,7 @@ def make_mesh(
         raise SlipstreamError(
             f"the mesh {' x '.join(f'{name}={size}' for name, size in sizes.items())} has {prod(sizes.values())} "
             f"ranks, but {world} "
-            f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
+            f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, sizes)}"
         )
     num_copies = prod(size for name, size in sizes.items() if _axes[name].shares_weights)
     if ep < 1 or num_copies % ep:
@@ -157,10 +157,14 @@ def _watch_everyone() -> None:
         watch_group(everyone, None, is_provisional=True)
 
 
-def _what_fits(world: int, dp: int, tp: int) -> str:
-    if dp >= 1 and tp >= 1 and world % (dp * tp) == 0:
-        return f"With dp={dp} and tp={tp} choose pp={world // (dp * tp)}, or start another number of processes."
-    return f"Choose three numbers whose product is {world}, or start another number of processes."
+def _what_fits(world: int, sizes: Mapping[str, int]) -> str:
+    others = {name: size for name, size in sizes.items() if name != PIPELINE.name}
+    each = prod(others.values())
+    if min(others.values()) >= 1 and world % each == 0:
+        given = [f"{name}={size}" for name, size in others.items()]
+        together = f"{', '.join(given[:-1])} and {given[-1]}"
+        return f"With {together} choose pp={world // each}, or start another number of processes."
+    return f"Choose numbers whose product is {world}, or start another number of processes."
 
 
 @dataclass(frozen=True)
@@ -197,8 +201,8 @@ class Ranks:
         names = mesh.mesh_dim_names or ()
         if "pp" not in names or set(names) - set(_axes):
             raise SlipstreamError(
-                f"the mesh has the axes {list(names)}; expected 'pp', and where they are used 'dp' and 'tp'. "
-                "Make it by slipstream.make_mesh(pp=..., dp=..., tp=...)."
+                f"the mesh has the axes {list(names)}; expected 'pp', and where they are used 'dp', 'cp' "
+                "and 'tp'. Make it by slipstream.make_mesh(pp=..., dp=..., cp=..., tp=...)."
             )
         groups = {
             axis: RankGroup(mesh.get_group(name)) if name in names else RankGroup()

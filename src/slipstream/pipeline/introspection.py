@@ -107,6 +107,11 @@ class PipelineFacts:
         return self._runtime.ranks.by_name
 
     @property
+    def copies(self) -> RankGroup:
+        """The ranks that hold the same weights, over which gradients are added up: those of dp, and of cp."""
+        return self._runtime.ranks.copies
+
+    @property
     def bytes_sent(self) -> int:
         """The bytes that this rank sent to other stages in the last step or evaluation, without headers."""
         return self._runtime.transport.bytes_sent

@@ -31,6 +31,7 @@ from slipstream.model import (
 )
 from slipstream.model.toy import toy_config
 from slipstream.parallel.tensor import find_tensor_plan
+from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class ModelReport:
     whole_layers: str = ""  # why no stage can end inside a layer; "" if it can
     tensor_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every layer
     no_tensor_parallel: str = ""  # why no more than one can
+    context_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every slice
+    no_context_parallel: str = ""  # why no more than one can
     dropout: tuple[str, ...] = ()  # what is dropped with which probability, such as "attention_dropout=0.1"
     max_length: int | None = None  # the most tokens of a sequence; None: as many as you like
     self_check: SelfCheck | None = None
@@ -114,6 +117,8 @@ def report_on(config: PretrainedConfig) -> ModelReport:
         found = check_sliceable(config, anatomy)
     except SlipstreamError as error:
         return replace(report, kinds=find_layer_kinds(config, anatomy, ()), refusal=str(error))
+    ranks, alone = _context_ranks(config)
+    report = replace(report, context_ranks=ranks, no_context_parallel=alone)
     return replace(report, kinds=find_layer_kinds(config, anatomy, found.paths), self_check=found)
 
 
@@ -142,6 +147,16 @@ def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
     except SlipstreamError as error:
         return str(error)
     return ""
+
+
+def _context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
+    """Returns the numbers of ranks that can share every slice, and why there is only 1."""
+    degrees = _degrees(config)
+    try:
+        check_context_parallel(config, min(degrees, default=2))
+    except SlipstreamError as error:
+        return (1,), str(error)
+    return (1, *degrees), ""
 
 
 def _tensor_ranks(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], str]:

@@ -46,6 +46,7 @@ def plan_obstacle(config: Config) -> str:
         for setting in DECIDED_BY_PLAN[name]
         if setting in section.model_fields_set and getattr(section, setting) != "auto"
     ]
+    given += [f"parallel.context={config.parallel.context}"] if config.parallel.context > 1 else []
     are, them = ("is", "it") if len(given) == 1 else ("are", "them")
     instead = "plans each step by multiplications, not by measured times"
     if not by_step:
@@ -57,8 +58,12 @@ def plan_obstacle(config: Config) -> str:
 
 
 def is_open(config: Config) -> bool:
-    """Returns whether everything that a plan decides is left to it; documents of any length don't say how long."""
-    return is_free(PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len}))
+    """Returns whether everything that a plan decides is left to it; documents of any length don't say how long.
+
+    What ranks that share slices cost isn't measured.
+    """
+    options = PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len})
+    return config.parallel.context == 1 and is_free(options)
 
 
 def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def check_world_size(config: Config, environment: Mapping[str, str] = os.environ
         )
     raise SlipstreamError(
         f"the launcher started {world_size} processes, but {config.mesh_text} need {num_ranks}; start {num_ranks} "
-        f"processes, or choose three numbers whose product is {world_size}"
+        f"processes, or choose numbers whose product is {world_size}"
     )
 
 

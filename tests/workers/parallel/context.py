@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.functional import cross_entropy
+from transformers import BloomConfig, LlamaConfig, PreTrainedModel
 
-from slipstream import Pipeline, make_mesh
+from slipstream import Pipeline, SequenceLoss, SlipstreamError, make_mesh
+from support import mixtures
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens, unsplit_step
 from support.exact_steps import document_ids, steps_alone
-from support.parallel.group_cases import run_cases
+from support.hybrids import HYBRIDS
+from support.mixtures import mixture
+from support.parallel.group_cases import by_name, run_cases
 from support.parallel.shared_models import CONFIGS
 from support.pipelines import make_pipe
+from support.preferences import log_probabilities, preference, references
 from workers.parallel.exactness import error
 
 SLICES = [5, 20, 1, 38]  # of one token some rank has none
@@ -75,15 +85,233 @@ def sequences(name: str, mesh: dict[str, int], **settings: Any) -> None:
     assert found < BOUND, (name, mesh, settings, found)
 
 
+def pairs() -> None:
+    """A loss of whole sequences, of which every rank has some tokens, and their log-probabilities."""
+    whole, inputs = model_of("llama"), tokens(4)
+    labels, reference = labels_of(inputs), references(4)
+    with no_rounding_inside():
+        wanted = log_probabilities(whole, inputs, labels)
+        expected = preference(wanted, reference).mean()
+        expected.backward()
+        loss_fn = SequenceLoss(preference, group_size=2)
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=2), slices=SLICES, num_microbatches=2, loss_fn=loss_fn)
+        loss = pipe.step(inputs, labels, sequence_values=reference)
+    assert abs(loss - expected) < BOUND * abs(expected)
+    assert error(pipe, gradients_of(whole), "grad") < BOUND
+    assert torch.allclose(pipe.sequence_log_probabilities(), wanted.double(), rtol=1e-10)
+
+
+def routers() -> None:
+    """The load-balancing loss of a layer is of the choices and chances of all ranks' tokens."""
+    whole, inputs = mixture("qwen2_moe, a dense layer"), tokens(4)
+    labels = labels_of(inputs)
+    mixtures.unsplit_step(whole, [(inputs[:2], labels[:2]), (inputs[2:], labels[2:])])
+    for again in ("none", "full"):
+        pipe = make_pipe(
+            mixture("qwen2_moe, a dense layer"),
+            mesh=make_mesh(cp=2),
+            slices=SLICES,
+            num_microbatches=2,
+            router_loss="per_layer",
+            recompute=again,
+        )
+        pipe.step(inputs, labels)
+        assert error(pipe, gradients_of(whole), "grad") < 1e-7, again  # routers round to float32
+
+
+def what_it_says() -> None:
+    """Every rank with the last stage has the logits of all tokens, and log-probabilities are on all."""
+    whole, inputs = model_of("gemma3"), tokens()
+    with no_rounding_inside(), torch.no_grad():
+        wanted = whole(input_ids=inputs, use_cache=False).logits
+        pipe = make_pipe(model_of("gemma3"), mesh=make_mesh(cp=2), slices=SLICES)
+        found = pipe.logits(inputs)
+        assert isinstance(found, Tensor)
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() < BOUND * wanted.abs().max()
+        each = pipe.log_probabilities(inputs, inputs)
+        assert isinstance(each, Tensor)
+        assert torch.allclose(each.sum(1), log_probabilities(whole, inputs, inputs).double(), rtol=1e-10)
+        pipe = make_pipe(model_of("gemma3"), mesh=make_mesh(cp=2), slices=5, num_microbatches=1)
+        rows = [inputs[0, :41], inputs[1, :6]]
+        for own, row in zip(pipe.logits(rows) or (), rows, strict=True):
+            alone = whole(input_ids=row[None], use_cache=False).logits[0]
+            assert (own - alone).abs().max() < BOUND * alone.abs().max()
+
+
+def apart() -> None:
+    """Another token in the first of two documents changes no logit of the second, which begins inside of a part."""
+    inputs, ids = tokens(1), document_ids((29, 35))
+    for name in ("llama", "gemma3", "gpt_oss"):
+        pipe = make_pipe(model_of(name), mesh=make_mesh(cp=2), slices=SLICES)
+        before = pipe.logits(inputs, document_ids=ids)
+        changed = inputs.clone()
+        changed[0, 11] = inputs[0, 11] % 60 + 1
+        after = pipe.logits(changed, document_ids=ids)
+        assert isinstance(before, Tensor)
+        assert isinstance(after, Tensor)
+        assert torch.equal(before[:, 29:], after[:, 29:]), name
+        assert not torch.equal(before[:, 11:29], after[:, 11:29]), name
+
+
+def exchanged_bytes() -> None:
+    """A rank receives (g-1)/g (n/g) (2 Hq + 2 max(Hkv, g)) d b bytes for a layer, row and slice, backward as many, and
+    where keys are wider than values each counts as wide as it is; the context takes 1/min(g, Hkv) of the memory."""
+    g = dist.get_world_size()
+    for name in ("llama", "llama, as many keys as queries"):
+        config, inputs = CONFIGS[name], tokens()
+        pipe = make_pipe(model_of(name), mesh=make_mesh(cp=g), slices=4)
+        group = pipe.axes["cp"]
+        before = group.payload["all_to_all"], group.calls["all_to_all"]
+        pipe.evaluate(inputs, inputs)
+        forward = group.payload["all_to_all"] - before[0]
+        pipe.step(inputs, inputs)
+        both = group.payload["all_to_all"] - before[0] - forward
+        heads = 2 * config.num_attention_heads + 2 * max(config.num_key_value_heads, g)
+        own = 64 // 4 // g  # tokens of a slice
+        slices = 4 * config.num_hidden_layers * len(inputs)
+        assert forward * g == (g - 1) * own * heads * config.head_dim * 8 * slices, (name, forward)
+        assert both == 2 * forward
+        assert group.calls["all_to_all"] - before[1] == 3 * 2 * 4 * config.num_hidden_layers
+
+
+def held_context() -> None:
+    """A rank's store has the keys and values of its heads alone: 1/min(g, Hkv) of them."""
+    g, found = dist.get_world_size(), list[int]()
+    for mesh in ({"cp": g}, {"dp": g}):
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(**mesh), slices=4, num_ranks=1)
+        found.append(int(pipe.memory_table(tokens(), tokens()).context[0]))
+    assert found[0] * min(g, CONFIGS["llama"].num_key_value_heads) == found[1]
+
+
+def dropout() -> None:
+    """Draws follow the place and the rank: another order and a recomputation draw the same."""
+    config, inputs = copy.deepcopy(CONFIGS["gpt2"]), tokens()
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.3
+    found = []
+    for schedule, again in (("1f1b", "none"), ("gpipe", "none"), ("1f1b", "full"), ("1f1b", "selective")):
+        torch.manual_seed(5)
+        settings = {"slices": SLICES, "num_microbatches": 2, "dtype": torch.float64, "recompute": again}
+        pipe = make_pipe(config, seed=3, schedule=schedule, mesh=make_mesh(cp=2), **settings)
+        loss = pipe.step(inputs, inputs)
+        assert abs(loss - pipe.evaluate(inputs, inputs)) > 1e-3
+        found.append(torch.cat([p.grad.flatten() for p in pipe.parameters() if p.grad is not None]))
+        assert (found[-1] - found[0]).abs().max() < 1e-12 * found[0].abs().max(), (schedule, again)
+    seeds = [float(each) for each in pipe.axes["cp"].gather(float(loss))]
+    assert len(set(seeds)) == 1
+
+
+def given_loss() -> None:
+    """A loss of the user's own is tried on tokens apart, also of whole slices, and needs a token on each rank."""
+
+    def smoothed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1), (
+            targets != -100
+        ).sum()
+
+    whole, inputs = model_of("llama"), tokens()
+    total, count = smoothed(whole(input_ids=inputs, use_cache=False).logits[:, :-1], inputs[:, 1:])
+    (total / count).backward()
+    pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=2), slices=3, loss_fn=smoothed)
+    assert abs(pipe.step(inputs, inputs) - total / count) < BOUND * total / count
+    assert error(pipe, gradients_of(whole), "grad") < BOUND
+    pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=2), slices=SLICES, loss_fn=smoothed)
+    with pytest.raises(SlipstreamError, match="a slice of 1 tokens with a loss_fn and cp=2"):
+        pipe.step(inputs, inputs)
+
+    def squared(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total, count = smoothed(logits, targets)
+        return total**2, count
+
+    pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=2), slices=1, loss_fn=squared)
+    with pytest.raises(SlipstreamError, match="it must be a sum over"):
+        pipe.step(inputs, inputs)
+
+
+def refused() -> None:
+    """What can't be exact is refused on every rank before anything runs, with what to type."""
+    alone = {"num_hidden_layers": 2, "num_key_value_heads": 1, "num_attention_heads": 1}
+    cases = {
+        r"1 query heads can't be spread over cp=2 ranks. Give cp a divisor of 1: 1.* Use cp=1": LlamaConfig(
+            **CONFIGS["llama"].to_diff_dict() | alone
+        ),
+        r"'lfm2' can't be trained with cp=2.*carries a state": HYBRIDS["lfm2"],
+        r"'qwen3_next' can't be trained with cp=2.*carries a state": HYBRIDS["qwen3_next"],
+        r"'bloom' can't be trained with cp=2.*its own code attends to": BloomConfig(
+            vocab_size=61, hidden_size=32, n_layer=2, n_head=4
+        ),
+    }
+    for match, config in cases.items():
+        for slices in (1, 4):
+            with pytest.raises(SlipstreamError, match=match):
+                make_pipe(config, mesh=make_mesh(cp=2), slices=slices, seed=0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    with pytest.raises(SlipstreamError, match=r"an nn\.Sequential on a mesh with cp=2"):
+        make_pipe(layers, mesh=make_mesh(cp=2))
+    with pytest.raises(SlipstreamError, match="pp=2 x dp=1 x cp=2 x tp=1 has 4 ranks, but 2 processes run"):
+        make_mesh(pp=2, cp=2)
+
+
+def resumed() -> None:
+    """Three steps of AdamW, with sharded state or not, whose last one another mesh does, as one process does them."""
+    whole, inputs = model_of("llama, tied"), [tokens(seed=seed) for seed in range(3)]
+    optimizer, losses = torch.optim.AdamW(whole.parameters(), lr=1e-2), list[Tensor]()
+    for each in inputs:
+        optimizer.zero_grad()
+        losses.append(unsplit_step(whole, each, each))
+        optimizer.step()
+    for sharded in (False, True):
+        settings = {"slices": SLICES, "num_microbatches": 2, "shard_optimizer": sharded}
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(folder)
+        for number, meshes in enumerate((({"cp": 2}, {"pp": 2}), ({"pp": 2}, {"cp": 2}))):
+            path = Path(folder[0]) / f"{number}"
+            for mesh, steps in zip(meshes, (range(2), range(2, 3)), strict=True):
+                pipe = make_pipe(model_of("llama, tied"), mesh=make_mesh(**mesh), **settings)
+                own = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+                if steps.start:
+                    pipe.load(path, optimizer=own)
+                for step in steps:
+                    own.zero_grad()
+                    loss = pipe.step(inputs[step], inputs[step])
+                    assert abs(loss - losses[step]) < 1e-9 * losses[step], (mesh, sharded, step)
+                    own.step()
+                pipe.save(path, steps.stop, optimizer=own)
+            pipe.evaluate(inputs[0], inputs[0])  # publishes the last update
+            assert error(pipe, dict(whole.named_parameters()), "data") < 1e-9, (meshes, sharded)
+
+
 TWO: dict[str, Callable[[], object]] = {f"{name}": partial(rows, name, {"cp": 2}) for name in MODELS}
 TWO |= {f"documents, {name}": partial(documents, name, {"cp": 2}) for name in ("llama", "gemma3", "gpt_oss")}
 TWO |= {f"sequences, {name}": partial(sequences, name, {"cp": 2}) for name in ("llama", "phi3")}
 TWO |= {f"recompute={kind}": partial(rows, "llama", {"cp": 2}, recompute=kind) for kind in ("full", "selective")}
+PIPELINE, REPLICAS = FOUR["pp2 cp2"], FOUR["dp2 cp2"]
+LONGER = "mistral, window of 7"  # of four layers
 MESHES: dict[str, Callable[[], object]] = {
     f"{mesh}, {name}": partial(rows, name, FOUR[mesh])
     for mesh, name in product(FOUR, MODELS)
     if (mesh[-3:], name) != ("tp2", "gpt_oss")
+} | {
+    "zb-v": partial(rows, LONGER, PIPELINE, schedule="zb-v", stages_per_rank=2),
+    "interleaved": partial(rows, LONGER, PIPELINE, schedule="interleaved-1f1b", stages_per_rank=2, recompute="full"),
+    "zb-h1": partial(rows, "llama", PIPELINE, schedule="zb-h1", recompute="selective"),
+    "offload": partial(rows, "llama", PIPELINE, offload=0.5),
+    "spread": partial(rows, "llama, tied", PIPELINE, vocabulary="spread"),
+    "limit": partial(rows, "llama", PIPELINE, memory_limit=1e9),
+    "auto": partial(rows, "llama", PIPELINE, schedule="auto", slices="auto", num_microbatches=1),
+    "sharded optimizer": partial(rows, "llama", REPLICAS, shard_optimizer=True),
+    "sharded parameters": partial(rows, "llama", REPLICAS, shard_parameters=True),
+    "sequence parallel": partial(rows, "llama", FOUR["cp2 tp2"], sequence_parallel=True),
+    "documents": partial(documents, "gemma3", PIPELINE, num_microbatches=2),
+    "sequences": partial(sequences, "llama, tied", PIPELINE),
+    "sequences, cp4": partial(sequences, "phi3", {"cp": 4}),
+    "qwen3_moe": partial(rows, "qwen3_moe", PIPELINE),
+    "llama4": partial(rows, "llama4_text", PIPELINE),
 }
+OTHERS = by_name(
+    *(pairs, routers, what_it_says, apart, exchanged_bytes, held_context, dropout, given_loss, refused, resumed)
+)
+TWO |= OTHERS
 CASES = TWO | MESHES
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def refusals() -> None:
     """Named before anything runs."""
     for mesh, reason in (
         ((3, 1, 1), r"pp=3 x dp=1 x tp=1 has 3 ranks, but 4 processes run. With dp=1 and tp=1 choose pp=4"),
-        ((1, 3, 1), r"has 3 ranks, but 4 processes run. Choose three numbers whose product is 4"),
+        ((1, 3, 1), r"has 3 ranks, but 4 processes run. Choose numbers whose product is 4"),
     ):
         with pytest.raises(SlipstreamError, match=reason):
             make_mesh(*mesh)

@@ -1,6 +1,7 @@
 """Connects the ranks that a launcher started, and lets all neighbours exchange as in training, for a limited time.
 
-What two neighbouring ranks exchange in training: activations one way and gradients the other, at the same time.
+What two neighbouring ranks exchange in training: activations one way and gradients the other, at the same time. Then
+all exchange parts of different sizes with all, as ranks do that share slices.
 
 rank 0  -- activations -->  rank 1       each direction by a communicator of its own, as in DistributedTransport
         <-- gradients ----
@@ -25,12 +26,13 @@ from slipstream.errors import SlipstreamError
 from slipstream.extras.doctor.devices import exchange_device
 from slipstream.extras.doctor.finding import ExchangeError, Finding, WrongBytesError, error_text, run_within
 from slipstream.launch import ConnectedRanks, connect_ranks, describe_process, name_ranks
-from slipstream.parallel import NO_LIMIT, Ranks
+from slipstream.parallel import NO_LIMIT, RankGroup, Ranks
 from slipstream.units import bytes_text, seconds_text
 
 _RENDEZVOUS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
 _GRACE = 2.0  # seconds in which ranks that noticed the same say so
 _ALL_AT_ONCE = "the exchange of all pairs at once"
+_UNEQUAL_PARTS = "all-to-all of unequal parts"
 _HOW = {
     "gloo": "see whether these ranks still run, let firewalls pass TCP between their machines, and name the interface "
     "between them in GLOO_SOCKET_IFNAME",
@@ -119,6 +121,9 @@ class RankExchange:
                 meeting.tell(str(pair), _named(pair, partial(mine[pair].measure, self._seconds)))
         meeting.come(_ALL_AT_ONCE, self._seconds + _GRACE)
         meeting.tell("seconds", max(both_ways(ends, 1, countdown(self._seconds)).values()))
+        meeting.come(_UNEQUAL_PARTS, self._seconds + _GRACE)
+        exchange = partial(_exchange_unequal_parts, self._device)
+        meeting.tell("unequal", run_within(self._seconds, {_UNEQUAL_PARTS: exchange})[_UNEQUAL_PARTS])
         meeting.come("the end", self._seconds + _GRACE)
 
     def _describe(self, ranks: ConnectedRanks, meeting: Meeting) -> Iterator[Finding]:
@@ -130,6 +135,9 @@ class RankExchange:
         seconds = [meeting.heard("seconds", rank) for rank in range(meeting.size)]
         if meeting.size > 2 and None not in seconds:
             yield Finding("all pairs at once", f"ended after {seconds_text(max(seconds))}")
+        seconds = [meeting.heard("unequal", rank) for rank in range(meeting.size)]
+        if None not in seconds:
+            yield Finding(_UNEQUAL_PARTS, f"ended after {seconds_text(max(seconds))}")
 
     def _failures(self, meeting: Meeting, own: str | None) -> Iterator[Finding]:
         """Yields the problems that all ranks have told, and those of other ranks' machines."""
@@ -158,6 +166,26 @@ def _named(pair: NeighbourPair, measure: partial[MeasuredPair]) -> MeasuredPair:
         return measure()
     except ExchangeError as error:
         raise type(error)(f"{pair}: {error}") from error
+
+
+def _exchange_unequal_parts(device: torch.device) -> None:
+    """Sends every rank another number of numbers, some nothing, as ranks that share slices or experts do. Collective.
+
+    Raises WrongBytesError where others came than were sent.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = RankGroup(dist.group.WORLD)
+    me, ranks = group.rank, range(group.size)
+
+    def part(source: int, to: int) -> Tensor:
+        size = 0 if (source + to) % 3 == 2 else 1000 * (source + 1) + to
+        return torch.arange(size, dtype=torch.float32, device=device) + source
+
+    sent, expected = ([part(me, rank) for rank in ranks], [part(rank, me) for rank in ranks])
+    found = group.all_to_all(torch.cat(sent), [*map(len, sent)], [*map(len, expected)])
+    if wrong := int((found != torch.cat(expected)).sum()):
+        raise WrongBytesError(f"{wrong} of {len(found)} numbers are wrong in {_UNEQUAL_PARTS}")
 
 
 def _rows(pair: NeighbourPair, measured: Sequence[MeasuredPair]) -> Iterator[Finding]:

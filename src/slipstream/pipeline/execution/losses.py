@@ -163,12 +163,12 @@ class GivenLosses(SliceLosses):
     """
 
     def __init__(
-        self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False, shares_slices: bool = False
+        self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False, num_sharing: int = 1
     ) -> None:
         super().__init__(function)
         self.says_divisor = False  # in some call so far
         self._has_replicas, self._adds_router_loss = num_replicas > 1, adds_router_loss
-        self._shares_slices = shares_slices  # with ranks that have other tokens of them
+        self._num_sharing = num_sharing  # ranks, each with some tokens of every slice
         self._tried: set[object] = set()
 
     def compute(self, outputs: Any, state: StepState, key: SliceKey) -> Tensors:
@@ -186,7 +186,13 @@ class GivenLosses(SliceLosses):
         that are joined aren't those of each. Not of functions that fail on made-up outputs, nor of those that return
         something else in a second call.
         """
-        cut = [1] if self._shares_slices or any(len(slices) > 1 for slices in batch.slices) else []
+        shortest = min(each.shape[1] for targets in batch.targets for each in targets) if self._num_sharing > 1 else 1
+        if shortest < self._num_sharing:
+            raise SlipstreamError(
+                f"a slice of {shortest} tokens with a loss_fn and cp={self._num_sharing}: some rank would have none of "
+                f"them. Give slices of at least {self._num_sharing} tokens, or leave loss_fn out."
+            )
+        cut = [1] if self._num_sharing > 1 or any(len(slices) > 1 for slices in batch.slices) else []
         cut += [0] if len(batch.slices) > 1 or self._has_replicas else []
         key = *cut, has_backward
         if key in self._tried:

@@ -126,8 +126,8 @@ class CausalLMFamily:
                 parallel = options.parallel
                 cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, ranks.experts.size == 1
                 check_tensor_parallel(self.config, *cut)
-        if ranks.context.size > 1:
-            self._shares_slices(options)
+        if (size := ranks.context.size) > 1:
+            ranks.decided(lambda: check_context_parallel(self.config, size, ranks.tensor.size))
         self._anatomy = find_anatomy(self.config)
         self._changed: ChangedModel | None = None
         if source.given is not None:
@@ -137,13 +137,6 @@ class CausalLMFamily:
         self._head_names: HeadNames | None = None  # of a head that is spread
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
         self._longest = longest_sequence(self.config) or inf
-
-    def _shares_slices(self, options: PipelineOptions) -> None:
-        """Checks that ranks can share slices. Collective."""
-        size, tensor_ranks = self._ranks.context.size, self._ranks.tensor.size
-        self._ranks.decided(lambda: check_context_parallel(self.config, size, tensor_ranks))
-        if not options.runtime.self_check:
-            self._ranks.decided(lambda: check_carried_state(self.config))
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns what the changes of a model in memory keep from being computed apart. Collective."""
@@ -207,8 +200,9 @@ class CausalLMFamily:
         )
 
     def is_open(self, options: PipelineOptions) -> bool:
-        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
-        return is_free(options) and not self.compiled
+        """Returns whether a plan is to decide where to cut, and can: neither compiled layers are measured nor ranks
+        that share slices."""
+        return is_free(options) and not self.compiled and self._ranks.context.size == 1
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
         """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
@@ -233,7 +227,7 @@ class CausalLMFamily:
     ) -> StageRates | None:
         """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
         measured beside the model. Collective."""
-        if self.compiled:
+        if self.compiled or self._ranks.context.size > 1:
             return None
         request = self.start_request(layout.num_ranks, length, num_rows)
         partition = [stage.stop - stage.start for stage in layout.layers]
@@ -250,7 +244,7 @@ class CausalLMFamily:
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
-        if slices != 1 and not self._may_cut:
+        if (slices != 1 or self._ranks.context.size > 1) and not self._may_cut:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         draws = self.adapter is not None and self.adapter.draws
@@ -293,21 +287,27 @@ class CausalLMFamily:
             experts.shard(model)
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
-        stages, context = {}, self._ranks.context
-        exchange = partial(SliceExchange, context) if context.size > 1 else None
-        for g in here:
-            of_stage = (
-                layout.layers[g],
-                self._device,
-                tensor,
-                heads.get(g),
-                self._router_loss,
-                layout.recompute,
-                exchange,
-                experts,
-            )
-            stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
-        return stages, tensor
+        sharing = self._ranks.context
+        exchange = partial(SliceExchange, sharing) if sharing.size > 1 else None
+
+        def made() -> dict[int, CausalLMStage]:
+            stages = {}
+            for g in here:
+                of_stage = (
+                    layout.layers[g],
+                    self._device,
+                    tensor,
+                    heads.get(g),
+                    self._router_loss,
+                    layout.recompute,
+                    exchange,
+                    experts,
+                )
+                stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
+            return stages
+
+        # a stage's own layers may have heads that can't be spread over the ranks that share its slices
+        return (made() if exchange is None else self._ranks.world.done_by_all(made)), tensor
 
     def _taken_source(self) -> WeightSource:
         """Returns the source, which then nothing here holds: it may have layers of other ranks."""
@@ -326,8 +326,8 @@ class CausalLMFamily:
         if part is not None:
             return SliceLosses(vocabulary_cross_entropy(*part))
         if given is not None:
-            replicas, shares = self._ranks.data.size, self._ranks.context.size > 1
-            return GivenLosses(given, replicas, self._options.router_loss != "none", shares)
+            num_replicas, num_sharing = self._ranks.data.size, self._ranks.context.size
+            return GivenLosses(given, num_replicas, self._options.router_loss != "none", num_sharing)
         return SliceLosses(causal_cross_entropy)
 
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:

@@ -224,12 +224,13 @@ class Config(Record):
     @property
     def num_processes(self) -> int:
         """Ranks of the whole mesh."""
-        return self.pipeline.num_ranks * self.parallel.data * self.parallel.tensor
+        return self.pipeline.num_ranks * self.parallel.data * self.parallel.context * self.parallel.tensor
 
     @property
     def mesh_text(self) -> str:
         """The mesh as it is typed."""
-        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
+        context = f" --cp={self.parallel.context}" if self.parallel.context > 1 else ""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data}{context} --tp={self.parallel.tensor}"
 
 
 class _TwiceError(Exception):
@@ -377,7 +378,12 @@ def _has_bfloat16() -> bool:
 _SECONDS_TO_ASK, _FIRST_WITH_BFLOAT16 = 30.0, 8.0
 
 # The axes of the mesh, as they are typed, and the settings that they are
-_MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
+_MESH = {
+    "pp": ("pipeline", "num_ranks"),
+    "dp": ("parallel", "data"),
+    "cp": ("parallel", "context"),
+    "tp": ("parallel", "tensor"),
+}
 
 
 def _fill_mesh(values: dict[str, Any]) -> None:
@@ -390,6 +396,10 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     automatic = [axis for axis, size in given.items() if size == "auto"]
     if not automatic:
         return
+    if len(automatic) > 1 and "cp" in automatic:
+        raise SlipstreamError(
+            "--cp=auto: the search over meshes doesn't choose how many ranks share a slice. Give --cp a number."
+        )
     others = prod(int(size) for axis, size in given.items() if axis not in automatic)
     world = _num_processes(automatic[0], None if len(automatic) == 1 else _FEWEST * others)
     if world % others:

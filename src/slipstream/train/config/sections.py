@@ -90,6 +90,8 @@ class ParallelSection(Parallelism):
     """Replicas of the pipeline, each with its part of a batch."""
     tensor: PositiveInt = 1
     """Tensor-parallel processes, which share every layer. They have consecutive ranks: keep them within a node."""
+    context: PositiveInt = 1
+    """Processes that share every slice, each with some of its tokens: a divisor of the attention heads."""
 
 
 class TrainingSection(Record):

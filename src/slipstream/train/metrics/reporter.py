@@ -57,7 +57,9 @@ class Reporter:
             plan: of the rows that the run trains on, where it has planned them by itself.
         """
         config, self._run, self._pipe, self._plan = run.config, run, pipe, plan
-        self._traffic = Traffic({axis: group for axis, group in pipe.axes.items() if axis != "pp"})
+        axes = {axis: group for axis, group in pipe.axes.items() if axis != "pp"}
+        joined = {} if pipe.copies in axes.values() else {"gradients": pipe.copies}  # over several axes
+        self._traffic = Traffic(axes | joined)
         # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
         self._figures: FlopsMeter | None = None
         peak = find_peak(run.device, compute_dtype(config), share_of_gpu(config))
@@ -126,7 +128,8 @@ class Reporter:
             trial: whether "auto" was still to plan what to run.
             asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
         """
-        is_first = self._pipe.rank == self._pipe.axes["tp"].rank == 0  # one rank of each replica
+        # one rank of each replica
+        is_first = all(group.rank == 0 for name, group in self._pipe.axes.items() if name != "dp")
         documents = batch.document_lengths() if is_first else []
         computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
         sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()
@@ -343,7 +346,8 @@ class Traffic:
     """The bytes that this rank sends in collectives, step by step.
 
     A collective is taken to send what a ring of n ranks does, which is the least possible: (n-1)/n of the bytes of a
-    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1).
+    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1). In an
+    all-to-all it sends what it receives.
     """
 
     def __init__(self, axes: Mapping[str, RankGroup]) -> None:
@@ -362,4 +366,5 @@ class Traffic:
 def _ring_bytes(group: RankGroup) -> float:
     """Returns the bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
-    return sum((2 if name == "all_reduce" else 1) * part * size for name, size in group.payload.items())
+    shares = {"all_reduce": 2 * part, "all_to_all": 1}  # of the latter only what ranks send each other is counted
+    return sum(shares.get(name, part) * size for name, size in group.payload.items())

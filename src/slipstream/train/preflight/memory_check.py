@@ -108,11 +108,14 @@ Account = Callable[..., float]
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
     """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload` and
-    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
+    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted, or
+    ranks share slices.
 
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
     """
+    if config.parallel.context > 1:
+        return None
     dtype = compute_dtype(config)
     counts: dict[int, ModelCount] = {}
 

@@ -35,6 +35,7 @@ from slipstream.model.adapters import (
     trained_text,
 )
 from slipstream.pipeline.families import planned_vocabulary
+from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
 from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout, plan_shares
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StepSettings
@@ -113,6 +114,8 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
 def check_shares(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where the tensor ranks can't share the model's layers."""
     parallel, lora = config.parallel, config.lora
+    if parallel.context > 1:
+        check_context_parallel(model_config, parallel.context, parallel.tensor)
     if parallel.tensor > 1:
         adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
         plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan, adapter)
