@@ -40,7 +40,8 @@ LIKE_OTHERS |= {"llama, padding", "llama, as many keys as queries"}
 CASES = [
     *cases(mesh, 4, mesh.CASES.keys() - {"dropout", "packed_rows", "refusals"}, grid=("auto", "planned_halves")),
     *cases(token_parts, 2),
-    *cases(expert_parallel, 2, {"mixtral", "glm4_moe"}),
+    *cases(expert_parallel, 2, expert_parallel.CASES.keys() - {"qwen3_moe", "gpt_oss", "memory", "packed_documents"}),
+    *[pytest.param("expert_parallel", 4, case, marks=pytest.mark.more) for case in expert_parallel.OF_FOUR],
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
     *cases(zero3, 4, grid=zero3.CASES),
     *cases(data_parallel, 2),

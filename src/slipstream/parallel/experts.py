@@ -48,7 +48,7 @@ def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> 
             "is nothing to spread. Leave it out."
         )
     for name, _ in expert_modules(model):
-        if parse_name(f"{name}.weight").rest != "weight":
+        if "." in parse_name(f"{name}.weight").rest.replace("base_layer.", ""):
             raise SlipstreamError(
                 f"{option}: {name} is in a trained copy (modules_to_save) of a larger module, of which other parts "
                 "aren't spread. Name the experts in its place."
