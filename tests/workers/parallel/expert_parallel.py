@@ -8,6 +8,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -22,10 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from slipstream import Memory, Parallelism, Pipeline, make_mesh
+from slipstream import Memory, Parallelism, Pipeline, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
+from slipstream.planner.steps import StepPlan
+from slipstream.schedule import make_schedule
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -205,6 +208,42 @@ def lists_step(whole: PreTrainedModel, pieces: list[tuple[Tensor, Tensor]]) -> f
 
 
 @no_rounding_inside()
+def lists_of_sequences() -> None:
+    """Replicas with other numbers of sequences and tokens run one list of actions, in a step and in an evaluation."""
+    pipe, whole = Pipeline(model_of("qwen3_moe"), slices=5, num_microbatches=3, mesh=replicas()), model_of("qwen3_moe")
+    for lengths in ([[31, 2, 17, 40], [3, 5]], [[2], [60, 20, 33]], [[9, 9, 9], [9, 9, 9]]):
+        for model in (whole, pipe):
+            for parameter in model.parameters():
+                parameter.grad = None
+        rows = [[random_tokens(1, length, seed=length + r)[0] for length in each] for r, each in enumerate(lengths)]
+        rows = [rows[place % 2] for place in range(pipe.num_replicas)]
+        expected = lists_step(whole, [(row[None], row[None]) for each in rows for row in each])
+        mine = rows[pipe.replica]
+        assert abs(float(pipe.step(mine, mine)) - expected) < BOUND * expected
+        assert wrong_by(pipe, gradients(whole)) < BOUND
+        assert abs(float(pipe.evaluate(mine, mine)) - expected) < BOUND * expected
+        chances = pipe.log_probabilities(mine, mine)
+        for row, found in zip(mine, chances, strict=True):
+            wanted = whole(input_ids=row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])
+            assert float((found[1:] - wanted.squeeze(-1)).abs().max()) < BOUND
+
+
+def plans_that_differ() -> None:
+    """Plans of other orders are refused on every rank, and rows whose number of slices their length decides."""
+    pipe = Pipeline(model_of("qwen3_moe"), slices=2, mesh=replicas())
+    rows = [random_tokens(1, 9)[0]]
+    cut = (4, 5) if pipe.replica else (9,)
+    plan = StepPlan(((0,),), (cut,), make_schedule("1f1b", 1, 1, (len(cut),)))
+    with pytest.raises(SlipstreamError, match="the replicas' plans differ in their order"):
+        pipe.step(rows, rows, plan=plan)
+    assert float(pipe.step(rows, rows)) > 0
+    pipe = Pipeline(model_of("qwen3_moe"), slices="auto", mesh=replicas())
+    few = random_tokens(2, 3 if pipe.replica else 20)
+    with pytest.raises(SlipstreamError, match="the replicas would run different actions"):
+        pipe.evaluate(few, few)
+
+
+@no_rounding_inside()
 def router_loss() -> None:
     """The load-balancing loss of each layer and microbatch is that of one process."""
     pipe = Pipeline(mixture("mixtral"), slices=SLICES, num_microbatches=2, router_loss="per_layer", mesh=replicas())
@@ -263,7 +302,16 @@ def of_model(name: str) -> Callable[[], None]:
 
 CASES = by_name(
     *(of_model(name) for name in MODELS),
-    *(memory, in_one_process, sharded_optimizer, packed_documents, router_loss, adapted),
+    *(
+        memory,
+        in_one_process,
+        sharded_optimizer,
+        packed_documents,
+        lists_of_sequences,
+        plans_that_differ,
+        router_loss,
+        adapted,
+    ),
 )
 OF_FOUR = by_name(pipelines, four_replicas, tensor_ranks)
 
