@@ -44,8 +44,8 @@ def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> 
     counts = num_experts_of(model)
     if not counts:
         raise SlipstreamError(
-            f"{option}: {model_type!r} has no experts whose weights transformers holds together for a layer, so there "
-            "is nothing to spread. Leave it out."
+            f"{option}: {model_type!r} has no experts that can be spread, whose weights a layer holds together. Leave "
+            "it out."
         )
     for name, _ in expert_modules(model):
         if "." in parse_name(f"{name}.weight").rest.replace("base_layer.", ""):

@@ -22,6 +22,7 @@ from slipstream.train.config.rules import (
     OTHER_NAMES,
     OTHER_VALUES,
     check_batch,
+    check_expert_ranks,
     check_is_ours,
     check_lengths,
     check_partition,
@@ -141,6 +142,7 @@ class Config(Record):
         check_validations(self.training, self.checkpoint, self.data)
         are_pairs = self.preference is not None
         check_batch(self.training, self.data, self.pipeline, self.parallel, are_pairs)
+        check_expert_ranks(self.parallel)
         try:
             self._check_pipeline()
         except ValueError as error:
@@ -214,7 +216,8 @@ class Config(Record):
     @property
     def mesh_text(self) -> str:
         """The mesh as it is typed."""
-        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}"
+        experts = f" --ep={self.parallel.experts}" if self.parallel.experts > 1 else ""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data} --tp={self.parallel.tensor}{experts}"
 
 
 class _TwiceError(Exception):
@@ -291,9 +294,15 @@ def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
 # The axes of the mesh, as they are typed, and the settings that they are
 _MESH = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data"), "tp": ("parallel", "tensor")}
 
+_FOLDED = {"ep": ("parallel", "experts")}  # typed like an axis, of whose processes another one has
+
 
 def _fill_mesh(values: dict[str, Any]) -> None:
-    """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU."""
+    """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU; and
+    experts the replicas over which they are spread."""
+    parallel = values.get("parallel")
+    if isinstance(parallel, dict) and "experts" in parallel:
+        parallel.setdefault("data", parallel["experts"])
     given = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
         for axis, (section, name) in _MESH.items()
@@ -334,7 +343,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
         raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")
-    *path, key = _MESH.get(name) or name.split(".")
+    *path, key = _MESH.get(name) or _FOLDED.get(name) or name.split(".")
     section = values
     for part in path:
         section = section.setdefault(part, {})

@@ -89,6 +89,9 @@ class ParallelSection(Parallelism):
     """Replicas of the pipeline, each with its part of a batch."""
     tensor: PositiveInt = 1
     """Processes that share every layer, next to each other: keep them within a node."""
+    experts: PositiveInt = 1
+    """Replicas over which each layer's experts are spread, next to each other: they exchange tokens in every layer.
+    Where `data` isn't given there are as many replicas."""
 
 
 class TrainingSection(Record):

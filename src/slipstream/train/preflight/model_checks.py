@@ -33,7 +33,12 @@ from slipstream.model.adapters import (
     trained_text,
 )
 from slipstream.pipeline.families import planned_vocabulary
-from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout, plan_shares
+from slipstream.pipeline.families.causal_lm_layout import (
+    check_expert_parallel,
+    find_router_loss,
+    plan_layout,
+    plan_shares,
+)
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StepSettings
 from slipstream.train.config import Config, ModelSection
@@ -71,11 +76,13 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
         check_carried_state(model_config)
     _check_layout(config, model_config)
     find_router_loss(model_config, config.pipeline.router_loss, config.parallel.tensor, "pipeline.router_loss")
-    parallel = config.parallel
+    parallel, lora = config.parallel, config.lora
+    adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
     if parallel.tensor > 1:
-        lora = config.lora
-        adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
-        plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan, adapter)
+        cut = parallel.tensor, parallel.tensor_plan, adapter, parallel.experts == 1
+        plan_shares(model_config, find_anatomy(model_config), *cut)
+    options = PipelineOptions(**config.pipeline_options())
+    check_expert_parallel(model_config, adapter, parallel.experts, options, f"parallel.experts={parallel.experts}")
 
 
 def check_layers(config: Config, model_config: Any) -> None:
