@@ -127,6 +127,8 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         yield "stages", _stages(report)
         degrees = ", ".join(map(str, report.tensor_ranks))
         yield "tensor parallelism", report.no_tensor_parallel or f"{degrees} ranks"
+        degrees = ", ".join(map(str, report.expert_ranks))
+        yield "expert parallelism", report.no_expert_parallel or f"{degrees} ranks"
         yield "tied weights", ", ".join(f"{head} = {embedding}" for head, embedding in report.tied) or "none"
     yield "loss", _loss(report)
     if report.dropout:

@@ -44,11 +44,11 @@ def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> 
     counts = num_experts_of(model)
     if not counts:
         raise SlipstreamError(
-            f"{option}: {model_type!r} has no experts whose weights transformers holds together for a layer, so there "
-            "is nothing to spread. Leave it out."
+            f"{option}: {model_type!r} has no experts that can be spread, whose weights a layer holds together. Leave "
+            "it out."
         )
     for name, _ in expert_modules(model):
-        if parse_name(f"{name}.weight").rest != "weight":
+        if "." in parse_name(f"{name}.weight").rest.replace("base_layer.", ""):
             raise SlipstreamError(
                 f"{option}: {name} is in a trained copy (modules_to_save) of a larger module, of which other parts "
                 "aren't spread. Name the experts in its place."

@@ -16,6 +16,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import PendingWork, Ranks, ranks_text
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import SplitBatch
+from slipstream.schedule import Schedule
 from slipstream.watchdog import waiting
 
 _CALLS = (
@@ -120,6 +121,16 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
         "every rank, in the same order. Under `if pipe.leads:` belongs only what is done with a result, such as "
         "printing it; save and save_pretrained write on one rank by themselves."
     )
+
+
+def check_one_order(ranks: Ranks, schedule: Schedule) -> None:
+    """Raises SlipstreamError on every rank where replicas, whose layers exchange tokens, would run different actions,
+    or the same in another order: they would wait for each other for ever. Collective with expert parallelism."""
+    if ranks.experts.size > 1 and len({*ranks.copies.gather(schedule.checksum)}) > 1:
+        raise SlipstreamError(
+            "the replicas would run different actions, and with ep their layers exchange tokens in each. Give all of "
+            "them rows of one length, or slices as a count that each row has tokens for."
+        )
 
 
 _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances

@@ -26,7 +26,7 @@ from slipstream.model import PipelineStage
 from slipstream.model.autograd_memory import take_differing_layers
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
+from slipstream.pipeline.agreement import BatchAgreement, CallAgreement, check_one_order
 from slipstream.pipeline.batch import Inputs, Sequences, WholeBatch, given_batch
 from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import (
@@ -127,7 +127,9 @@ class PipelineRuntime:
         self._last_sequences: Sequence[MicrobatchSequences] = ()
 
         # 5. What plans steps, and keeps them within the memory limit.
-        self.step_planning = StepPlanning(self._plan_step, self._check_and_lay_out, self.ranks, self.calls)
+        self.step_planning = StepPlanning(
+            self._plan_step, self.settings.schedule_for, self._check_and_lay_out, self.ranks, self.calls
+        )
         self._first_steps = FirstSteps(self.settings, self.ranks, self._measured_rates, options.memory.limit)
         records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
         parts = self.ranks, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
@@ -338,6 +340,7 @@ class PipelineRuntime:
         computed again isn't what it was.
         """
         self._last_schedule, self._last_sequences = schedule.name, batch.sequences
+        check_one_order(self.ranks, schedule)
         graphs = self.graphs
         self.transport.begin(self._agreement.finish)
         if self._recomputes:
@@ -393,6 +396,7 @@ class PipelineRuntime:
         nothing on ranks without the last stage. Collective."""
         collected = CollectedOutputs(function)
         executors = self._made_executors(collected)
+        check_one_order(self.ranks, self.layout.evaluation)
         self.transport.begin(self._agreement.finish)
         run_together(executors, self.layout.evaluation, batch)
         for executor in executors:

@@ -6,16 +6,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 from zlib import crc32
 
 from slipstream.errors import SlipstreamError
-from slipstream.parallel import Ranks
+from slipstream.parallel import Ranks, part_bounds
 from slipstream.pipeline.agreement import CallAgreement
+from slipstream.pipeline.cut_batch import slice_lengths
 from slipstream.planner.steps import StepPlan
 from slipstream.schedule import Schedule
 
 _MOST_WAITING = 4  # plans that were prepared, and not asked for yet
 Lengths = tuple[int, ...]
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class _PreparedPlan:
 
     @classmethod
     def of(cls, plan: StepPlan) -> _PreparedPlan:
-        return cls(plan, _checksum((plan.groups, plan.slices, plan.schedule.placement, plan.schedule.actions)))
+        return cls(plan, _checksum((plan.groups, plan.slices, plan.schedule.checksum)))
 
 
 class DifferentLengthsError(RuntimeError):
@@ -42,11 +45,14 @@ class StepPlanning:
     def __init__(
         self,
         find: Callable[[Sequence[int]], StepPlan],
+        order_of: Callable[[Lengths], Schedule],
         lay_out: Callable[[Schedule], object],
         ranks: Ranks,
         calls: CallAgreement,
     ) -> None:
-        """`find` returns the plan for some lengths, and `lay_out` lowers its schedule and keeps the result."""
+        """`find` returns the plan for some lengths, `order_of` the schedule of microbatches of so many slices each, and
+        `lay_out` lowers a schedule and keeps the result."""
+        self._order_of = order_of
         self._find, self._lay_out, self._ranks, self._calls = find, lay_out, ranks, calls
         self._thread = ThreadPoolExecutor(1, "step-plan")
         self._waiting: OrderedDict[Lengths, Future[_PreparedPlan]] = OrderedDict()
@@ -82,7 +88,8 @@ class StepPlanning:
         if not same_lengths:
             raise DifferentLengthsError
         assert prepared is not None
-        return prepared.plan if same_plan else self._first_ranks(prepared.plan)
+        plan = prepared.plan if same_plan else self._first_ranks(prepared.plan)
+        return plan if self._ranks.experts.size == 1 else self._in_one_order(plan, given is not None)
 
     def _own(self, lengths: Lengths, given: StepPlan | None) -> _PreparedPlan:
         if given is not None:
@@ -107,12 +114,45 @@ class StepPlanning:
         same = [all(values[place] == number for values in mine) for place, number in enumerate(seen)]
         return same[0], same[1], not any(each.values[2] for each in others)
 
+    def _in_one_order(self, plan: StepPlan, is_given: bool) -> StepPlan:
+        """Returns the plan, or what is made of it so that all replicas run the same actions, in which they exchange
+        tokens: of each microbatch as many slices as the most of any replica has, and as its tokens allow. Collective.
+
+        Raises SlipstreamError on every rank where a plan was given that would have to be changed.
+        """
+        mine = [(sum(slices), len(slices)) for slices in plan.slices]  # the tokens and slices of each microbatch
+        found = self._ranks.copies.gather((plan.schedule.checksum, mine, is_given))
+        if len({checksum for checksum, *_ in found}) == 1:
+            return plan
+        if any(given for *_, given in found):
+            raise SlipstreamError(
+                "plan=... on a mesh with ep: the replicas' plans differ in their order, or not all were given one, and "
+                "all have to run the same actions. Give plans with one schedule, or leave them out."
+            )
+        number = min(len(microbatches) for _, microbatches, _ in found)
+        joined = [[(*map(sum, zip(*run, strict=True)),) for run in _runs(each, number)] for _, each, _ in found]
+        counts = tuple(
+            min(max(count for _, count in each), min(tokens for tokens, _ in each))
+            for each in zip(*joined, strict=True)
+        )
+        groups = tuple(tuple(row for group in run for row in group) for run in _runs(plan.groups, number))
+        own = joined[self._ranks.copies.rank]
+        slices = tuple(tuple(slice_lengths(count, tokens)) for count, (tokens, _) in zip(counts, own, strict=True))
+        schedule = self._order_of(counts)
+        self._lay_out(schedule)
+        return StepPlan(groups, slices, schedule)
+
     def _first_ranks(self, plan: StepPlan) -> StepPlan:
         """Returns the plan of the first of the ranks that share a batch. Collective."""
         for axis, group in reversed([*self._ranks.groups.items()]):
             if axis.shares_batch:
                 plan = group.gather(plan)[0]
         return plan
+
+
+def _runs(items: Sequence[_Item], number: int) -> list[Sequence[_Item]]:
+    """Returns so many runs of consecutive items."""
+    return [items[slice(*part_bounds(len(items), number, part))] for part in range(number)]
 
 
 def _checksum(value: object) -> int:

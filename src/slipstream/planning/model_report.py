@@ -30,6 +30,7 @@ from slipstream.model import (
     meta_model,
 )
 from slipstream.model.toy import toy_config
+from slipstream.parallel.experts import check_experts, num_experts_of
 from slipstream.parallel.tensor import find_tensor_plan
 from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
 
@@ -87,6 +88,8 @@ class ModelReport:
     no_tensor_parallel: str = ""  # why no more than one can
     context_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every slice
     no_context_parallel: str = ""  # why no more than one can
+    expert_ranks: tuple[int, ...] = (1,)  # numbers of ranks over which experts can be spread
+    no_expert_parallel: str = ""  # why no more than one can have some
     dropout: tuple[str, ...] = ()  # what is dropped with which probability, such as "attention_dropout=0.1"
     max_length: int | None = None  # the most tokens of a sequence; None: as many as you like
     self_check: SelfCheck | None = None
@@ -113,6 +116,8 @@ def report_on(config: PretrainedConfig) -> ModelReport:
     except SlipstreamError as error:
         return replace(report, refusal=str(error))
     report = replace(report, tied=anatomy.tied, whole_layers=whole, tensor_ranks=ranks, no_tensor_parallel=alone)
+    spread, together = _expert_ranks(config)
+    report = replace(report, expert_ranks=spread, no_expert_parallel=together)
     try:
         found = check_sliceable(config, anatomy)
     except SlipstreamError as error:
@@ -157,6 +162,18 @@ def _context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     except SlipstreamError as error:
         return (1,), str(error)
     return (1, *degrees), ""
+
+
+def _expert_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
+    """Returns the numbers of ranks over which experts can be spread, and why there is only 1."""
+    model, found, reason = meta_model(config), [1], ""
+    for ranks in range(2, 1 + max(num_experts_of(model).values(), default=2)):
+        try:
+            check_experts(model, config.model_type, ranks, f"--ep={ranks}")
+            found.append(ranks)
+        except SlipstreamError as error:
+            reason = reason or str(error)
+    return tuple(found), "" if len(found) > 1 else reason
 
 
 def _tensor_ranks(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import index
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, NUMBER, Action, Op, ScheduleError
@@ -107,6 +108,11 @@ class Schedule:
     def positions(self) -> dict[Action, tuple[int, int]]:
         """The place of each action: (rank, index in that rank's order)."""
         return {action: (rank, i) for rank, row in enumerate(self.actions) for i, action in enumerate(row)}
+
+    @cached_property
+    def checksum(self) -> int:
+        """A number by which processes compare what each rank runs in which order."""
+        return crc32(repr((self.placement, self.actions)).encode())
 
     @cached_property
     def ops(self) -> frozenset[Op]:

@@ -65,4 +65,5 @@ def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:
     if not dist.is_initialized() or dist.get_world_size() == config.pipeline.num_ranks:
         return None
     parallel = config.parallel
-    return make_mesh(config.pipeline.num_ranks, parallel.data, parallel.tensor, device.type, cp=parallel.context)
+    sizes = config.pipeline.num_ranks, parallel.data, parallel.tensor
+    return make_mesh(*sizes, device.type, ep=parallel.experts, cp=parallel.context)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     DeepseekV3Config,
@@ -20,8 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from slipstream import Pipeline, make_mesh
+from slipstream import Memory, Parallelism, Pipeline, SlipstreamError, make_mesh
+from slipstream.model import causal_cross_entropy
 from slipstream.model.toy import perturb_parameters
+from slipstream.parallel import RankGroup
+from slipstream.planner.steps import StepPlan
+from slipstream.schedule import make_schedule
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -33,6 +40,8 @@ from support.architectures import (
     unsplit_step,
 )
 from support.architectures import tokens as random_tokens
+from support.mixtures import mixture
+from support.mixtures import unsplit_step as balanced_step
 from support.parallel.group_cases import by_name, run_cases
 
 _COMMON: dict[str, Any] = {
@@ -92,6 +101,8 @@ def wrong_by(pipe: Pipeline, wanted: Mapping[str, Tensor]) -> float:
     floor = 1e-6 * max(float(each.abs().max()) for each in wanted.values())
     errors = [0.0]
     for shard in pipe.parameter_shards():
+        if not shard.parameter.requires_grad:
+            continue
         part, grad = shard.share.take(wanted[shard.name]), shard.parameter.grad
         assert grad is not None, shard.name
         part = part[shard.first_row : shard.first_row + len(grad)]
@@ -108,7 +119,8 @@ def check_step(pipe: Pipeline, whole: PreTrainedModel, inputs: Tensor, labels: T
     expected = float(unsplit_step(whole, inputs, labels))
     assert abs(float(pipe.step(own(pipe, inputs), own(pipe, labels))) - expected) < BOUND * expected
     wanted = gradients(whole)
-    assert {shard.name for shard in pipe.parameter_shards()} <= wanted.keys()
+    trained = {shard.name for shard in pipe.parameter_shards() if shard.parameter.requires_grad}
+    assert set().union(*RankGroup(dist.group.WORLD).gather(trained)) == wanted.keys()
     assert wrong_by(pipe, wanted) < BOUND
     norm = float(pipe.clip_grad_norm_(torch.inf))
     assert abs(norm - norm_of(wanted)) < BOUND * norm
@@ -125,13 +137,184 @@ def replicas(ep: int = 2) -> DeviceMesh:
     return make_mesh(dp=dist.get_world_size(), ep=ep)
 
 
+def memory() -> None:
+    """Replays exchange tokens once more, on all ranks of the group; so do split backwards, and what was offloaded."""
+    exact("qwen3_moe", replicas, memory=Memory(recompute="full"))
+    exact("qwen3_moe", replicas, memory=Memory(recompute="selective"))
+    exact("gpt_oss", replicas, memory=Memory(recompute=2, offload=0.5))
+
+
+def in_one_process() -> None:
+    """Two ranks of a pipeline in each process, alternately."""
+    exact("qwen3_moe", replicas, schedule="interleaved-1f1b", stages_per_rank=2, num_ranks=1, partition=[2, 1])
+    exact("qwen3_moe", replicas, schedule="zb-h1", num_ranks=2)
+
+
+@no_rounding_inside()
+def sharded_optimizer() -> None:
+    """Three steps of AdamW give one process's weights, with optimizer state sharded over those that hold the same."""
+    for shard in (False, True):
+        pipe = Pipeline(
+            model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=Parallelism(shard_optimizer=shard)
+        )
+        whole = model_of("gpt_oss")
+        theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, pipe))
+        for seed in range(3):
+            for optimizer in (theirs, ours):
+                optimizer.zero_grad()
+            check_step(pipe, whole, *batch(pipe.num_replicas, seed))
+            for optimizer in (theirs, ours):
+                optimizer.step()
+        assert state_error(pipe, whole) < 1e-9
+
+
+def state_error(pipe: Pipeline, whole: PreTrainedModel) -> float:
+    found = pipe.state_dict()
+    wanted = {name: each for name, each in whole.state_dict().items() if each.is_floating_point()}
+    return max((float((found[name] - each).abs().max()) for name, each in wanted.items()), default=0) if found else 0.0
+
+
+@no_rounding_inside()
+def packed_documents() -> None:
+    """Documents on one replica alone, whose first packed slice runs a token that the others don't run."""
+    pipe, whole = Pipeline(model_of("qwen3_moe"), slices=SLICES, mesh=replicas()), model_of("qwen3_moe")
+    inputs, labels = batch(pipe.num_replicas)
+    documents = torch.zeros_like(inputs)
+    documents[0, 25:], documents[1, 7:] = 1, 1
+    expected = documents_step(whole, inputs, labels, documents)
+    given = own(pipe, documents) if pipe.replica == 0 else None
+    found = float(pipe.step(own(pipe, inputs), own(pipe, labels), document_ids=given))
+    assert abs(found - expected) < BOUND * expected
+    assert wrong_by(pipe, gradients(whole)) < BOUND
+
+
+def documents_step(whole: PreTrainedModel, inputs: Tensor, labels: Tensor, documents: Tensor) -> float:
+    """The whole model's step on each document by itself."""
+    pieces = []
+    for row, each, ids in zip(inputs, labels, documents, strict=True):
+        ends = [0, *(torch.nonzero(ids.diff()).flatten() + 1).tolist(), len(ids)]
+        pieces += [(row[a:b][None], each[a:b][None]) for a, b in pairwise(ends)]
+    return lists_step(whole, pieces)
+
+
+def lists_step(whole: PreTrainedModel, pieces: list[tuple[Tensor, Tensor]]) -> float:
+    """The whole model's step on sequences of any lengths, one after the other."""
+    count, loss = sum(int((labels[:, 1:] != -100).sum()) for _, labels in pieces), 0.0
+    for inputs, labels in pieces:
+        total, _ = causal_cross_entropy(whole(input_ids=inputs, use_cache=False).logits[:, :-1], labels[:, 1:])
+        (total / count).backward()
+        loss += float(total.detach()) / count
+    return loss
+
+
+@no_rounding_inside()
+def lists_of_sequences() -> None:
+    """Replicas with other numbers of sequences and tokens run one list of actions, in a step and in an evaluation."""
+    pipe, whole = Pipeline(model_of("qwen3_moe"), slices=5, num_microbatches=3, mesh=replicas()), model_of("qwen3_moe")
+    for lengths in ([[31, 2, 17, 40], [3, 5]], [[2], [60, 20, 33]], [[9, 9, 9], [9, 9, 9]]):
+        for model in (whole, pipe):
+            for parameter in model.parameters():
+                parameter.grad = None
+        rows = [[random_tokens(1, length, seed=length + r)[0] for length in each] for r, each in enumerate(lengths)]
+        rows = [rows[place % 2] for place in range(pipe.num_replicas)]
+        expected = lists_step(whole, [(row[None], row[None]) for each in rows for row in each])
+        mine = rows[pipe.replica]
+        assert abs(float(pipe.step(mine, mine)) - expected) < BOUND * expected
+        assert wrong_by(pipe, gradients(whole)) < BOUND
+        assert abs(float(pipe.evaluate(mine, mine)) - expected) < BOUND * expected
+        chances = pipe.log_probabilities(mine, mine)
+        for row, found in zip(mine, chances, strict=True):
+            wanted = whole(input_ids=row[None]).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])
+            assert float((found[1:] - wanted.squeeze(-1)).abs().max()) < BOUND
+
+
+def plans_that_differ() -> None:
+    """Plans of other orders are refused on every rank, and rows whose number of slices their length decides."""
+    pipe = Pipeline(model_of("qwen3_moe"), slices=2, mesh=replicas())
+    rows = [random_tokens(1, 9)[0]]
+    cut = (4, 5) if pipe.replica else (9,)
+    plan = StepPlan(((0,),), (cut,), make_schedule("1f1b", 1, 1, (len(cut),)))
+    with pytest.raises(SlipstreamError, match="the replicas' plans differ in their order"):
+        pipe.step(rows, rows, plan=plan)
+    assert float(pipe.step(rows, rows)) > 0
+    pipe = Pipeline(model_of("qwen3_moe"), slices="auto", mesh=replicas())
+    few = random_tokens(2, 3 if pipe.replica else 20)
+    with pytest.raises(SlipstreamError, match="the replicas would run different actions"):
+        pipe.evaluate(few, few)
+
+
+@no_rounding_inside()
+def router_loss() -> None:
+    """The load-balancing loss of each layer and microbatch is that of one process."""
+    pipe = Pipeline(mixture("mixtral"), slices=SLICES, num_microbatches=2, router_loss="per_layer", mesh=replicas())
+    whole = mixture("mixtral")
+    inputs, labels = batch(pipe.num_replicas)
+    pipe.step(own(pipe, inputs), own(pipe, labels))
+    balanced_step(whole, [(row[None], label[None]) for row, label in zip(inputs, labels, strict=True)])
+    assert wrong_by(pipe, gradients(whole)) < BOUND
+
+
+@no_rounding_inside()
+def adapted() -> None:
+    """LoRA on attention and on the experts' weights, of which each rank has the factors of its experts."""
+    for name, experts in (("qwen3_moe", ("gate_up_proj", "down_proj")), ("gpt_oss", ("gate_up_proj", "down_proj"))):
+        config = LoraConfig(
+            r=8, target_modules=["q_proj", "v_proj"], target_parameters=[f"mlp.experts.{each}" for each in experts]
+        )
+        whole, mine = (get_peft_model(model_of(name), config, autocast_adapter_dtype=False) for _ in range(2))
+        for model in (whole, mine):
+            torch.manual_seed(5)
+            for key, parameter in model.named_parameters():
+                if "lora_B" in key:
+                    nn.init.normal_(parameter, std=0.1)
+        pipe = Pipeline(mine, slices=SLICES, mesh=replicas())
+        check_step(pipe, whole.get_base_model(), *batch(pipe.num_replicas))
+
+
+def pipelines() -> None:
+    """Four processes: two replicas of a pipeline, whose ranks of one stage hold different experts."""
+    for name in MODELS:
+        exact(name, partial(make_mesh, pp=2, dp=2, ep=2))
+    memory, parallel = Memory(recompute="full"), Parallelism(shard_optimizer=True)
+    exact("qwen3_moe", partial(make_mesh, pp=2, dp=2, ep=2), schedule="zb-h1", memory=memory, parallel=parallel)
+
+
+def four_replicas() -> None:
+    """Four processes, each expert on two of them or on one, with their gradients and optimizer state sharded or not."""
+    for ep in (2, 4):
+        exact("qwen3_moe", partial(replicas, ep))
+        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard_optimizer=True))
+
+
+def tensor_ranks() -> None:
+    """Four processes: ranks that share layers send other tokens each, and all hold the experts of their replica."""
+    for name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"):
+        for sequence in (False, True):
+            parallel = Parallelism(sequence_parallel=sequence)
+            exact(name, partial(make_mesh, dp=2, tp=2, ep=2), parallel=parallel)
+
+
 def of_model(name: str) -> Callable[[], None]:
     case = partial(exact, name, replicas)
     case.__name__ = name  # type: ignore[attr-defined]
     return case
 
 
-CASES = by_name(*(of_model(name) for name in MODELS))
+CASES = by_name(
+    *(of_model(name) for name in MODELS),
+    *(
+        memory,
+        in_one_process,
+        sharded_optimizer,
+        packed_documents,
+        lists_of_sequences,
+        plans_that_differ,
+        router_loss,
+        adapted,
+    ),
+)
+OF_FOUR = by_name(pipelines, four_replicas, tensor_ranks)
+
 
 if __name__ == "__main__":
-    run_cases(CASES, sys.argv[1:])
+    run_cases(CASES | OF_FOUR, sys.argv[1:])

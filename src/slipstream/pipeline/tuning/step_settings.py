@@ -171,7 +171,7 @@ class StepSettings:
                 "microbatches, each of which takes one. Give a schedule by its name."
             )
         slices = [tuple(slice_lengths(count, row)) for count, row in zip(counts, rows, strict=True)]
-        return StepPlan(tuple(map(tuple, groups)), tuple(slices), self._schedule_for(counts))
+        return StepPlan(tuple(map(tuple, groups)), tuple(slices), self.schedule_for(counts))
 
     def check(self, schedule: Schedule) -> None:
         """Raises SlipstreamError where this pipeline's stages can't run such a schedule."""
@@ -193,10 +193,16 @@ class StepSettings:
                 "its name, num_microbatches, and slices as a count."
             )
 
-    def _schedule_for(self, counts: tuple[int, ...]) -> Schedule:
-        """Returns the schedule of microbatches with these numbers of slices."""
+    def schedule_for(self, counts: tuple[int, ...]) -> Schedule:
+        """Returns the schedule of microbatches with these numbers of slices. Raises SlipstreamError where a schedule
+        was given that has others."""
         if counts == self.schedule.slice_counts:
             return self.schedule
+        if self.is_given:
+            raise SlipstreamError(
+                f"the schedule {self.schedule.name!r} has microbatches of {[*self.schedule.slice_counts]} slices, but "
+                f"sequences of different lengths need {[*counts]} here. Give a schedule by its name."
+            )
         if counts not in self._ragged:
             if len(self._ragged) >= _MOST_RAGGED:
                 self._ragged.clear()

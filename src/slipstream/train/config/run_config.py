@@ -23,6 +23,7 @@ from slipstream.train.config.rules import (
     OTHER_NAMES,
     OTHER_VALUES,
     check_batch,
+    check_expert_ranks,
     check_is_ours,
     check_lengths,
     check_noise,
@@ -153,6 +154,7 @@ class Config(Record):
         check_validations(self.training, self.checkpoint, self.data)
         are_pairs = self.preference is not None
         check_batch(self.training, self.data, self.pipeline, self.parallel, are_pairs)
+        check_expert_ranks(self.parallel)
         try:
             self._check_pipeline()
         except ValueError as error:
@@ -230,7 +232,8 @@ class Config(Record):
     def mesh_text(self) -> str:
         """The mesh as it is typed."""
         context = f" --cp={self.parallel.context}" if self.parallel.context > 1 else ""
-        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data}{context} --tp={self.parallel.tensor}"
+        experts = f" --ep={self.parallel.experts}" if self.parallel.experts > 1 else ""
+        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data}{context} --tp={self.parallel.tensor}{experts}"
 
 
 class _TwiceError(Exception):
@@ -356,7 +359,9 @@ def _fill_in_for_this_machine(values: dict[str, Any]) -> None:
     if not all(isinstance(each, dict) for each in (pipeline, parallel, training)):
         return
     gpus = 0 if training.get("device") == "cpu" else _count_gpus(values)
-    is_open = "num_ranks" not in pipeline and "auto" not in (parallel.get("data"), parallel.get("tensor"))
+    is_open = "num_ranks" not in pipeline and "auto" not in (
+        parallel.get(name) for name in ("data", "context", "tensor")
+    )
     if is_open and (gpus or "WORLD_SIZE" in os.environ):
         values["pipeline"] = {**pipeline, "num_ranks": "auto"}
     if gpus and "precision" not in training and _has_bfloat16():
@@ -385,10 +390,16 @@ _MESH = {
     "tp": ("parallel", "tensor"),
 }
 
+_FOLDED = {"ep": ("parallel", "experts")}  # typed like an axis, of whose processes another one has
+
 
 def _fill_mesh(values: dict[str, Any]) -> None:
     """Gives an axis that is `auto` the processes that the others leave: the launcher's, or one for each GPU. Of several
-    that are, it gives the first sizes that fit, and notes that they are to be chosen."""
+    that are, it gives the first sizes that fit, and notes that they are to be chosen. Experts have replicas over which
+    they are spread."""
+    parallel = values.get("parallel")
+    if isinstance(parallel, dict) and "experts" in parallel:
+        parallel.setdefault("data", parallel["experts"])
     given = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
         for axis, (section, name) in _MESH.items()
@@ -477,7 +488,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
         raise SlipstreamError(f"{override!r} is no setting with its value; write it as --training.steps=100")
-    *path, key = _MESH.get(name) or name.split(".")
+    *path, key = _MESH.get(name) or _FOLDED.get(name) or name.split(".")
     section = values
     for part in path:
         section = section.setdefault(part, {})

@@ -92,6 +92,9 @@ class ParallelSection(Parallelism):
     """Tensor-parallel processes, which share every layer. They have consecutive ranks: keep them within a node."""
     context: PositiveInt = 1
     """Processes that share every slice, each with some of its tokens: a divisor of the attention heads."""
+    experts: PositiveInt = 1
+    """Replicas over which each layer's experts are spread, next to each other: they exchange tokens in every layer.
+    Where `data` isn't given there are as many replicas."""
 
 
 class TrainingSection(Record):

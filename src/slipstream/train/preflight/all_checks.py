@@ -297,6 +297,8 @@ def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
     parallel, pipeline = config.parallel, config.pipeline
     if parallel.tensor > 1:
         yield f"parallel.tensor={parallel.tensor}", "parallel.tensor=1"
+    if parallel.experts > 1:
+        yield f"parallel.experts={parallel.experts}", "parallel.experts=1"
     for name in ("shard_optimizer", "shard_parameters"):
         if parallel.data > 1 and getattr(parallel, name):
             yield f"parallel.{name}=true", f"parallel.{name}=false"

@@ -36,7 +36,12 @@ from slipstream.model.adapters import (
 )
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
-from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout, plan_shares
+from slipstream.pipeline.families.causal_lm_layout import (
+    check_expert_parallel,
+    find_router_loss,
+    plan_layout,
+    plan_shares,
+)
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StepSettings
 from slipstream.train.config import Config, ModelSection
@@ -112,13 +117,16 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
 
 
 def check_shares(config: Config, model_config: Any) -> None:
-    """Raises SlipstreamError where the tensor ranks can't share the model's layers."""
+    """Raises SlipstreamError where ranks can't share the model's layers, its experts or its slices."""
     parallel, lora = config.parallel, config.lora
     if parallel.context > 1:
         check_context_parallel(model_config, parallel.context, parallel.tensor)
+    adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
     if parallel.tensor > 1:
-        adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
-        plan_shares(model_config, find_anatomy(model_config), parallel.tensor, parallel.tensor_plan, adapter)
+        cut = parallel.tensor, parallel.tensor_plan, adapter, parallel.experts == 1
+        plan_shares(model_config, find_anatomy(model_config), *cut)
+    options = PipelineOptions(**config.pipeline_options())
+    check_expert_parallel(model_config, adapter, parallel.experts, options, f"parallel.experts={parallel.experts}")
 
 
 def check_layers(config: Config, model_config: Any) -> None:
