@@ -184,6 +184,11 @@ SUBJECTS = {
     "streaming": Subject("memory and data waits of a run that streams 2 GB of conversations", "streaming"),
     "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),
     "recompute_check": Subject("what comparing recomputed outputs costs a step", "recompute_check", sources=_PIPELINE),
+    "checkpointing": Subject(
+        "recomputation beside transformers' gradient checkpointing, bytes and seconds",
+        "checkpointing",
+        sources=_PIPELINE,
+    ),
     "soak": Subject("a run in hundreds of faults, and its weights after them", "soak"),
     "end_of_a_rank": Subject("how soon the command ends after a rank is killed, on busy cores", "end_of_a_rank"),
     "gpipe_memory_formula": Subject("GPipe's peak activations", "gpipe.memory", "formula", _GPIPE),
