@@ -65,6 +65,7 @@ TRIALS = {
     "fault_overhead": "--length 64 --hidden-size 32 --layers 2",
     "end_of_a_rank": "--kills 1",
     "recompute_check": "--length 64 --repeats 2",
+    "checkpointing": "--length 64 --repeats 1",
     "soak": "--steps 12 --faults 1 --kinds kill",
     "gpu_profile": "--toy --device cpu --budget 20",
     "gpu_session": "--dry --only doctor",

@@ -191,6 +191,11 @@ SUBJECTS = {
     "streaming": Subject("memory and data waits of a run that streams 2 GB of conversations", "streaming"),
     "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),
     "recompute_check": Subject("what comparing recomputed outputs costs a step", "recompute_check", sources=_PIPELINE),
+    "checkpointing": Subject(
+        "recomputation beside transformers' gradient checkpointing, bytes and seconds",
+        "checkpointing",
+        sources=_PIPELINE,
+    ),
     "soak": Subject("a run in hundreds of faults, and its weights after them", "soak"),
     "soak_lost": Subject(
         "a run that loses processes for good and gets them back, and its weights after that",

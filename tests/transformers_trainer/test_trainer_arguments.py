@@ -60,6 +60,17 @@ def test_arguments_that_would_be_ignored(pipe: Pipeline, given: dict[str, Any], 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+def test_checkpointing_is_taken_of_a_pipeline_that_recomputes(tmp_path: Path) -> None:
+    """A Trainer asks the model for it as it begins to train."""
+    pipe = pipeline(num_ranks=2, recompute="full")
+    made = trainer(pipe, arguments(tmp_path, gradient_checkpointing=True, max_steps=1))
+    made.train()
+    assert made.state.global_step == 1
+    with pytest.raises(AttributeError, match=r"leave it out, memory\.recompute='full' recomputes activations already"):
+        pipe.gradient_checkpointing_enable()
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "answer"),
     [

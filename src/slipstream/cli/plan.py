@@ -54,7 +54,7 @@ def plan(
     microbatch_size: Annotated[_List, _choices("Sequences per microbatch")] = None,
     num_slices: Annotated[_List, _choices("Token slices per sequence")] = None,
     slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
-    recompute: Annotated[_List, _choices("Recomputation: none, selective, stage")] = None,
+    recompute: Annotated[_List, _choices("Recomputation: none, selective, full, stage, stage+full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
     fused: Annotated[

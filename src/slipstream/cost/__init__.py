@@ -16,7 +16,9 @@ from slipstream.cost.profile import (
 )
 from slipstream.cost.sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource, StageCosts
 from slipstream.cost.stages import (
+    BY_LAYER,
     OPS,
+    REPLAYED,
     WITH_MESSAGES,
     ActionBytes,
     Stage,

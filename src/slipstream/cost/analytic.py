@@ -23,7 +23,7 @@ import numpy as np
 
 from slipstream.cost.cluster import Cluster, LinkKind
 from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
-from slipstream.cost.stages import ActionBytes, Stage, pipeline_costs
+from slipstream.cost.stages import ActionBytes, Stage, all_of, kept_by_layers, layers_with_backward, pipeline_costs
 from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost
 
@@ -86,6 +86,11 @@ class AnalyticCosts:
     sequence_parallel: bool = False
 
     @property
+    def parts(self) -> Sequence[int]:
+        """The kind of every part of the model."""
+        return self.model.parts
+
+    @property
     def units_per_layer(self) -> int:
         """2 where the halves of layers are known, else 1."""
         return self.model.units_per_layer
@@ -129,7 +134,11 @@ class AnalyticCosts:
         return layers * self.cluster.device.layer_seconds / (1 if op is Op.F else 2)
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention."""
+        """Returns the time of R: that of F, or with "selective" of its kernels other than products and attention. With
+        "full", which has no R, it is how much longer the backward takes."""
+        if recompute == "full":
+            again = self.model.counted(all_of(layers_with_backward(self, layers)))
+            return sum(n * self.part_seconds(part, Op.F, length, context) for n, part in again)
         if recompute != "selective":
             return self.seconds(layers, Op.F, length, context)
         total: Any = self.cluster.device.action_seconds
@@ -250,9 +259,14 @@ class AnalyticCosts:
 
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
         """Returns what F keeps of it until R: states that it leaves to the next slice, the stage's input, which for the
-        first stage are tokens; with "selective" also the outputs of matrix products and attention."""
+        first stage are tokens; with "selective" also the outputs of matrix products and attention. With "full", what
+        it keeps until the backward."""
         if not self.has_backward(layers):
             return 0.0
+        if recompute == "full":
+            own = all_of(layers_with_backward(self, layers))
+            states = sum(number * part.state_bytes for number, part in self.model.counted(own))
+            return kept_by_layers(self, layers, length) + self.microbatch_size * states
         kept = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
         if recompute == "selective":
             counted = self.model.counted(layers)

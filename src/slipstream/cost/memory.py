@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from typing import NamedTuple
 
 from slipstream.cost.operation_counts import StateBytes
 from slipstream.cost.profile import Profile
 from slipstream.cost.sources import StageCosts
-from slipstream.cost.stages import Stage, StageParts
+from slipstream.cost.stages import BY_LAYER, Stage, StageParts, layers_with_backward
 from slipstream.schedule import Op, Schedule
 from slipstream.simulator import Footprint, MemoryTable, StageSlice
 
@@ -32,12 +33,14 @@ def memory_table(
         stages: the parts of each stage.
         schedule: with R, OFFLOAD and RELOAD where there are any.
         slices: tokens of each slice.
-        recompute: what is computed again: none, selective or stage.
+        recompute: what is computed again: none, selective, full, stage or stage+full.
         state: bytes per parameter.
         optimizer_shards: ranks over which the optimizer's state is spread.
         alike: returns one of the stages that cost the same, so that their bytes are computed once.
     """
     length = sum(slices)
+    # No other slice reads the keys and values of a layer that makes them again.
+    is_lone = recompute in BY_LAYER and len(slices) == 1
     of_stage = cache(partial(_footprints, costs, recompute, slices, schedule.ops))
     numbers, trained, context, context_gradients = (
         [float(value(stage)) for stage in map(alike, stages)]
@@ -64,8 +67,8 @@ def memory_table(
     return MemoryTable(
         footprints=footprints,
         first=first,
-        context=dict(enumerate(context)),
-        context_gradients=dict(enumerate(context_gradients)),
+        context=dict.fromkeys(range(len(stages)), 0.0) if is_lone else dict(enumerate(context)),
+        context_gradients=dict.fromkeys(range(len(stages)), 0.0) if is_lone else dict(enumerate(context_gradients)),
         message_bytes=[float(costs.message_bytes(length)) for length in slices],
         parameters={g: state.weights * n for g, n in enumerate(numbers)},
         gradients=gradients,
@@ -80,25 +83,50 @@ def _footprints(
     found = []
     for s, length in enumerate(slices):
         own = costs.action_bytes(layers, length)
-        whole = own.kept
-        kept = whole if recompute == "none" else costs.kept_bytes(layers, recompute, length)
+        by_layer = recompute in BY_LAYER
+        whole, ready = own.kept, costs.kept_bytes(layers, "full", length) if by_layer else own.kept
+        kept = ready if recompute == "none" else costs.kept_bytes(layers, recompute, length)
+        one = _LargestLayer.of(costs, layers, length) if by_layer else _LargestLayer()
         # the first slice's forward and the last slice's backward allocate for the whole microbatch
         keys = costs.context_bytes(layers, sum(slices)) if s == 0 else 0
         made = costs.context_gradient_bytes(layers, sum(slices)) if s == len(slices) - 1 else 0
+        if by_layer and len(slices) == 1:
+            keys, made = one.keys, one.keys + one.key_gradients
         for recomputed, offloaded in product({False, Op.R in ops}, {False, Op.OFFLOAD in ops}):
-            left = kept if recomputed else whole
-            during = own.alone if recomputed else own.peaks[Op.F]
+            left = kept if recomputed else ready
+            during = own.alone if recomputed else max(own.peaks[Op.F], one.forward)
             bytes_by_op = {
                 Op.F: Footprint(left, left + during + keys),
-                Op.R: Footprint(whole - left, max(0.0, whole - left) + own.peaks[Op.F]),
-                Op.B: Footprint(-whole, own.peaks[Op.B] + made),
-                Op.I: Footprint(own.deferred, own.peaks[Op.I] + made),
+                Op.R: Footprint(ready - left, max(0.0, ready - left) + max(own.peaks[Op.F], one.forward)),
+                Op.B: Footprint(-ready, max(own.peaks[Op.B], one.backward) + made),
+                # what W needs is there from I on, of layers that were recomputed too
+                Op.I: Footprint(whole - ready + own.deferred, max(0.0, whole - ready) + own.peaks[Op.I] + made),
                 Op.W: Footprint(-whole - own.deferred, own.peaks[Op.W]),
                 Op.OFFLOAD: Footprint(-left, 0.0),
                 Op.RELOAD: Footprint(left, left),
             }
             found += [((s, recomputed, offloaded), op, each) for op, each in bytes_by_op.items() if op in ops]
     return found
+
+
+class _LargestLayer(NamedTuple):
+    """The most bytes of one layer of a stage that is recomputed alone, besides what enters it."""
+
+    forward: float = 0.0  # while it runs, or all that it saves is there
+    backward: float = 0.0  # while it goes backward
+    keys: float = 0.0  # its keys and values
+    key_gradients: float = 0.0
+
+    @classmethod
+    def of(cls, costs: StageCosts, stage: Stage, length: int) -> _LargestLayer:
+        kinds = {tuple(costs.parts[part] for part in range(*each)): each for each in layers_with_backward(costs, stage)}
+        found, entered = [cls()], float(costs.message_bytes(length))
+        for layer in kinds.values():
+            own = costs.action_bytes(layer, length)
+            saved = max(0.0, own.kept - entered)
+            keys, gradients = costs.context_bytes(layer, length), costs.context_gradient_bytes(layer, length)
+            found.append(cls(saved + own.peaks[Op.F], saved + own.peaks[Op.B], keys, gradients))
+        return cls(*map(max, zip(*found, strict=True)))
 
 
 _WIDE = 4  # bytes of a logit, at least: softmax is computed in float32

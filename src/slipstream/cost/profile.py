@@ -17,8 +17,11 @@ from slipstream.cost.stages import (
     OPS,
     ActionBytes,
     Stage,
+    all_of,
     combine,
+    kept_by_layers,
     layer_of,
+    layers_with_backward,
     part_kinds,
     parts_of,
     pipeline_costs,
@@ -185,6 +188,9 @@ class Profile:
         return 0.0 * np.asarray(length)
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        if recompute == "full":
+            again = range(*all_of(layers_with_backward(self, layers)))
+            return self._time([0.0, *stage_row(self.parts, again)[1:]], Op.F)(length, context)
         return self.seconds(layers, Op.R, length, context)
 
     def part_time(self, name: str, op: Op) -> FittedTime:
@@ -234,6 +240,8 @@ class Profile:
         return self._total(layers, [float(stage.activation_bytes_at(length)) for stage in self.stages])
 
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
+        if recompute == "full":
+            return kept_by_layers(self, layers, length)
         return float(self.message_bytes(length)) if self.parts_of(layers).start else 0.0  # the first gets tokens
 
     @property

@@ -24,7 +24,8 @@ class HostMemorySpec(NamedTuple):
 class AnalyticSource:
     """A counted model on a described cluster."""
 
-    recomputations: tuple[str, ...] = ("none", "selective", "stage")  # values of `recompute` whose times are known
+    # The values of `recompute` whose times are known, the last of which holds least.
+    recomputations: tuple[str, ...] = ("none", "selective", "full", "stage", "stage+full")
     microbatch_sizes = None  # sequences that a microbatch may have: any number
 
     def __init__(
@@ -108,7 +109,7 @@ class ProfileSource:
     It has what an AnalyticSource has.
     """
 
-    recomputations: tuple[str, ...] = ("none", "stage")
+    recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
     devices_per_domain = 2**62
     fused = False  # what is fused is in the times
     memory, host = float("inf"), None  # what isn't known can't be planned with

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -97,6 +97,51 @@ def parts_of(layers: Stage, num_layers: int, units_per_layer: int) -> range:
     first = 1 + layers.start * units_per_layer if layers.start else 0
     last = 1 + layers.stop * units_per_layer + (layers.stop == num_layers)
     return range(first, last)
+
+
+BY_LAYER = frozenset({"full", "stage+full"})  # recompute one layer after the other, within the backward
+REPLAYED = frozenset({"selective", "stage", "stage+full"})  # recompute by an R before the backward
+
+
+def layers_with_backward(costs: _Parts, stage: Stage) -> list[StageParts]:
+    """Returns the layers of a stage that have a backward, of each the parts that are there: what is recomputed at
+    once."""
+    own, last = costs.parts_of(stage), len(costs.parts) - 1
+    inner = [part for part in own if 0 < part < last]
+    layers = [[*each] for _, each in groupby(inner, lambda part: (part - 1) // costs.units_per_layer)]
+    found = [StageParts(each[0], each[-1] + 1) for each in layers]
+    return [each for each in found if costs.has_backward(each)]
+
+
+def all_of(layers: Sequence[StageParts]) -> StageParts:
+    """Returns consecutive layers as one stage, which may be empty."""
+    return StageParts(layers[0].start, layers[-1].stop) if layers else StageParts(0, 0)
+
+
+def kept_by_layers(costs: _Parts, stage: Stage, length: int) -> float:
+    """Returns what a slice's F keeps where its layers are recomputed one by one: what enters each of them, and what is
+    saved of the model's ends."""
+    ends = [StageParts(part, part + 1) for part in (0, len(costs.parts) - 1) if part in costs.parts_of(stage)]
+    saved = sum(float(costs.activation_bytes(end, length)) for end in ends)
+    return saved + len(layers_with_backward(costs, stage)) * float(costs.message_bytes(length))
+
+
+class _Parts(Protocol):
+    """What a model's parts keep: `AnalyticCosts` or `Profile`."""
+
+    @property
+    def parts(self) -> Sequence[int]: ...
+
+    @property
+    def units_per_layer(self) -> int: ...
+
+    def parts_of(self, layers: Stage) -> range: ...
+
+    def has_backward(self, stage: Stage) -> bool: ...
+
+    def activation_bytes(self, layers: Stage, length: int) -> float: ...
+
+    def message_bytes(self, length: Any) -> Any: ...
 
 
 def check_partition(partition: Sequence[float], num_layers: int, units_per_layer: int) -> None:

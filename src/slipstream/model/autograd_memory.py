@@ -254,11 +254,12 @@ class RecomputePolicy:
         )
 
 
-def recompute_advice(what: RecomputePolicy | None) -> str:
-    """Returns the setting that keeps less than what is set, and ", "; nothing where none does."""
-    if what is None or what.setting not in ("full", "stage", "stage+full"):
-        return "memory.recompute='full', "
-    return "" if what.setting == "stage+full" else "memory.recompute='stage+full', "
+def recompute_advice(setting: str | int, waits: bool = True) -> str:
+    """Returns the setting of `memory.recompute` that keeps less than the one that is given, and ", "; nothing where
+    none does. `waits` is whether slices wait between forward and backward, which a stage can recompute then."""
+    if setting == "stage+full" or (setting == "full" and not waits):
+        return ""
+    return "memory.recompute='stage+full', " if setting in ("full", "stage") and waits else "memory.recompute='full', "
 
 
 @dataclass(eq=False)

@@ -221,6 +221,7 @@ _PLACE = (
     "`slipstream train`; for transformers' Trainer there is slipstream.extras.hf_trainer.SlipstreamTrainer"
 )
 _LAYERS = "its layers are spread over the ranks, and pipe.named_parameters() yields what this rank's optimizer updates"
+CHECKPOINTING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _RECOMPUTE = "give Pipeline(memory=slipstream.Memory(recompute='full')), or 'selective'"
 _FORWARD = (
     "call pipe.step(inputs, targets), which runs forward and backward and returns the loss, or pipe.evaluate(inputs, "
@@ -231,7 +232,7 @@ _COMPILE = "for fused norms and activations give Pipeline(runtime=slipstream.Run
 UNSUPPORTED_CALLS = {
     **dict.fromkeys(("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"), _PLACE),
     **dict.fromkeys(("modules", "named_modules", "children"), _LAYERS),
-    **dict.fromkeys(("gradient_checkpointing_enable", "activation_checkpointing_enable"), _RECOMPUTE),
+    **dict.fromkeys(CHECKPOINTING, _RECOMPUTE),
     **dict.fromkeys(("forward", "__call__"), _FORWARD),
     **dict.fromkeys(("compile", "_compiled_call_impl"), _COMPILE),
     "backward": "pipe.step has already run the backward, and its gradients are in .grad",

@@ -18,7 +18,7 @@ from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.batch import Inputs, Lengths, Rows
 from slipstream.pipeline.evaluation import PipelineEvaluation
-from slipstream.pipeline.introspection import UNSUPPORTED_CALLS, summarise
+from slipstream.pipeline.introspection import CHECKPOINTING, UNSUPPORTED_CALLS, summarise
 from slipstream.pipeline.pipeline_options import ExpectedBatch, LossFunction, PipelineOptions, SequenceLoss
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.saving import PipelineSaving
@@ -266,4 +266,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
         def __getattr__(self, name: str) -> Any:
             answer = UNSUPPORTED_CALLS.get(name)
+            runtime = self.__dict__.get("_runtime")
+            if name in CHECKPOINTING and runtime is not None and (what := runtime.layout.recompute) is not None:
+                answer = f"leave it out, memory.recompute={what.setting!r} recomputes activations already"
             raise AttributeError(f"a Pipeline has no attribute {name!r}{f': {answer}' if answer else ''}")

@@ -142,7 +142,7 @@ def in_memory(model: object) -> WeightSource:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise SlipstreamError(
             "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "
-            "Leave it out, or disable it on the model, and give memory=slipstream.Memory(recompute='full')."
+            "Disable it on the model: memory=slipstream.Memory(recompute='full') does what it does."
         )
     trained = TrainedWeights.of(model, adapter)
     given = compare_with_config(model, adapter)

@@ -188,7 +188,7 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
             "partition": partition_setting(plan.partition),
             "vocabulary": plan.head,
         },
-        "memory": {"recompute": "stage" if plan.recompute else "none"},
+        "memory": {"recompute": plan.recompute},
         "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
         "training": {"seq_len": training.seq_len, size: getattr(training, size), "precision": training.precision},
         "plan": {"predicted": config.plan.predicted | predicted},

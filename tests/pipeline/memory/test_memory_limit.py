@@ -80,6 +80,23 @@ def test_a_schedule_that_holds_too_much_is_refused_before_it_runs(settings: dict
     pipe.step(tokens(batch=4, length=32), tokens(batch=4, length=32))  # shorter sequences hold less
 
 
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [
+        ({"slices": 2, "recompute": "selective"}, "Try memory.recompute='full', memory.offload"),
+        ({"slices": 2, "recompute": "full"}, "Try memory.recompute='stage+full', memory.offload"),
+        ({"slices": 1, "recompute": "full"}, "Try memory.offload"),  # no slice waits, so R's would be none
+        ({"slices": 2, "recompute": "stage+full"}, "Try memory.offload"),
+    ],
+    ids=str,
+)
+def test_what_is_set_is_not_advised(settings: dict[str, Any], advised: str) -> None:
+    inputs = tokens()
+    pipe = pipeline(num_ranks=1, num_microbatches=1, schedule="gpipe", memory_limit=1e5, **settings)
+    with pytest.raises(SlipstreamError, match=re.escape(advised)):
+        pipe.step(inputs, inputs)
+
+
 def test_what_graphs_keep_of_offloaded_slices_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where steps aren't to be recorded."""
     inputs, settings = tokens(batch=4), {"schedule": "gpipe", "offload": 1.0}

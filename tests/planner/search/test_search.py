@@ -209,7 +209,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     options = PlanOptions(
         stages_per_rank=draw.choice(((1,), (1, 2), (2, 3))),
         num_slices=draw.choice(((1, 2), (1, 4), (2, 3))),
-        recompute=draw.choice((("none", "stage"), ("none", "selective"), ("stage",))),
+        recompute=draw.choice((("none", "stage", "full"), ("none", "selective"), ("full", "stage", "stage+full"))),
         offload=draw.choice(((0.0,), (0.0, 1.0))),
         num_simulated=10**9,
     )
@@ -441,7 +441,9 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
 
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "recompute"),
-    each_once([("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "stage"]),
+    each_once(
+        [("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "stage", "full", "stage+full"]
+    ),
 )
 def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
     """Backwards too, which a Pipeline splits where their result goes to another rank."""
@@ -460,6 +462,23 @@ def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_ran
     run = pipe.layout.training
     computed = [[action for action in row if action.op not in COMMUNICATION] for row in run.actions]
     assert [list(row) for row in candidate.schedule.actions] == computed
+
+
+def test_layers_that_are_recomputed_one_by_one() -> None:
+    """On one device, one slice: a forward of the layers longer, and of the activations what enters them and one's."""
+    space = PlanSpace(source(SMALL, small_cluster(1, 1)), SEQ_LEN, 2, PlanOptions())
+    none, full, stage = (
+        SimulatedConfiguration.of(space, Configuration(1, 1, 1, 1, "1f1b", 1, 1, recompute, 0.0, False))
+        for recompute in ("none", "full", "stage")
+    )
+    layers = full.cut.costs.seconds(range(1, 5), Op.F, SEQ_LEN, 0) - full.cut.costs.cluster.device.action_seconds
+    assert full.step()[0] - none.step()[0] == pytest.approx(2 * layers * 6 / 4)  # of two sequences, SMALL has 6 layers
+    assert full.step()[1]["recomputation"] == pytest.approx(2 * layers * 6 / 4)
+    assert stage.peaks() == none.peaks()  # as each backward follows its forward
+    assert full.peaks()[0] < 0.8 * none.peaks()[0]
+    limit = (full.peaks()[0] + none.peaks()[0]) / 2
+    plan = search_plans(space.source, SEQ_LEN, 2, options=PlanOptions(memory_limit=limit, offload=(0.0,)))
+    assert plan.best.configuration.recompute == "full"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

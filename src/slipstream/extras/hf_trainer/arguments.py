@@ -53,7 +53,8 @@ def check_script(model: object, given: Mapping[str, Any]) -> None:
 
 def check_arguments(args: TrainingArguments, pipe: Pipeline, optimizer: Optimizer | None) -> None:
     """Raises SlipstreamError, with all that is wrong, for arguments that would be ignored."""
-    problems = [*_of_launcher(), *_refused(args), *_unknown(args), *_in_part(args, pipe), *_of_processes(args, pipe)]
+    problems = [*_of_launcher(), *_refused(args, pipe), *_unknown(args)]
+    problems += [*_in_part(args, pipe), *_of_processes(args, pipe)]
     if optimizer is None:
         problems += _of_optimizer(args, pipe)
     else:
@@ -114,9 +115,10 @@ def _of_launcher() -> Iterator[str]:
             )
 
 
-def _refused(args: TrainingArguments) -> Iterator[str]:
+def _refused(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
+    done = ("gradient_checkpointing", "activation_checkpointing") if pipe.layout.recompute is not None else ()
     for name, instead in REFUSED.items():
-        if value := getattr(args, name, None):
+        if (value := getattr(args, name, None)) and name not in done:
             yield f"{name}={value!r} in a SlipstreamTrainer: {instead[0].lower()}{instead[1:]}."
 
 
@@ -220,7 +222,8 @@ REFUSED = {
     "deepspeed": _SHARDED,
     "debug": "Leave it out: it looks into modules that the ranks don't have as a whole",
 }
-"""What to do instead, by the argument's name; any value but false, none or zero is refused."""
+"""What to do instead, by the argument's name; any value but false, none or zero is refused; checkpointing only
+where the Pipeline recomputes nothing."""
 
 ENVIRONMENT = {
     "ACCELERATE_DYNAMO_BACKEND": _FUSED,
@@ -253,7 +256,7 @@ local_rank
 _DETAILS = """
 activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode
 liger_kernel_config fsdp_config
-"""  # how to do what another argument asks for, which is refused
+"""  # how to do what another argument asks for, which is refused, or is done already
 NOT_REFUSED = frozenset((_WITH_CONDITIONS + _TAKEN + _DETAILS).split())
 """The names of the other arguments."""
 

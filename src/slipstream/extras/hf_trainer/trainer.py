@@ -253,6 +253,11 @@ class PipelineModel(nn.Module):
         by_signature = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         return bool(getattr(self.unsplit, "accepts_loss_kwargs", by_signature))
 
+    def gradient_checkpointing_enable(self, *_: object, **options: object) -> None:
+        """Does nothing: arguments that ask for it are taken of a Pipeline that recomputes activations already."""
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
     def forward(self, labels: object = None, **columns: object) -> Never:
         """Raises SlipstreamError: a Pipeline's forward and backward are one call."""
         raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {UNSUPPORTED_CALLS['forward']}")

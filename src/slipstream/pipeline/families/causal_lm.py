@@ -231,7 +231,8 @@ class CausalLMFamily:
             return None
         request = self.start_request(layout.num_ranks, length, num_rows)
         partition = [stage.stop - stage.start for stage in layout.layers]
-        again = layout.recompute is not None and layout.recompute.setting in ("full", "stage")
+        setting = "none" if layout.recompute is None else str(layout.recompute.setting)
+        again = setting if setting in ("full", "stage", "stage+full") else "none"
         return measure_rates(self.config, request, partition, self._ranks, self._device, say, again)
 
     def length(self, batch: WholeBatch) -> int:

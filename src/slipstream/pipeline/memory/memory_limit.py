@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -258,10 +259,16 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
     total = held.peak + _token_bytes(step)
     slices = ", ".join(str([*each.slices]) for each in step.microbatches)
+    setting = "none" if step.recompute is None else step.recompute.setting
+    waits = any(
+        before.op is Op.F and (before.microbatch, before.slice) != (action.microbatch, action.slice)
+        for row in step.schedule.actions
+        for before, action in pairwise(each for each in row if each.op in (Op.F, Op.B, Op.I))
+    )
     return (
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but rank {rank} would hold {bytes_text(total)}, "
         f"{bytes_text(total - limit)} too much (memory.limit={math.ceil(total)} would do), in the "
-        f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try {recompute_advice(step.recompute)}"
+        f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try {recompute_advice(setting, waits)}"
         "memory.offload=0.5, a larger memory.num_flushes, more slices or microbatches, or schedule='auto', which keeps "
         "to the limit where it can."
     )

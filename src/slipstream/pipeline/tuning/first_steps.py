@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
 from slipstream.pipeline.tuning.row_plan import (
     ObservedSteps,
@@ -84,7 +85,7 @@ class FirstSteps:
         plan = RowPlan(*self._observed.next, seconds=0.0)
         if self._limit is not None and max((held := self._held(plan, holds)).peaks) > self._limit:
             self._forget()
-            raise _nothing_fits(self._limit, held.peaks, problem.reorders)
+            raise _nothing_fits(self._limit, held.peaks, problem.reorders, self._settings.recompute)
         self._settings.run(plan.schedule, plan.slices)
 
     def observe(self, timeline: Timeline) -> None:
@@ -141,7 +142,7 @@ class FirstSteps:
             if max(held.peaks) <= self._limit:
                 return plan, held
             peaks.append(held.peaks)
-        raise _nothing_fits(self._limit, min(peaks, key=max), problem.reorders)
+        raise _nothing_fits(self._limit, min(peaks, key=max), problem.reorders, self._settings.recompute)
 
     def _found(self, problem: RowProblem, rates: StageRates, room: Sequence[float] | None) -> RowPlan:
         """Returns the leader's plan. Collective."""
@@ -159,7 +160,7 @@ class FirstSteps:
         self._settings.forget()
 
 
-def _nothing_fits(limit: float, peaks: Sequence[float], reorders: bool) -> SlipstreamError:
+def _nothing_fits(limit: float, peaks: Sequence[float], reorders: bool, recompute: str | int) -> SlipstreamError:
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     what, instead = (
         ("no order fits: with one microbatch at a time", "")
@@ -168,6 +169,6 @@ def _nothing_fits(limit: float, peaks: Sequence[float], reorders: bool) -> Slips
     )
     return SlipstreamError(
         f"memory.limit={limit:.6g} bytes, but {what} rank {rank} holds {peaks[rank]:.0f} bytes ({_KINDS}). Give "
-        f"memory.limit={peaks[rank]:.0f} or more, or {instead}memory.recompute='full', memory.offload=0.5, smaller "
-        "microbatches or more ranks."
+        f"memory.limit={peaks[rank]:.0f} or more, or {instead}{recompute_advice(recompute)}memory.offload=0.5, "
+        "smaller microbatches or more ranks."
     )

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from slipstream.array_types import Floats, Ints
 from slipstream.comm import HEADER_BYTES
 from slipstream.cost import (
+    REPLAYED,
     ActionBytes,
     ModelCount,
     PartCount,
@@ -176,7 +177,7 @@ def measure_rates(
     ranks: Ranks,
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
-    recompute: bool = False,
+    recompute: str = "none",
 ) -> StageRates | None:
     """Returns what stages with so many layers cost, from costs that are kept, or measured here beside them. Collective.
 
@@ -256,15 +257,15 @@ def _most_bytes(
     partition: Sequence[float],
     slices: tuple[int, ...],
     schedule: Schedule,
-    recompute: bool,
+    recompute: str,
 ) -> list[float]:
     """Returns the most bytes that each rank holds, as they are counted before a step runs."""
     profile = units.profile
-    if recompute:
+    if recompute in REPLAYED:
         schedule = add_recompute(schedule)
     stages = StageParts.of_partition(partition, units.num_layers, units.units_per_layer)
     account = head_part_memory if schedule.spreads_vocabulary else memory_table
-    table = account(profile, stages, schedule, slices, "stage" if recompute else "none", units.state)
+    table = account(profile, stages, schedule, slices, recompute, units.state)
     batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
     ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
     return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]
@@ -303,7 +304,7 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
 
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
-    memory = options.memory.model_copy(update={"recompute": "stage"}) if plan.recompute else options.memory
+    memory = options.memory.model_copy(update={"recompute": plan.recompute})
     return replace(
         options,
         schedule=plan.schedule,

@@ -47,6 +47,7 @@ class StepSettings:
         self.reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
         self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
+        self.recompute = options.memory.recompute
         # Whether backwards may be split: W would hold what all layers or segments recompute.
         self.splits = not compiled and options.memory.recompute in ("none", "selective", "stage")
         _check(schedule, slices, options.num_microbatches, num_flushes)

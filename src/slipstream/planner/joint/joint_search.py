@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import unit_bounds
+from slipstream.cost import BY_LAYER, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, MemoryAccount
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
@@ -107,6 +107,7 @@ class Finals:
 
 
 _ACCOUNTED = 24  # of those that seem to hold least
+_SAVINGS = (("none",), ("stage", "full"), ("stage+full",))  # of memory, by what they cost
 _FINALISTS = 3  # placements whose best candidate gets its best order
 
 
@@ -121,7 +122,8 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
     neighbouring stages and tokens between neighbouring slices, slices are halved and joined. What can't beat the best
     known by its lower bound isn't simulated. Among the slices to start from are those that are optimal for equal stages
     (TeraPipe, Algorithm 1). The best placements' candidates get better orders (`find_order`), the least bounds first.
-    Where nothing fits the memory limit, forwards are computed again in the backward.
+    Where nothing fits the memory limit, stages or layers are computed again, whichever steps are shorter, or else
+    both.
 
     `on_progress` is called with the share of the effort that is used up.
 
@@ -131,12 +133,15 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
     """
     problem.check()
     least: list[_Least] = []
-    for recompute in (False, True) if problem.memory_limit is not None else (False,):
-        searches = _search(problem, recompute, on_progress)
-        plan = _best(searches[:_FINALISTS])
-        if plan is not None:
-            return plan
-        least.append(_least(searches))
+    for savings in _SAVINGS if problem.memory_limit is not None else _SAVINGS[:1]:
+        found: list[JointPlan] = []
+        for recompute in savings:
+            searches = _search(replace(problem, effort=problem.effort / len(savings)), recompute, on_progress)
+            plan = _best(searches[:_FINALISTS])
+            found += [] if plan is None else [plan]
+            least += [_least(searches)] if plan is None else []
+        if found:
+            return min(found, key=lambda plan: plan.seconds)
     fitting = [each for each in least if max(each.bytes) <= (problem.memory_limit or inf)]
     if fitting:
         return fitting[0].search.plan_in(fitting[0].candidate, fitting[0].schedule)
@@ -187,7 +192,7 @@ def _least(searches: list[PlacementSearch]) -> _Least:
 
 def _nothing_fits(problem: JointProblem, least: _Least) -> OutOfMemoryError:
     most = max(least.bytes)
-    again = ", every forward computed again" if least.search.recompute else ""
+    again = f", memory.recompute={least.search.recompute!r}" if least.search.recompute != "none" else ""
     return OutOfMemoryError(
         f"memory.limit={problem.memory_limit:.6g} bytes, but nothing that was searched fits on {problem.num_ranks} "
         f"ranks. The least that was found is {most:.6g}, on rank {least.bytes.index(most)}, with one microbatch after "
@@ -196,11 +201,13 @@ def _nothing_fits(problem: JointProblem, least: _Least) -> OutOfMemoryError:
     )
 
 
-def _search(problem: JointProblem, recompute: bool, on_progress: Callable[[float], None]) -> list[PlacementSearch]:
+def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float], None]) -> list[PlacementSearch]:
     """Returns the searches of the placements, the best first; those in which nothing fits have no best candidate."""
     from slipstream.planner.joint.placement_search import PlacementSearch  # loads numba
 
     used = 0.0
+    if recompute in BY_LAYER:
+        problem = replace(problem, split=False)  # or W would hold what all layers recompute
 
     def on_effort(effort: float) -> None:
         nonlocal used
@@ -319,7 +326,7 @@ def _account_of_parts(problem: JointProblem) -> MemoryAccount | None:
         return None
 
     def account(
-        partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, recompute: bool
+        partition: tuple[float, ...], slices: tuple[int, ...], schedule: Schedule, recompute: str
     ) -> Sequence[float]:
         cost = spread_costs(problem, partition, slices, recompute)
         return whole(partition, slices, _with_parts(problem, schedule, cost), recompute)
@@ -328,7 +335,7 @@ def _account_of_parts(problem: JointProblem) -> MemoryAccount | None:
 
 
 def spread_costs(
-    problem: JointProblem, partition: tuple[float, ...], slices: tuple[int, ...], recompute: bool = False
+    problem: JointProblem, partition: tuple[float, ...], slices: tuple[int, ...], recompute: str = "none"
 ) -> TableCost:
     """Returns the simulator's costs of stages without a head, and of every rank's part of its rows.
 

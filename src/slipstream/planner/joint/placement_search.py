@@ -31,7 +31,7 @@ class PlanMemory:
     holds more than the limit.
     """
 
-    def __init__(self, problem: JointProblem, limit: float, placement: tuple[int, ...], recompute: bool) -> None:
+    def __init__(self, problem: JointProblem, limit: float, placement: tuple[int, ...], recompute: str) -> None:
         self._problem, self._limit, self._placement, self._recompute = problem, limit, placement, recompute
         self._besides: dict[int, Floats] = {}  # by the number of slices
 
@@ -154,7 +154,7 @@ class PlacementSearch:
     """The search with one placement."""
 
     def __init__(
-        self, problem: JointProblem, placement: tuple[int, ...], recompute: bool, on_effort: Callable[[float], None]
+        self, problem: JointProblem, placement: tuple[int, ...], recompute: str, on_effort: Callable[[float], None]
     ) -> None:
         self.problem, self.placement, self.recompute, self._on_effort = problem, placement, recompute, on_effort
         self.ranks: Ints = np.array(placement, np.int64)

@@ -19,8 +19,8 @@ from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost, simulate
 from slipstream.units import numbers_text
 
-# From the layers of each stage, the slices, the compute actions and whether forwards run again: bytes of each rank.
-MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, bool], Sequence[float]]
+# From the layers of each stage, the slices, the compute actions and what is computed again: bytes of each rank.
+MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, str], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class JointPlan:
         seconds: the simulated step.
         bound: the least that a step can take with this cut, placement and slices, in any order.
         ideal: the least work of this and the rejected plans, or of the fewest slices, divided by the ranks.
-        recompute: whether forwards run again before their backwards, because the memory limit asks for it.
+        recompute: what is computed again, because the memory limit asks for it.
         exact: the plan with the slices that are best for equal stages (`slipstream.slice_tokens`) and the most even cut
             for them, in the same placement. None: it doesn't fit the memory limit.
         rejected: the best that was found with each other placement, best first.
@@ -120,7 +120,7 @@ class JointPlan:
     seconds: float
     bound: float
     ideal: float
-    recompute: bool = False
+    recompute: str = "none"
     exact: JointPlan | None = None
     rejected: tuple[JointPlan, ...] = ()
     other_head: JointPlan | None = None
@@ -149,8 +149,8 @@ class JointPlan:
             more = self.other_head.seconds / self.seconds - 1
             what = {"spread": "with its rows spread over the ranks", "whole": "whole, on one rank,"}
             lines.append(f"The head is {self.head}: {what[self.other_head.head]} a step takes {more:+.1%}.")
-        if self.recompute:
-            lines.append("Activations are computed again in the backward, as the memory limit asks for it.")
+        if self.recompute != "none":
+            lines.append(f"Activations are computed again ({self.recompute!r}), as the memory limit asks for it.")
         return "\n".join(lines)
 
     def _row(self) -> tuple[str, ...]:

@@ -11,7 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, WITH_MESSAGES, AnalyticCosts, Profile, StageParts, StateBytes, messages_of_stages
+from slipstream.cost import (
+    BY_LAYER,
+    OPS,
+    REPLAYED,
+    WITH_MESSAGES,
+    AnalyticCosts,
+    Profile,
+    StageParts,
+    StateBytes,
+    messages_of_stages,
+)
 from slipstream.planner.slicing.equal_stage_slicing import between_cuts
 from slipstream.schedule import Action, Op, Schedule, freeze_stages
 from slipstream.simulator import TableCost
@@ -78,13 +88,13 @@ class UnitCosts(Protocol):
 class SlicedUnits:
     """The times of all units on the slices of a sequence, from which those of any stage follow by two subtractions.
 
-    With `recompute`, a forward keeps its stage's input alone and runs again before its backward, which counts as longer
-    by as much.
+    With `recompute`, as `memory.recompute` has it, what a forward keeps less runs again before its backward or within
+    it, which counts as longer by as much.
     """
 
     costs: UnitCosts
     slices: tuple[int, ...]
-    recompute: bool = False
+    recompute: str = "none"
 
     @cached_property
     def _lengths(self) -> Ints:
@@ -101,9 +111,9 @@ class SlicedUnits:
     def _prefixes(self) -> Mapping[Op, tuple[Floats, Floats]]:
         contexts = np.array([0, *accumulate(self.slices)][:-1], np.int64)
         times = {op: self.costs.seconds(op, self._lengths, contexts) for op in OPS}
-        if self.recompute:
-            units, fixed = times[Op.F]
-            times |= {op: (times[op][0] + units, times[op][1] + fixed) for op in (Op.B, Op.I)}
+        units, fixed = times[Op.F]
+        again, besides = recomputed_units(self.recompute, units), fixed * (self.recompute in REPLAYED)
+        times |= {op: (times[op][0] + again, times[op][1] + besides) for op in (Op.B, Op.I)}
         return {op: _prefix(*each) for op, each in times.items()}
 
     def stage_seconds(self, op: Op, bounds: Sequence[int]) -> Floats:
@@ -133,8 +143,8 @@ class SlicedUnits:
         return _of_stages(self._held, bounds)
 
     def computed_again(self, bounds: Sequence[int]) -> Floats:
-        """Returns the most bytes that a stage holds of the slice that it computes again, (stages,)."""
-        if not self.recompute:
+        """Returns the most bytes that a stage holds of the slice that it computes again at once, (stages,)."""
+        if self.recompute != "stage":
             return np.zeros(len(bounds) - 1)
         largest: Floats = _of_stages(self._whole, bounds).max(axis=1)
         largest[: self.frozen_stages(bounds)] = 0.0
@@ -146,7 +156,16 @@ class SlicedUnits:
 
     @cached_property
     def _held(self) -> tuple[Floats, Floats]:
-        return _prefix(*self.costs.kept_bytes(self._lengths)) if self.recompute else self._whole
+        """What F keeps. Of layers that are recomputed one by one it is what enters whole ones, as the embedding and the
+        head keep what they save."""
+        if self.recompute == "none":
+            return self._whole
+        units, fixed = self.costs.kept_bytes(self._lengths)
+        if self.recompute == "full":
+            units, saved = units.copy(), self.costs.activation_bytes(self._lengths)[0]
+            units[1 : -1 : self.costs.units_per_layer] += fixed
+            units[[0, -1]], fixed = saved[[0, -1]], np.zeros_like(fixed)
+        return _prefix(units, fixed)
 
     def unit_work(self) -> Floats:
         """Returns the seconds of a microbatch's forwards and backwards of each unit, whole or split, (units,)."""
@@ -186,6 +205,13 @@ class _TrainedStages(TableCost):
 
     def _is_needless(self, send: Action) -> bool:
         return send.op is Op.SEND_B and send.stage <= self.num_frozen
+
+
+def recomputed_units(recompute: str, forward: Floats) -> Floats:
+    """Returns the seconds for which each unit runs again, given those of its forward, (units, slices)."""
+    again = forward * (recompute in REPLAYED)
+    again[1:-1] += forward[1:-1] * (recompute in BY_LAYER)
+    return again
 
 
 def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.cost import CostSource, StageCosts, StageParts
+from slipstream.cost import BY_LAYER, REPLAYED, CostSource, StageCosts, StageParts
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import (
@@ -38,6 +38,7 @@ class ScheduleShape(NamedTuple):
     num_slices: int
     stages_per_rank: int
     num_frozen: int = 0  # the first stages, of which nothing is trained
+    splits: bool = True  # backwards that send their result to another rank, as a Pipeline does
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -49,13 +50,14 @@ class ScheduleShape(NamedTuple):
 def cached_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
     """Returns a schedule of compute actions, R, OFFLOAD and RELOAD.
 
-    Its backwards are split where they send their result to another rank; frozen stages have none.
+    Frozen stages have no backwards.
     """
     if offload:
         return with_savings(cached_schedule(shape, recompute).schedule, offload=offload)
     if recompute:
         return with_savings(cached_schedule(shape).schedule, recompute)
-    schedule = split_backwards(make_schedule(shape.name, *shape.counts))
+    schedule = make_schedule(shape.name, *shape.counts)
+    schedule = split_backwards(schedule) if shape.splits else schedule
     return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
 
 
@@ -122,9 +124,19 @@ class StageTimes:
     """The seconds of each (stage, slice)."""
 
     compute: dict[Op, Floats]  # of F, B, I and W; B in one may differ from the sum of its two halves
-    replay: dict[str, Floats]  # by kind of recomputation
+    replay: dict[str, Floats]  # of R, by kind of recomputation; with "full", what B and I take longer
     reduce: dict[Op, Floats]  # the part of F and of I that is all-reduces between tensor-parallel ranks
     slices: tuple[int, ...]
+
+    def within_backwards(self, recompute: str) -> Floats | float:
+        """Returns how much longer B and I take, in which layers are recomputed."""
+        return self.replay["full"] if recompute in BY_LAYER else 0.0
+
+    def seconds(self, recompute: str) -> dict[Op, Floats]:
+        """Returns the times of all ops with a kind of recomputation."""
+        again = self.within_backwards(recompute)
+        found = self.compute | {op: self.compute[op] + again for op in (Op.B, Op.I)}
+        return found | ({Op.R: self.replay[recompute]} if recompute in REPLAYED else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,18 +170,21 @@ class ConfigurationGroup:
         The last slice of a microbatch isn't recomputed where its backward directly follows its forward, but then the
         rank waits in between for the stages after: the shorter of the two counts.
         """
-        compute, cut, number = self.times.compute, self.cut, self.num_microbatches
-        split = (self.splits_all | cut.sends_back)[:, None]
-        back = np.where(split, compute[Op.I], compute[Op.B])
-        weights = np.where(split, compute[Op.W], 0.0)
-        seconds = {Op.F: compute[Op.F], Op.B: back + weights, Op.I: back, Op.W: weights}
-        ends = rank_bounds(seconds, np.array(cut.placement), [0], np.zeros(1), number)
-        around = compute[Op.F][:, -1] + back[:, -1]
+        return {what: self._ends(what) for what in self.times.replay}
+
+    def _ends(self, recompute: str) -> Floats:
+        seconds, cut, number = self.times.seconds(recompute), self.cut, self.num_microbatches
+        split = (self.splits_all | (cut.sends_back & (recompute not in BY_LAYER)))[:, None]
+        back = np.where(split, seconds[Op.I], seconds[Op.B])
+        weights = np.where(split, seconds[Op.W], 0.0)
+        computed = {Op.F: seconds[Op.F], Op.B: back + weights, Op.I: back, Op.W: weights}
+        ends = rank_bounds(computed, np.array(cut.placement), [0], np.zeros(1), number)
+        if Op.R not in seconds:
+            return ends
+        around = seconds[Op.F][:, -1] + back[:, -1]
         waits = np.append(np.cumsum(around[:0:-1])[::-1], 0.0)
-        again = {
-            what: each[:, :-1].sum(axis=1) + np.minimum(each[:, -1], waits) for what, each in self.times.replay.items()
-        }
-        return {what: ends + number * cut.per_rank(each) for what, each in again.items()}
+        again = seconds[Op.R][:, :-1].sum(axis=1) + np.minimum(seconds[Op.R][:, -1], waits)
+        return ends + number * cut.per_rank(again)
 
     def _copy_seconds(self, configuration: Configuration) -> float:
         """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
@@ -188,12 +203,15 @@ class ConfigurationGroup:
         sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
         per_trained = state.gradients if self.num_microbatches > 1 else 0
         per_trained += state.optimizer / configuration.optimizer_shards
-        # a backward has all of its slice's activations, whatever was dropped or offloaded before
-        slices = self.times.slices
-        activations = sizes.largest * max(slices) / sum(slices)
+        slices, recompute = self.times.slices, configuration.recompute
+        by_layer = recompute in BY_LAYER
+        # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
+        activations = sizes.largest * (0.0 if by_layer else max(slices) / sum(slices))
         if not configuration.offload:
-            activations = np.maximum(activations, per_rank(sizes.kept[configuration.recompute]))
+            activations = np.maximum(activations, per_rank(sizes.kept[recompute]))
         context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
+        if by_layer and len(slices) == 1:
+            context = np.zeros_like(context)
         kept = state.weights * per_rank(sizes.parameters) + per_trained * per_rank(sizes.trained)
         return float((kept + context + activations).max())
 

@@ -20,7 +20,7 @@ from itertools import islice, product
 from math import inf, prod
 from typing import Any
 
-from slipstream.cost import AnalyticCosts, CostSource, unit_bounds
+from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import AnalyticUnits, JointPlan, JointProblem, ProfileUnits, UnitCosts, find_joint_plan
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Plan, Prediction
@@ -36,7 +36,14 @@ from slipstream.units import bytes_text, plural
 ProgressReport = Callable[[str, int, int], None]  # what is done, how many are done, out of how many (0: unknown)
 BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
 
-_SAVINGS = {"none": 0, "selective": 1, "stage": 2}
+# Kinds of recomputation by how little they hold, each with those that are never slower.
+_SAVINGS = {
+    "none": ("none",),
+    "selective": ("none", "selective"),
+    "full": ("none", "selective", "full"),
+    "stage": ("none", "selective", "stage"),
+    "stage+full": ("none", "selective", "full", "stage", "stage+full"),
+}
 _EVERY = 5000  # configurations between two reports of progress
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 100_000  # slices of stages in all schedules that are made: about a minute
@@ -136,7 +143,10 @@ def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfi
             report("bounds", number, 0)
     if number == 0:
         raise _nothing_divides(space)
-    fitting.sort(key=lambda each: (each[0], each[1].offload, _SAVINGS[each[1].recompute], not each[1].shard_optimizer))
+    order = [*_SAVINGS]
+    fitting.sort(
+        key=lambda each: (each[0], each[1].offload, order.index(each[1].recompute), not each[1].shard_optimizer)
+    )
     return fitting, number
 
 
@@ -257,9 +267,8 @@ class _PlanSearch:
 
 def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
     """Yields the configuration with less of what saves memory at the cost of time."""
-    recomputations = [what for what, rank in _SAVINGS.items() if rank <= _SAVINGS[configuration.recompute]]
     shards = {configuration.shard_optimizer, True}
-    for recompute, offload, shard in product(recomputations, {0.0, configuration.offload}, shards):
+    for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
         other = replace(configuration, recompute=recompute, offload=offload, shard_optimizer=shard)
         if other != configuration:
             yield other
@@ -367,19 +376,26 @@ def joint_candidates(space: PlanSpace, start: Configuration, report: ProgressRep
 
     First without a limit of memory, as it is and then with `start`'s offloading; then, unless that helps, within the
     device's memory, by the full account of it; then the first again with all of `start`'s ways to save memory. With
-    these, weight gradients directly follow input gradients, as in named schedules.
+    these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers are
+    recomputed one by one.
     """
     allows = space.options.allows
     free = _find(space, start, report, limited=False)
     plans = (free, *free.rejected) if free else ()
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
-            yield _added(space, start, plan, "none", offload)
+            yield _added(space, start, _split(plan) if _saves(start) else plan, "none", offload)
     limited = None if start.offload or not allows("offload", 0.0) else _find(space, start, report, limited=True)
-    if limited and allows("recompute", recompute := "stage" if limited.recompute else "none"):
-        yield _added(space, start, limited, recompute, 0.0)
+    if limited and allows("recompute", limited.recompute):
+        yield _added(space, start, limited, limited.recompute, 0.0)
     if start.recompute != "none":
-        yield from (_added(space, start, plan, start.recompute, start.offload) for plan in plans)
+        own = plans if start.recompute in BY_LAYER else map(_split, plans)
+        yield from (_added(space, start, plan, start.recompute, start.offload) for plan in own)
+
+
+def _saves(start: Configuration) -> bool:
+    """Returns whether a configuration keeps activations elsewhere, or computes them again."""
+    return start.offload > 0 or start.recompute != "none"
 
 
 def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limited: bool) -> JointPlan | None:
@@ -387,8 +403,7 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
     num_microbatches = space.shape(start).num_microbatches
     if limited and space.memory == inf:
         return None
-    saves = start.offload > 0 or start.recompute != "none"
-    split = limited or not saves  # what weight gradients need stays on the device until they are made
+    split = limited or not _saves(start)  # what weight gradients need stays on the device until they are made
     problem = JointProblem(
         costs=_units(space, start),
         seq_len=space.seq_len,
@@ -397,17 +412,16 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
         granularity=_granularity(space),
         most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
         # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
-        longest_slice=max(space.slices(start)) if saves else space.longest,
+        longest_slice=max(space.slices(start)) if _saves(start) else space.longest,
         memory_limit=space.memory if limited else None,
         account=partial(_most_bytes, space, start) if limited else None,
         split=split,
         effort=_EFFORT,
     )
     try:
-        found = find_joint_plan(problem, lambda share: report("cuts and orders, percent", round(100 * share), 100))
+        return find_joint_plan(problem, lambda share: report("cuts and orders, percent", round(100 * share), 100))
     except SlipstreamError:
         return None
-    return found if split else _split(found)
 
 
 def _most_bytes(
@@ -416,11 +430,11 @@ def _most_bytes(
     partition: tuple[float, ...],
     slices: tuple[int, ...],
     schedule: Schedule,
-    recompute: bool,
+    recompute: str,
 ) -> list[float]:
     """Returns the most bytes that each rank holds."""
     plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
-    tried = _added(space, start, plan, "stage" if recompute else "none", 0.0)
+    tried = _added(space, start, plan, recompute, 0.0)
     return SimulatedConfiguration.of(space, tried).peaks()
 
 

@@ -10,7 +10,17 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import WITH_MESSAGES, CostSource, Stage, StageCosts, messages_of_stages, parts_of, unit_bounds
+from slipstream.cost import (
+    BY_LAYER,
+    REPLAYED,
+    WITH_MESSAGES,
+    CostSource,
+    Stage,
+    StageCosts,
+    messages_of_stages,
+    parts_of,
+    unit_bounds,
+)
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
@@ -126,8 +136,8 @@ class PlanSpace:
 
     def shape(self, configuration: Configuration) -> ScheduleShape:
         c, number = configuration, self.num_microbatches(configuration)
-        frozen = self.cut(c).num_frozen
-        return ScheduleShape(c.schedule, c.pipeline_parallel, number, c.num_slices, c.stages_per_rank, frozen)
+        counts = c.pipeline_parallel, number, c.num_slices, c.stages_per_rank
+        return ScheduleShape(c.schedule, *counts, self.cut(c).num_frozen, splits=c.recompute not in BY_LAYER)
 
     def num_microbatches(self, configuration: Configuration) -> int:
         """Returns the microbatches of each pipeline."""
@@ -170,10 +180,10 @@ class PlanSpace:
 
     def actions(self, configuration: Configuration) -> ActionArrays:
         """Returns what runs, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
-        c = configuration
+        c, replays = configuration, configuration.recompute in REPLAYED
         if c.schedule == AUTO:
-            return with_savings(self.found[c].plan.schedule, c.recompute != "none", c.offload)
-        return cached_schedule(self.shape(c), c.recompute != "none", c.offload)
+            return with_savings(self.found[c].plan.schedule, replays, c.offload)
+        return cached_schedule(self.shape(c), replays, c.offload)
 
     def _find_slowest(self, cut: PlacedPartition) -> Stage:
         length = min(self.seq_len, self.longest)
@@ -196,7 +206,7 @@ class PlanSpace:
         )
 
     def _compute_row(self, tensor: int, size: int, layers: Stage, slices: tuple[int, ...]) -> Floats:
-        """Returns the times of one stage: F, B, I, W, the all-reduces in F and I, and each R."""
+        """Returns the times of one stage: F, B, I, W, the all-reduces in F and I, and each recomputation."""
         costs, length = self.costs(tensor, size), np.array(slices)
         context = np.cumsum(length) - length
         rows = [costs.seconds(layers, op, length, context) for op in _COMPUTE]

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import memory_table, partition_of
+from slipstream.cost import BY_LAYER, memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
@@ -36,7 +36,7 @@ class SimulatedConfiguration:
         c, cut, times = configuration, space.cut(configuration), space.times(configuration)
         arrays = space.actions(c)
         units = list(product(range(len(cut.placement)), range(c.num_slices)))
-        tables = times.compute | {Op.R: times.replay[c.recompute]}
+        tables = times.seconds(c.recompute)
         ran = [op for op in tables if op in arrays.schedule.ops]
         seconds = {(g, s, op): float(tables[op][g, s]) for op in ran for g, s in units}
         cost = cut.costs.action_costs(seconds, times.slices, c.data_parallel)
@@ -111,6 +111,9 @@ class SimulatedConfiguration:
         here = slice(*arrays.firsts[rank : rank + 2])
         op, stage, index, seconds = arrays.op[here], arrays.stage[here], arrays.slice[here], self.run[1][here]
         recomputed = float(seconds[op == OPS.index(Op.R)].sum())
+        again = np.zeros_like(self.times.compute[Op.F]) + self.times.within_backwards(self.configuration.recompute)
+        backward = (op == OPS.index(Op.B)) | (op == OPS.index(Op.I))
+        recomputed += float(again[stage[backward], index[backward]].sum())
         reduced = 0.0
         for each, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
             chosen = op == OPS.index(each)
@@ -136,11 +139,11 @@ class SimulatedConfiguration:
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
     c, cut, state, shape = configuration, space.cut(configuration), space.source.state, space.shape(configuration)
-    sizes, slices = space.sizes(cut), np.array(space.slices(c))
+    sizes, slices, by_layer = space.sizes(cut), np.array(space.slices(c)), c.recompute in BY_LAYER
     bound = MemoryBound(
-        whole=np.outer(sizes.kept["none"], slices / space.seq_len),
+        whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / space.seq_len),
         kept=np.outer(sizes.kept[c.recompute], slices / space.seq_len),
-        context=sizes.context,
+        context=sizes.context * (not by_layer or len(slices) > 1),
         gradients=state.gradients * sizes.trained,
         offloads=bool(c.offload),
     )

@@ -11,10 +11,11 @@ from typing import Any, Self
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
+from slipstream.cost import OPS, REPLAYED, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
 from slipstream.cost.fit import fit_nonnegative
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import UnitCosts
+from slipstream.planner.joint.unit_costs import recomputed_units
 from slipstream.schedule import Op
 
 _LITTLE = 1e-6  # of a slice's fixed part
@@ -132,7 +133,7 @@ def fit_rates(
     longest_sequence: int,
     shortest_slice: int = 64,
     windows: Sequence[AttentionWindow] = (AttentionWindow(),),
-    recompute: bool = False,
+    recompute: str = "none",
 ) -> StageRates:
     """Returns the rates with the least squared relative error to the units' times; none is below 0. Stages of which
     nothing is trained have no backward.
@@ -144,7 +145,7 @@ def fit_rates(
         longest_sequence: where contexts end.
         shortest_slice: the shortest slice whose time is known.
         windows: of attention.
-        recompute: whether forwards run again before their backwards.
+        recompute: what is computed again before backwards or within them.
     """
     shortest = min(shortest_slice, longest_slice)
     lengths = np.unique(np.geomspace(shortest, longest_slice, _POINTS).round().astype(np.int64))
@@ -155,8 +156,9 @@ def fit_rates(
     features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
     handled = np.outer(messages_of_stages(len(partition)), units.handling_seconds(i))
     computed = {op: _of_stages(*units.seconds(op, i, j), bounds) for op in OPS}
-    if recompute:
-        computed |= {op: computed[op] + computed[Op.F] for op in (Op.B, Op.I)}
+    forward, fixed = units.seconds(Op.F, i, j)
+    again = _of_stages(recomputed_units(recompute, forward), fixed * (recompute in REPLAYED), bounds)
+    computed |= {op: computed[op] + again for op in (Op.B, Op.I)}
     times = {op: each + (op in WITH_MESSAGES) * handled for op, each in computed.items()}
     num_frozen = sum(bound <= units.num_frozen_units for bound in bounds[1:])
     for op in (Op.B, Op.I, Op.W):

@@ -228,7 +228,7 @@ def _nothing_fits(problem: StepProblem) -> NothingFitsError:
     if length > most:
         return NothingFitsError(
             f"inputs[{number}] has {length} tokens, but the memory limit leaves room for {most} in a "
-            "microbatch. Cut it, or give more memory, more ranks or memory.recompute='full'."
+            "microbatch. Cut it, or give more memory or more ranks, or let memory.recompute keep less."
         )
     name = "" if problem.schedule is None else f" in the order of {problem.schedule!r}"
     return NothingFitsError(
@@ -330,5 +330,5 @@ def _too_long(problem: StepProblem, memory: StepMemory) -> SlipstreamError:
     return SlipstreamError(
         f"inputs[{number}] has {length} tokens, too many for memory.limit={memory.limit:.6g}: {what}, and these "
         f"sequences one after the other need {needed}. Cut it or leave it out, or give memory.limit={needed} or more, "
-        "more ranks, or memory.recompute='full'."
+        "more ranks, or let memory.recompute keep less."
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import GpuMemory, RankGroup, expands_segments, fragmentation_advice
 from slipstream.pipeline import Pipeline
 from slipstream.planner.joint import JointPlan, SlicedUnits
@@ -74,7 +75,7 @@ class Reporter:
         self._trackers: list[Tracker] = []  # none on ranks other than the first
         repeated, self._stood_since = 0, 0.0
         self._stragglers, hosts = self._watch_for_stragglers()
-        self._allocators = AllocatorWatch(run.world.gather(GpuMemory.now()))
+        self._allocators = AllocatorWatch(run.world.gather(GpuMemory.now()), config.memory.recompute)
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
         self._num_tokens = 0  # of all steps
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
@@ -293,8 +294,10 @@ class Stragglers:
 class AllocatorWatch:
     """Follows what the allocators of all ranks' GPUs count, and tells of the rank where it is worst."""
 
-    def __init__(self, before: Sequence[GpuMemory | None]) -> None:
-        """`before` the first step, what was counted on each rank."""
+    def __init__(self, before: Sequence[GpuMemory | None], recompute: str | int) -> None:
+        """`before` the first step, what was counted on each rank; `recompute` is what is set."""
+        advised = recompute_advice(recompute).replace("'", "").removesuffix(", ")
+        self._less = f"--{advised} or more slices need less memory" if advised else "more slices need less memory"
         self._retries = [_retries(each) for each in before]
         self._told: set[str] = set()
 
@@ -324,8 +327,7 @@ class AllocatorWatch:
         rank = max(range(len(rose)), key=rose.__getitem__)
         held = found[rank]
         if held is not None and rose[rank] > 0:
-            less = "--memory.recompute=full or more slices need less memory"
-            how = less if expands_segments() else f"{fragmentation_advice()}; {less}"
+            how = self._less if expands_segments() else f"{fragmentation_advice()}; {self._less}"
             yield (
                 "retried",
                 f"on rank {rank} the GPU's memory ran out {times_text(rose[rank])}, and PyTorch's allocator gave back "

@@ -13,6 +13,7 @@ from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.adapters import find_frozen, freeze
+from slipstream.model.autograd_memory import recompute_advice
 from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profile import count_model
@@ -52,9 +53,10 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
     slices = pipeline.slices
     if isinstance(slices, int) and pipeline.schedule in GENERATORS and 2 * slices <= training.seq_len:
         changes.append((f"--pipeline.slices={2 * slices} (now {slices})", {"slices": 2 * slices}))
-    if memory.recompute == "none":
-        changes.append(("--memory.recompute=stage", {"recompute": "stage"}))
-    elif memory.offload < 1:
+    if less := recompute_advice(memory.recompute, waits=pipeline.num_ranks > 1 or slices != 1).removesuffix(", "):
+        setting = less.partition("=")[2].strip("'")
+        changes.append((f"--memory.recompute={setting}", {"recompute": setting}))
+    if memory.recompute != "none" and memory.offload < 1:
         share = min(1.0, memory.offload + 0.5)
         changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
     if config.parallel.data > 1 and not config.parallel.shard_optimizer:
