@@ -273,6 +273,8 @@ def _agreed(ranks: Ranks, batch: Mapping[str, Any], lengths: Lengths, needs_labe
 
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+# What collators without padding add for attention kernels: where documents begin, which position_ids say as well.
+_OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _LABELS = (
     "For a causal LM give transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), or type "
     "batch['labels'] = batch['input_ids'].masked_fill(batch['attention_mask'] == 0, -100)."
@@ -297,6 +299,7 @@ class CollatedBatch(NamedTuple):
         _check_keys(batch, needs_labels)
         for key in KEYS:
             _check_tensor(key, batch.get(key), batch["input_ids"])
+        _check_documents(batch)
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
         labels = batch["labels"] if needs_labels else ids
         if mask is None:
@@ -315,7 +318,8 @@ class CollatedBatch(NamedTuple):
 
 
 def _check_keys(batch: Mapping[str, Any], needs_labels: bool) -> None:
-    unknown = [key for key in batch if key not in KEYS]
+    of_documents = _OF_DOCUMENTS if batch.get("position_ids") is not None else ()
+    unknown = [key for key in batch if key not in (*KEYS, *of_documents)]
     if unknown:
         allowed = ", ".join(KEYS)
         raise SlipstreamError(
@@ -341,6 +345,26 @@ def _check_tensor(key: str, given: object, ids: Any) -> None:
             f"batch[{key!r}] is {tuple(given.shape)}, batch['input_ids'] {tuple(ids.shape)}; expected one shape, "
             "(batch, sequence)."
         )
+
+
+def _check_documents(batch: Mapping[str, Any]) -> None:
+    """Raises SlipstreamError where what is said of documents besides isn't what position_ids say."""
+    given = [key for key in _OF_DOCUMENTS if batch.get(key) is not None]
+    if not given:
+        return
+    positions = batch["position_ids"].flatten()
+    starts = torch.nn.functional.pad((positions == 0).nonzero()[:, 0], (0, 1), value=len(positions))
+    lengths = starts.diff()
+    expected: dict[str, Tensor] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
+    expected |= dict.fromkeys(("max_length_q", "max_length_k"), lengths.max())
+    expected["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths), device=positions.device), lengths)
+    for key in given:
+        found = torch.as_tensor(batch[key], device=positions.device).flatten()
+        if not torch.equal(found.to(torch.int64), expected[key].flatten()):
+            raise SlipstreamError(
+                f"batch[{key!r}] says of other documents than position_ids, which begin anew at each. Give the same in "
+                "both, or leave the former out."
+            )
 
 
 def _lengths(mask: Tensor) -> Tensor:

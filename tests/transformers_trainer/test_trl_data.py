@@ -1,0 +1,101 @@
+"""TRL's data sets and collators train a Pipeline to the losses of TRL's own trainer: assistant masks, and packing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+
+from slipstream import Pipeline, Runtime
+from slipstream.errors import SlipstreamError
+from slipstream.extras.hf_trainer import SlipstreamTrainer
+
+WORDS = ["<end>", "<pad>", "user", "assistant", "say", "a", "b", "c"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' %}{% generation %}{{ m.content }} <end> "
+    "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def conversation(number: int) -> dict[str, Any]:
+    answer = " ".join("abc"[(number + word) % 3] for word in range(1 + number % 5))
+    turns = [{"role": "user", "content": "say a b"}, {"role": "assistant", "content": answer}]
+    return {"messages": turns * (1 + number % 2)}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}  # as the trainers would set them, and say so
+    return LlamaForCausalLM(LlamaConfig(**sizes, **ids, vocab_size=len(WORDS), initializer_range=0.2)).double()
+
+
+def losses(trainer: Any) -> list[float]:
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_a_run_has_the_losses_of_trls_trainer(packing: bool, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": 2 if packing else 4,
+        "max_steps": 4,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    how = {"max_length": 32, "assistant_only_loss": True, "packing": packing, "activation_checkpointing": False}
+    theirs = trl.SFTTrainer(
+        llama(),
+        args=trl.SFTConfig(output_dir=str(tmp_path / "trl"), **how, **common),
+        train_dataset=Dataset.from_list([conversation(number) for number in range(24)]),
+        processing_class=tokenizer(),
+    )
+    pipe = Pipeline(llama(), num_ranks=2, slices=3, runtime=Runtime(self_check=False))
+    ours = SlipstreamTrainer(
+        pipe,
+        TrainingArguments(output_dir=str(tmp_path / "ours"), remove_unused_columns=False, **common),
+        train_dataset=theirs.train_dataset,
+        data_collator=theirs.data_collator,
+        processing_class=theirs.processing_class,
+    )
+    expected = losses(theirs)
+    assert expected[-1] < expected[0]
+    assert losses(ours) == pytest.approx(expected, rel=1e-6)  # both log float32
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cu_seq_lens_q", torch.tensor([0, 3, 8])),
+        ("max_length_k", 5),
+        ("seq_idx", torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])),
+    ],
+)
+def test_documents_that_are_said_otherwise_than_by_positions_are_refused(key: str, value: Any) -> None:
+    pipe = Pipeline(llama(), num_ranks=2, slices=2, runtime=Runtime(self_check=False))
+    ids = torch.arange(8)[None] % len(WORDS)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+    assert torch.isfinite(pipe.evaluate({**batch, "cu_seq_lens_q": torch.tensor([0, 4, 8]), "max_length_q": 4}))
+    with pytest.raises(SlipstreamError, match=f"batch.'{key}'. says of other documents than position_ids"):
+        pipe.evaluate({**batch, key: value})
+    with pytest.raises(SlipstreamError, match=f"the batch has '{key}'"):
+        pipe.evaluate({"input_ids": ids, "labels": ids, key: value})
