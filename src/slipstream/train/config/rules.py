@@ -240,6 +240,10 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "model_name_or_path": ("model.path", ""),
     "datasets": ("data.sources", "a list of {dataset: NAME, weight: 1}; data.dataset for one"),
     "dataset_name": ("data.dataset", "a name on the hub, a folder or a table"),
+    **dict.fromkeys(
+        ("data.path", "data_path", "train_file", "train_files", "train_data"),
+        ("data.files", "a list of texts, tables and folders; data.dataset for one table or a name on the hub"),
+    ),
     "dataset_text_field": ("data.text_column", ""),
     "max_samples": ("", "there is no such setting: write the first rows to a file of their own, as head -n 1000 does"),
     "val_set_size": ("data.validation_fraction", "a share of the documents, not a number of rows"),
@@ -294,6 +298,10 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "early_stopping_patience": ("training.patience", ""),
     "report_to": ("tracking.to", ""),
     "num_stages": ("pipeline.num_ranks", ""),
+    **dict.fromkeys(
+        ("world_size", "nproc_per_node", "num_processes", "num_gpus", "gpus", "n_gpu"),
+        ("pipeline.num_ranks", "processes over which the layers are spread; times parallel.data and parallel.tensor"),
+    ),
     "pipeline_parallel_degree": ("pipeline.num_ranks", ""),
     "tensor_parallel": ("parallel.tensor", ""),
     "tensor_parallel_degree": ("parallel.tensor", ""),
