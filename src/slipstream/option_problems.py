@@ -164,7 +164,7 @@ def _unknown(place: _Place, record: type[BaseModel]) -> str:
     known = [] if owner is None else sorted(owner.model_fields)
     elsewhere = dict(_names_of_all(record))
     hint = did_you_mean(key, known, where and f"{where}.")
-    meant, note = others.get(key, (elsewhere.get(key), ""))
+    meant, note = others.get(place.name) or others.get(key) or (elsewhere.get(key), "")
     if note:
         hint = f"; here it is {meant!r}: {note}" if meant else f"; {note}"
     elif meant:

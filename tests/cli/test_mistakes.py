@@ -42,6 +42,20 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--lr=1e-3", ["unknown key lr", "'optimizer.lr'"]),
     ("--optimizer.learning_rate=1e-3", ["optimizer.learning_rate", "'optimizer.lr'"]),
     ("--batch_size=4", ["unknown key batch_size", "'training.batch_size'"]),
+    ("--gpus=4", ["unknown key gpus; here it is 'pipeline.num_ranks': processes over which"]),
+    ("--world_size=4", ["unknown key world_size; here it is 'pipeline.num_ranks'"]),
+    ("--data.path=books", ["unknown key data.path; here it is 'data.files': a list of texts"]),
+    ("--model.freeze=[*]", ["model.freeze='[*]' isn't valid YAML", "put quotes around what begins with a *"]),
+    ("--model.freeze=[nope*]", ["'nope*' matches no parameter", "model.embed_tokens.weight"]),
+    ("--model.config.num_key_value_heads=3", ["num_key_value_heads=3: 2 attention heads", "a divisor of 2"]),
+    ("--optimizer.name=adam2", ["optimizer.name=adam2", "did you mean 'adam'?"]),
+    ("--optimizer.schedule=cosin", ["optimizer.schedule=cosin is not known", "did you mean 'cosine'?"]),
+    ("--training.device=cuda", ["needs a CUDA device, but there is none", "--training.device=cpu"]),
+    ("--tracking.to=[wandbb]", ["'wandbb' isn't known", "did you mean 'wandb'?"]),
+    ("--training.batch_size=3 --dp=2", ["training.batch_size=3 doesn't divide", "choose 2 or 4"]),
+    ("--memory.recompute=3000", ["memory.recompute=3000", "1 to 2 here"]),
+    ("--runtime.transport=nccl", ["2 ranks compute on CPUs", "give gloo"]),
+    ("--preference.beta=0.1", ["preference needs pairs", "give data.dataset"]),
     ("--lora.rank=4", ["lora.rank", "'lora.r'"]),
     ("--training.logging_steps=1", ["unknown key training.logging_steps; there is no such", "metrics.jsonl"]),
     ("--gradient_accumulation_steps=4", ["'training.batch_size': multiply it", "cuts the same batch"]),
@@ -175,6 +189,13 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train config.yaml --training.steps=[3", ["training.steps='[3' isn't valid YAML: line 1, column 3: expected"]),
     ("plan open.yaml h100-dgx --seq-len=32 --global-batch=8", ["open.yaml isn't valid YAML: line 2, column 9"]),
     ("train broken.yaml --data.dataset=pairs.jsonl", ["pairs of answers", "give --preference.loss=dpo"]),
+    ("train broken.yaml --data.dataset=utf16.jsonl", ["utf16.jsonl, line 1 isn't UTF-8 text; convert the file"]),
+    ("train broken.yaml --data.dataset=num.jsonl", ["holds no text, but values such as 5 in the column 'text'"]),
+    ("check nameless", ["no model at 'nameless': its config.json is empty"]),
+    ("trian config.yaml", ["No such command 'trian'", "'train'"]),
+    ("runs nope", ["there is no folder nope"]),
+    ("plan model h100 --seq-len=32 --global-batch=8", ["cluster='h100'", "did you mean 'h100-dgx'?"]),
+    ("plan model h100-dgx --seq-len=32 --global-batch=8 --tokens=15B", ["'15B': give a number of tokens", "15e9"]),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
     ("train broken.yaml --data.dataset=sharegpt.jsonl", ["no chat template", "--data.chat_template=chatml"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
@@ -194,6 +215,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
     (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
     (place / "twice.yaml").write_text("model: {path: model}\ntraining:\n  steps: 2\n  steps: 3\n")
+    (place / "utf16.jsonl").write_text('{"text": "a"}\n', encoding="utf-16")
+    (place / "num.jsonl").write_text('{"text": 5}\n{"text": 6}\n')
+    (place / "nameless").mkdir()
+    (place / "nameless" / "config.json").write_text("{}")
     (place / "open.yaml").write_text("model: {path: m\ntraining: {steps: 3}\n")
     (place / "tabs.yaml").write_text("model:\n\tpath: m\n")
     (place / "bare.toml").write_text("[model]\npath = m\n")
@@ -310,7 +335,7 @@ def test_a_setting_and_its_value_may_be_apart(place: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("setting", "words"), SETTINGS, ids=[setting for setting, _ in SETTINGS])
 def test_a_setting(typed: Typed, setting: str, words: list[str]) -> None:
-    said = typed("train", "config.yaml", setting)
+    said = typed("train", "config.yaml", *([setting] if " --" not in setting else setting.split()))
     assert [word for word in words if word not in said] == [], said
 
 

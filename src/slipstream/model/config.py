@@ -121,7 +121,7 @@ def _settings(path: str) -> dict[str, Any]:
             raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json. {reason}") from error
         raise SlipstreamError(f"no model at {path!r}: {_absence(path)} {reason}") from error
     if not settings:
-        raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json")
+        raise SlipstreamError(f"no model at {path!r}: its config.json is empty; copy the model's own")
     return settings
 
 
@@ -148,7 +148,7 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
     values = {"model_type": None, **settings}
     _check_keys(values, name)
     try:
-        return AutoConfig.for_model(**values)
+        made = AutoConfig.for_model(**values)
     except Exception as error:  # each architecture checks its settings in its own way
         if (kind := values["model_type"]) not in CONFIG_MAPPING:
             near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING), 3)
@@ -159,6 +159,15 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
         raise SlipstreamError(
             f"{name} with model_type={values['model_type']!r} isn't usable: {in_a_line(error)}"
         ) from error
+    heads, shared = (getattr(made.get_text_config(), each, None) for each in ("num_attention_heads", _KEY_HEADS))
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise SlipstreamError(
+            f"{name}.{_KEY_HEADS}={shared}: {heads} attention heads can't share them evenly; give a divisor of {heads}"
+        )
+    return made
+
+
+_KEY_HEADS = "num_key_value_heads"
 
 
 def in_a_line(error: Exception) -> str:

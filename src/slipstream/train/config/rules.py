@@ -266,6 +266,10 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "model_name_or_path": ("model.path", ""),
     "datasets": ("data.sources", "a list of {dataset: NAME, weight: 1}; data.dataset for one"),
     "dataset_name": ("data.dataset", "a name on the hub, a folder or a table"),
+    **dict.fromkeys(
+        ("data.path", "data_path", "train_file", "train_files", "train_data"),
+        ("data.files", "a list of texts, tables and folders; data.dataset for one table or a name on the hub"),
+    ),
     "dataset_text_field": ("data.text_column", ""),
     "max_samples": ("data.max_samples", "the first rows of a source"),
     "max_train_samples": ("data.max_samples", "the first rows of a source"),
@@ -323,6 +327,10 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "early_stopping_patience": ("training.patience", ""),
     "report_to": ("tracking.to", ""),
     "num_stages": ("pipeline.num_ranks", ""),
+    **dict.fromkeys(
+        ("world_size", "nproc_per_node", "num_processes", "num_gpus", "gpus", "n_gpu"),
+        ("pipeline.num_ranks", "processes over which the layers are spread; times parallel.data and parallel.tensor"),
+    ),
     "pipeline_parallel_degree": ("pipeline.num_ranks", ""),
     "tensor_parallel": ("parallel.tensor", ""),
     "tensor_parallel_degree": ("parallel.tensor", ""),

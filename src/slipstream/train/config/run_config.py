@@ -497,7 +497,8 @@ def set_override(values: dict[str, Any], override: str) -> None:
     try:
         section[key] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {syntax_text(error)}") from error
+        hint = "; put quotes around what begins with a *" if "*" in text else ""
+        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {syntax_text(error)}{hint}") from error
 
 
 SMALLEST: dict[str, dict[str, Any]] = {

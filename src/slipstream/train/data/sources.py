@@ -138,6 +138,10 @@ def _bad_line_of(path: Path) -> str:
         for number, line in enumerate(lines, start=1):
             shown = line[:_SHOWN].decode(errors="replace").strip()
             try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"{path}, line {number} isn't UTF-8 text; convert the file, as iconv -f UTF-16 -t UTF-8 does"
+            try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError as error:
                 return f"{path}, line {number} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
@@ -165,15 +169,17 @@ class Documents:
         """
         self._read = read
         self._number = self.num_characters = num_null = num_blank = 0
+        odd = None
         for document in read():
             if not isinstance(document, str):
-                num_null += 1
+                odd, num_null = document if odd is None else odd, num_null + 1
             elif not document.strip():
                 num_blank += 1
             else:
                 self._number, self.num_characters = self._number + 1, self.num_characters + len(document)
         if not self._number:
-            raise SlipstreamError(f"{source.name} holds no text; give a source with at least one document")
+            instead = "" if odd is None else f", but values such as {odd!r} in the column {source.text_column!r}"
+            raise SlipstreamError(f"{source.name} holds no text{instead}; give a source with at least one document")
         if left_out := num_null + num_blank:
             say(
                 f"{source.name}: left out {left_out:,} of {self._number + left_out:,} documents: {num_null:,} without "
