@@ -51,7 +51,7 @@ def cases() -> Iterator[dict[str, Any]]:
             for slices in SLICES:
                 yield batch | {"schedule": schedule, "slices": slices, "recompute": "none", "offload": 0.0}
         for schedule in ("1f1b", "interleaved-1f1b", "zb-v"):
-            for recompute in ("selective", "full"):
+            for recompute in ("selective", "stage"):
                 yield batch | {"schedule": schedule, "slices": 4, "recompute": recompute, "offload": 0.0}
     for schedule in ("gpipe", "zb-h1", "zb-v"):  # of the last batch: one sequence leaves little to move
         for recompute, offload in (("none", 1.0), ("none", 0.5), ("selective", 1.0)):

@@ -20,7 +20,7 @@ from benchmarks.harness import few, setting, two_ranks, write
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Memory, Pipeline, Runtime
 
-CASES = [("full", 1, 1), ("full", 1, 8), ("full", 4, 1), ("selective", 1, 8)]  # what, microbatches, slices
+CASES = [("full", 1, 1), ("stage", 1, 8), ("stage", 4, 1), ("selective", 1, 8)]  # what, microbatches, slices
 UNCOUNTED = 2  # steps at the beginning
 
 

@@ -81,7 +81,7 @@ def _pipe(case: Case, rows: int, recompute: str, num_microbatches: int) -> Pipel
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         times = measure(case.model(), *case.batch(rows), case.loss, repeats=3)
-        again = times.forward if recompute == "full" else [0.0] * len(times.layers)
+        again = times.forward if recompute == "stage" else [0.0] * len(times.layers)
         found[0] = for_flush(times.forward, [b + r for b, r in zip(times.backward, again, strict=True)], 2)
     dist.broadcast_object_list(found, 0)
     return Pipeline(
@@ -111,7 +111,7 @@ def main() -> None:
     with two_ranks() as is_first:
         found = []
         for name, (case, rows) in few(list(SMALL.items())):
-            for recompute in ("full", "none"):
+            for recompute in ("stage", "none"):
                 for num_microbatches in few(MICROBATCHES):
                     found.append(row(name, case, rows, recompute, num_microbatches, options.repeats))
                     if is_first:

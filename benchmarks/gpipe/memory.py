@@ -29,13 +29,13 @@ from benchmarks.harness import destination, few, restart_in_environment, setting
 BUDGET = 256 * 2**20  # bytes of a rank
 ROWS = 64  # of the formula's batches, N
 FORMULA = [(k, m, layers) for k in (1, 2, 4) for m in (1, 2, 4, 8, 16) for layers in (8, 16, 32)]
-WAYS = ("none", "full", "segments")
+WAYS = ("none", "stage", "segments")
 FAMILIES = {"AmoebaNet-D": 64, "Transformer-L": 16}  # and the rows of a batch
 SCENARIOS = {  # ranks, microbatches, recomputation
     "naive-1": (1, 1, "none"),
-    "pipeline-1": (1, 16, "full"),
-    "pipeline-2": (2, 16, "full"),
-    "pipeline-4": (4, 16, "full"),
+    "pipeline-1": (1, 16, "stage"),
+    "pipeline-2": (2, 16, "stage"),
+    "pipeline-4": (4, 16, "stage"),
 }
 Row = dict[str, Any]
 

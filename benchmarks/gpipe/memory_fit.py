@@ -19,14 +19,14 @@ Row = dict[str, Any]
 # messages in flight; with it what enters it of all rows, and its layers' activations of one microbatch.
 TERMS: dict[str, dict[str, Callable[[Row], float]]] = {
     "none": {"N L/K": lambda row: row["N"] * row["L"] / row["K"], "N/M": lambda row: row["N"] / row["M"]},
-    "full": {
+    "stage": {
         "N": lambda row: row["N"],
         "L/K N/M": lambda row: row["L"] / row["K"] * row["N"] / row["M"],
         "N/M": lambda row: row["N"] / row["M"],
     },
 }
-COLOURS = {"none": "#c4473a", "full": "#2f6db5", "segments": "#3f8f4f"}
-NAMES = {"none": "nothing recomputed", "full": "re-materialised", "segments": "in segments (PTD-P 3.5)"}
+COLOURS = {"none": "#c4473a", "stage": "#2f6db5", "segments": "#3f8f4f"}
+NAMES = {"none": "nothing recomputed", "stage": "re-materialised", "segments": "in segments (PTD-P 3.5)"}
 
 
 def peak(row: Row) -> int:
@@ -81,7 +81,7 @@ def _over_microbatches(axes: Any, rows: Sequence[Row], fits: dict[str, Any]) -> 
 
 
 def _measured_and_fitted(axes: Any, rows: Sequence[Row], fits: dict[str, Any]) -> None:
-    for recompute, label in (("none", "O(N L/K)"), ("full", "O(N + L/K N/M)")):
+    for recompute, label in (("none", "O(N L/K)"), ("stage", "O(N + L/K N/M)")):
         chosen = [row for row in rows if row["recompute"] == recompute and row["K"] > 1]
         measured = [peak(row) / 2**20 for row in chosen]
         axes.scatter(

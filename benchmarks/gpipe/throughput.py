@@ -148,7 +148,7 @@ def two_processes(name: str, case: Case, rows: int, repeats: int) -> list[Row]:
     """Returns measured and simulated seconds of a step, for every M, with and without recomputation."""
     times = _mean(measure(case.model(), *case.batch(rows), case.loss, repeats + 2))
     counts = for_flush(times.forward, times.backward, 2)
-    settings = [(m, recompute) for recompute in ("none", "full") for m in few(MICROBATCHES, 2)]
+    settings = [(m, recompute) for recompute in ("none", "stage") for m in few(MICROBATCHES, 2)]
     pipes = {f"{m} {recompute}": _pipe(case, counts, m, recompute) for m, recompute in settings}
     steps = {key: _stepper(pipe, case, rows, m) for (key, pipe), (m, _) in zip(pipes.items(), settings, strict=True)}
     seconds = interleaved(steps, repeats)

@@ -102,7 +102,9 @@ def rows_and_tokens(dice: Dice, rows: int, length: int, is_cut: bool = True) -> 
 
 def memory(dice: Dice, is_causal: bool) -> dict[str, Any]:
     """Returns what is recomputed and offloaded, and a limit that is never reached."""
-    kinds = ["none", "selective", "full", dice.randint(1, 3)] + ([] if is_causal else ["segments"])
+    kinds = ["none", "selective", "full", "stage", "stage+full", dice.randint(1, 3)] + (
+        [] if is_causal else ["segments"]
+    )
     found: dict[str, Any] = {"recompute": dice.choice(kinds)} if happens(dice, 0.5) else {}
     if happens(dice, 0.12):
         found["offload"] = dice.choice([0.3, 0.5, 1.0])

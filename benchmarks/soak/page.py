@@ -74,7 +74,7 @@ def _ending(record: dict[str, Any], other: str = "an undisturbed run") -> str:
         weights = "other weights than" if any("weights differ" in each for each in problems) else "the weights of"
         return f"It ended with {weights} {other}, and with problems: {len(problems)}. "
     return (
-        f"It ended with the weights of {other}, to the bit, with every step in the metrics once, no process left, and "
+        f"It ended with the weights of {other}, bit for bit, with every step in the metrics once, no process left, and "
         "no file more. "
     )
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int, batch: int, lr: f
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--microbatches", type=int, default=4, metavar="M")
     pipeline.add_argument("--schedule", default="gpipe", choices=sorted(GENERATORS))
-    pipeline.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    pipeline.add_argument("--recompute", default="none", choices=["none", "selective", "full", "stage"])
     pipeline.add_argument("--ranks", type=int, metavar="K", help="ranks in one process, without torchrun")
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=steps)

@@ -1,7 +1,7 @@
 """Teaches AmoebaNet-D, a ResNet or a ViT to tell six shapes apart, on one process or several:
 
 python examples/gpipe/train_images.py --model amoebanet
-torchrun --nproc-per-node=2 examples/gpipe/train_images.py --model resnet --microbatches 8 --recompute full
+torchrun --nproc-per-node=2 examples/gpipe/train_images.py --model resnet --microbatches 8 --recompute stage
 """
 
 from __future__ import annotations

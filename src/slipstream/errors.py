@@ -43,6 +43,15 @@ class LostRankError(RankFailedError):
     """Another rank ended, or doesn't answer; the message says what this one waited for."""
 
 
+def syntax_text(error: Exception) -> str:
+    """Returns where a YAML, TOML or JSON text can't be read, and why, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    tabs = "; indent with spaces" if "'\\t'" in problem else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{tabs}"
+
+
 _ALIKE = 0.65  # how alike two names must be, of 1: with less, logging_steps would be steps
 
 

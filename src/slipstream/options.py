@@ -74,11 +74,14 @@ class Memory(Record):
     """The memory that a rank may use, and what it recomputes or offloads to use less."""
 
     section: ClassVar[str] = "memory"
-    recompute: Literal["none", "selective", "full", "segments"] | PositiveInt = "none"
-    """Which of a slice's activations are dropped after its forward and computed again before its backward: `none`;
-    `selective`, all but the outputs of matrix products and attention; `full`, all but keys and values; or the number of
-    layers of each stage, its first ones, that are recomputed in full (half a layer counts as one). Of an nn.Sequential
-    also `segments`: each stage of a microbatch is run again as a whole, as in GPipe section 2.3."""
+    recompute: Literal["none", "selective", "full", "stage", "stage+full", "segments"] | PositiveInt = "none"
+    """Which of a slice's activations are dropped after its forward and computed again for its backward: `none`;
+    `full`, all but what enters each layer, one layer at a time within the backward, with its keys and values where a
+    microbatch is one slice; the number of layers of each stage, its first ones, that are recomputed so (half a layer
+    counts as one); `stage`, all but what enters the stage and its keys and values, at once before the backward, as in
+    GPipe section 2.3, unless that follows the forward directly; `stage+full`, both, so that only what enters each layer
+    is there at once; `selective`, all but the outputs of matrix products and attention, before the backward. Of an
+    nn.Sequential also `segments`, its best number of pieces of a stage, one at a time within the backward."""
     check_recompute: bool = True
     """Whether the outputs of layers that are computed again are compared with what they were, by sums of their bits:
     a layer that draws random numbers of its own, or changes what it reads, would give wrong gradients. Where kernels
@@ -142,7 +145,7 @@ class Runtime(Record):
     second); with tensor parallelism also cut over its ranks and whole. Without it, models whose layers carry state
     from token to token are refused all the same."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
-    """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is to blame.
+    """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is at fault.
     Default: the larger of 60 and five times the longest wait so far, and 600 before the second step as long as a rank
     computes. off: no process watches the ranks."""
     transport: Literal["auto", "nccl", "gloo"] = "auto"
@@ -155,12 +158,23 @@ class Layers(Record):
 
     section: ClassVar[str] = "layers"
     costs: list[Annotated[float, Field(allow_inf_nan=True)]] | None = None
-    """What each layer costs, nested ones counted one by one, in any unit, for partition="auto"."""
+    """Cost of each layer, in any unit, for partition="auto"; nested layers count one by one."""
     example: Any = None
-    """Inputs like those of a microbatch, from which costs are counted where they aren't given; needed with slices,
-    whose self-check runs on it."""
+    """Example inputs of a microbatch, from which costs are counted if they aren't given; required with slices, whose
+    self-check runs on it."""
     batch_norm_over_replicas: bool = False
-    """Whether the moving averages of batch norms are over all replicas."""
+    """Whether batch norms average their running statistics over all replicas."""
+
+
+ALLOWED_LAYER_COUNTS = (
+    "at least half a layer, in multiples of 0.5 (the first may have 0, for the embedding alone, and the last 0, for "
+    "the head alone)"
+)
+
+
+def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
+    """Returns whether consecutive stages may have these numbers of layers."""
+    return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
 
 
 _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}

@@ -110,7 +110,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
     case = amoebanet(3, 16, 64)
     pipe = Pipeline(
-        case.model(), "gpipe", 4, num_ranks=2, memory=Memory(recompute="full"), layers=Layers(example=case.batch(1)[0])
+        case.model(), "gpipe", 4, num_ranks=2, memory=Memory(recompute="stage"), layers=Layers(example=case.batch(1)[0])
     )
     pipe.step(*case.batch(4))
     timeline = pipe.timeline()

@@ -107,13 +107,13 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
         "data_parallel": "2",
         "schedule": "gpipe",
         "num_slices": "2",
-        "recompute": "full",
+        "recompute": "stage",
     }
     written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, shard_optimizer="no", microbatch_size="1")
     assert written["parallel"] == {"data": 2, "tensor": 1, "shard_optimizer": False}
     assert written["pipeline"]["schedule"] == "gpipe"
     assert len(written["pipeline"]["slices"]) == 2
-    assert written["memory"]["recompute"] == "full"
+    assert written["memory"]["recompute"] == "stage"
     assert written["pipeline"]["num_microbatches"] == 2
 
 
@@ -302,7 +302,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),
         ({"dtype": "fp8"}, "dtype='fp8' has no peak"),
         ({"schedule": "1f2b"}, "schedule='1f2b' isn't known; did you mean '1f1b'"),
-        ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, full"),
+        ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, stage"),
         ({"tensor_parallel": "two"}, "--tensor-parallel=two can't be read"),
         ({"tensor_parallel": "0"}, "tensor_parallel=0: give a whole number of 1 or more"),
         ({"shard_optimizer": "maybe"}, "'maybe' is neither yes nor no"),

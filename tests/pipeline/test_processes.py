@@ -33,8 +33,11 @@ def test_processes_train_as_the_unsplit_model(
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-def test_processes_recompute_and_offload() -> None:
-    ended = launch(2, WORKER, "exact", "llama, tied", "1f1b", "1", "selective", "0.7")
+@pytest.mark.parametrize(
+    ("recompute", "offload"), [("selective", "0.7"), pytest.param("full", "0", marks=pytest.mark.more)]
+)
+def test_processes_recompute_and_offload(recompute: str, offload: str) -> None:
+    ended = launch(2, WORKER, "exact", "llama, tied", "1f1b", "1", recompute, offload)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 

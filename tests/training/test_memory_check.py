@@ -39,9 +39,9 @@ def configured(**sections: Any) -> Any:
 )
 def test_what_to_lower_and_by_how_much(failure: str) -> None:
     (said,) = less_memory(failure, configured(pipeline={"num_ranks": 2, "num_microbatches": 2}))
-    assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=full; --training.seq_len=16 (now 32)" in said
+    assert "--pipeline.num_microbatches=4 (now 2); --memory.recompute=stage; --training.seq_len=16 (now 32)" in said
     (said,) = less_memory(failure, configured(pipeline={"num_microbatches": 8, "slices": 8}))
-    assert "order: --pipeline.slices=16 (now 8); --memory.recompute=full" in said
+    assert "order: --pipeline.slices=16 (now 8); --memory.recompute=stage" in said
     recomputed = configured(memory={"recompute": "full"}, pipeline={"num_microbatches": 8, "slices": 32})
     (said,) = less_memory(failure, recomputed)
     assert "order: --memory.offload=0.5 (now 0); --training.seq_len" in said

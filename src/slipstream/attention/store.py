@@ -91,6 +91,19 @@ class ContextStore:
         finally:
             self.is_replaying = False
 
+    def keep_for_layers(self) -> None:
+        """Keeps what slices read until they are done, as each layer is computed again within its backward."""
+        self.carried.keeps_read = True
+
+    def drop_lone_slices(self) -> None:
+        """Drops the buffers of the last calls whose only slice is the whole sequence: its layer will write them again
+        for its backward (a replay), and no other slice reads them."""
+        for context in reversed(self._contexts.values()):
+            whole = context.slices.get(0)
+            if not context.buffers or whole is None or whole.end < self.length:
+                return
+            context.buffers.clear()
+
     @contextmanager
     def wrapped_attention(self, wrapper: AttentionWrapper) -> Iterator[None]:
         """Passes each slice's computation to `wrapper`, which may keep the result, or return one it kept."""
@@ -110,6 +123,8 @@ class ContextStore:
         if self.is_replaying:
             if context is None or ranges.start not in context.slices:
                 raise ContextError(f"{_name(call, ranges)} is replayed, but its forward never ran")
+            if not context.buffers:
+                context.buffers = _written(key, value)
         else:
             if context is None:
                 buffers = [_buffer(part, self.length) for part in (key, value)]
@@ -170,6 +185,14 @@ class ContextStore:
             )
 
 
+def _written(key: Tensor, value: Tensor) -> list[Tensor]:
+    """Returns new buffers with the keys and values of a whole sequence."""
+    buffers = [_buffer(part, part.shape[2]) for part in (key, value)]
+    for buffer, part in zip(buffers, (key, value), strict=True):
+        buffer.copy_(part)
+    return buffers
+
+
 def _buffer(part: Tensor, length: int) -> Tensor:
     """Returns an empty (B,Hkv,L,D); on a GPU stored as (B,L,Hkv,D), so that a slice of it is one piece, as models have
     it. The CPU's kernels are faster where a head is one piece."""
@@ -187,8 +210,9 @@ def _name(call: Hashable, ranges: KeyRanges) -> str:
 class _State:
     """A state between two slices."""
 
-    value: Tensor | None  # None: the backward of its reader began, whose graph holds what it needs
+    value: Tensor | None  # None: the backward of its reader began, whose graph holds what it needs of it
     has_gradient: bool
+    is_done: bool = False  # whether the backward of its reader began
     gradient: Tensor | None = None  # None: none yet, or the reader's outputs don't depend on it
     is_read: bool = False  # by a forward
 
@@ -205,6 +229,7 @@ class CarriedStates:
 
     def __init__(self) -> None:
         self._states: dict[tuple[Hashable, int], _State] = {}
+        self.keeps_read = False  # in a backward too, where layers read them again
 
     @property
     def calls(self) -> set[Hashable]:
@@ -264,13 +289,15 @@ class CarriedStates:
         found = []
         for call in calls:
             left = self._states.pop((call, end))
-            if left.is_read and left.value is not None:
+            if left.is_read and not left.is_done:
                 raise ContextError(
                     f"the slice [{first}, {end}) runs backward before the slice from {end} on, which begins with its "
                     f"state of {call!r}: run the slices of a microbatch in reverse order"
                 )
             if (read := self._states.get((call, first))) is not None:
-                read.value = None
+                read.is_done = True
+                if not self.keeps_read:
+                    read.value = None
             found.append(left.gradient)
             left.gradient = None  # the reader's graph, which W holds, would keep it
         return found

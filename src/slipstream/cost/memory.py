@@ -32,7 +32,7 @@ def memory_table(
         stages: the parts of each stage.
         schedule: with R, OFFLOAD and RELOAD where there are any.
         slices: tokens of each slice.
-        recompute: what is computed again: none, selective or full.
+        recompute: what is computed again: none, selective or stage.
         state: bytes per parameter.
         optimizer_shards: ranks over which the optimizer's state is spread.
         alike: returns one of the stages that cost the same, so that their bytes are computed once.

@@ -240,5 +240,5 @@ def pipeline_costs(
             times[stage, index, op] = float(costs.seconds(layers, op, length, context))
             times[stage, index, op] += handled if op in WITH_MESSAGES else 0.0
         activations[stage, index] = float(costs.activation_bytes(layers, length))
-        kept[stage, index] = float(costs.kept_bytes(layers, "full", length))
+        kept[stage, index] = float(costs.kept_bytes(layers, "stage", length))
     return replace(costs.action_costs(times, slices), activations=activations, kept=kept)

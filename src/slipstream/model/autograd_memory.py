@@ -1,7 +1,9 @@
-"""What autograd saves of a forward: kept, recomputed just before the backward (rule 4), or moved to the host.
+"""What autograd saves of a forward: kept, recomputed for the backward (rule 4), or moved to the host.
 
-GPipe section 2.3 calls the second re-materialization. Keys and values stay in the context store, and a replay reads
-them there, so recomputing a slice never recomputes the slices before it.
+Recomputation (rule 4): what a forward keeps, and what restores the rest: within the backward, one layer after the other
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), or by a replay of the whole stage before it, which
+GPipe section 2.3 calls re-materialization. Keys and values stay in the context store, and are read there, so
+recomputing a slice never recomputes the slices before it; where there are none, a layer writes them again.
 """
 
 from __future__ import annotations
@@ -11,20 +13,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.hooks.token_slice import current_layer, noting_outputs
+from slipstream.keyed_draws import current_draws, drawing
+from slipstream.model.hooks.token_slice import noting_outputs
 from slipstream.model.tensors import Tensors, storage_bytes, storage_id, written_tensors
 
 _autograd: Any = torch._C._autograd
+_modes: Any = torch.overrides
 
 
 @contextmanager
@@ -193,22 +199,33 @@ def _unpack(slot: SavedTensorSlot) -> Tensor:
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """The part of a slice's forward that R recomputes; F keeps the rest.
+    """The part of a slice's forward that is computed again for its backward.
 
-    `full` recomputes all that F does on the stage, head and loss included. A number recomputes that many of the stage's
-    first layers and what comes before them; half a layer counts as one. `selective` keeps the outputs of matrix
-    products and of attention, and recomputes norms, activations, rotary embeddings, dropout and the loss, which cost
-    memory but little time.
+    `full` keeps what enters each layer, and recomputes one layer at a time within the backward; a number does so with
+    that many of the stage's first layers, where half a layer counts as one. `stage` recomputes all that F does on the
+    stage, head and loss included, by an R before the backward; `stage+full` does both, so that R brings back only what
+    enters the layers. `selective` keeps the outputs of matrix products and of attention, and its R recomputes norms,
+    activations, rotary embeddings, dropout and the loss, which cost memory but little time.
     """
 
-    num_layers: int | None = None  # None: all of them
+    num_layers: float = 0  # of each stage, its first ones, that are recomputed one by one
+    by_stage: bool = False
     keeps_products: bool = False
     is_checked: bool = True  # whether what is recomputed is compared with what was computed
 
     @property
+    def has_actions(self) -> bool:
+        """Whether slices have an R."""
+        return self.by_stage or self.keeps_products
+
+    @property
     def setting(self) -> str | int:
         """The setting that `parse` takes."""
-        return "selective" if self.keeps_products else self.num_layers or "full"
+        if self.keeps_products:
+            return "selective"
+        if self.num_layers < inf:
+            return int(self.num_layers) or "stage"
+        return "stage+full" if self.by_stage else "full"
 
     @classmethod
     def parse(
@@ -221,14 +238,27 @@ class RecomputePolicy:
         """
         if isinstance(setting, int) and not isinstance(setting, bool) and 1 <= setting <= most_layers:
             return cls(num_layers=setting, is_checked=is_checked)
-        products, all_of_it = cls(keeps_products=True, is_checked=is_checked), cls(is_checked=is_checked)
-        known = {"none": None, "selective": products, "full": all_of_it}
+        known = {
+            "selective": cls(keeps_products=True, is_checked=is_checked),
+            "full": cls(num_layers=inf, is_checked=is_checked),
+            "stage": cls(by_stage=True, is_checked=is_checked),
+            "stage+full": cls(num_layers=inf, by_stage=True, is_checked=is_checked),
+        }
+        if setting == "none":
+            return None
         if isinstance(setting, str) and setting in known:
             return known[setting]
         raise SlipstreamError(
-            f"memory.recompute={setting!r}: give 'none', 'selective', 'full', {besides}or the number of each stage's "
-            f"layers to recompute, 1 to {most_layers} here."
+            f"memory.recompute={setting!r}: give 'none', 'selective', 'full', 'stage', 'stage+full', {besides}or the "
+            f"number of each stage's layers to recompute, 1 to {most_layers} here."
         )
+
+
+def recompute_advice(what: RecomputePolicy | None) -> str:
+    """Returns the setting that keeps less than what is set, and ", "; nothing where none does."""
+    if what is None or what.setting not in ("full", "stage", "stage+full"):
+        return "memory.recompute='full', "
+    return "" if what.setting == "stage+full" else "memory.recompute='stage+full', "
 
 
 @dataclass(eq=False)
@@ -236,22 +266,21 @@ class SliceReplay:
     """One slice's forward on one stage that can be repeated: `forward` once, `replay` once before the backward."""
 
     saved: SavedTensors
-    what: RecomputePolicy | None  # None: nothing is recomputed, only moved to the host
-    layers: range  # the stage's
+    what: RecomputePolicy | None  # None: no R recomputes anything, slices are only moved to the host
     inputs: InitVar[Tensors]  # the forward's
     needs_gradient: Sequence[bool]
 
     def __post_init__(self, inputs: Tensors) -> None:
         self._inputs = [] if self.what is None else [self.saved.hold(tensor) for tensor in inputs]
         self._products: list[SavedTensorSlot | None] = []  # in order; None: changed in place, so not kept
-        self._checks = OutputChecks(self._is_recomputed) if self.what is not None and self.what.is_checked else None
+        self._checks = OutputChecks() if self.what is not None and self.what.is_checked else None
 
     @contextmanager
     def forward(self, store: ContextStore) -> Iterator[None]:
         """Surrounds F."""
         with self._checks.keeping() if self._checks else nullcontext():
             if self.what is None or not self.what.keeps_products:
-                with self.saved.saving(lambda _: not self._is_recomputed()):
+                with self.saved.saving(lambda _: self.what is None):
                     yield
                 return
             products = _KeepProducts(self.saved)
@@ -271,12 +300,6 @@ class SliceReplay:
             replay_checked(self.saved, partial(run, inputs), self._checks)
         self._products, self._inputs, self.needs_gradient = [], [], []
 
-    def _is_recomputed(self) -> bool:
-        """Returns whether R repeats what runs now."""
-        if self.what is None or self.what.num_layers is None:
-            return self.what is not None
-        return current_layer() < min(self.layers.start + self.what.num_layers, self.layers.stop)
-
 
 class OutputChecks:
     """Compares what the layers of one slice return when they are computed again with what they returned at first.
@@ -285,9 +308,7 @@ class OutputChecks:
     numbers, or reads what it has changed, gives other bits.
     """
 
-    def __init__(self, is_recomputed: Callable[[], bool] = lambda: True) -> None:
-        """`is_recomputed` says of the layer that runs whether it will be computed again."""
-        self._is_recomputed = is_recomputed
+    def __init__(self) -> None:
         self._kept: list[tuple[str, list[Tensor]]] = []  # by layer, in order
         self._place = 0
         self._saved: SavedTensors | None = None  # what is refilled; None: a forward that is kept
@@ -311,7 +332,7 @@ class OutputChecks:
         nothing."""
         is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self._saved is None:
-            if not is_recorded and self._is_recomputed():
+            if not is_recorded:
                 self._kept.append((layer, _sums_of_bits(output)))
             return
         if self._place < len(self._kept):
@@ -324,6 +345,70 @@ class OutputChecks:
         self._place += 1
         if self._saved.is_refilled:
             raise ReplayFinished
+
+
+_Outputs = TypeVar("_Outputs")
+
+
+def recompute_in_backward(
+    run: Callable[[], _Outputs], again: Callable[[Any], object], inputs: Any, is_checked: bool
+) -> _Outputs:
+    """Returns `run()`, keeping only its inputs, tensors in containers of any kind; `again(inputs)` computes the rest
+    once more in the backward, and layers' outputs are compared where that `is_checked`.
+
+    The backward uses the same autocast, and draws as the forward does; `again` is responsible for its random state.
+    What surrounds the call, as of a slice with an R or OFFLOAD, has the inputs among its saved tensors.
+    """
+    leaves, form = tree_flatten(inputs)
+    saved, kept, checks = SavedTensors(set()), [_kept(leaf) for leaf in leaves], OutputChecks() if is_checked else None
+    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    draws, modes = current_draws(), [weakref.ref(mode) for mode in _modes._get_current_function_mode_stack()]
+
+    def refill() -> None:
+        given = tree_unflatten([each.tensor() for each in kept], form)
+        kept.clear()
+        with torch.enable_grad(), torch.autocast(*autocast), drawing(draws), _within(modes):
+            replay_checked(saved, lambda: again(given), checks)
+
+    with checks.keeping() if checks else noting_outputs(None), saved.saving(lambda tensor: False, refill):
+        return run()
+
+
+@contextmanager
+def _within(modes: Sequence[weakref.ref[TorchFunctionMode]]) -> Iterator[None]:
+    """Surrounds code by the modes of these that are still there, as one that sets a default device: PyTorch leaves a
+    backward without them."""
+    present = _modes._get_current_function_mode_stack()
+    missing = [mode for each in modes if (mode := each()) is not None and mode not in present]
+    for mode in missing:
+        _modes._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in missing:
+            _modes._pop_mode()
+
+
+class _Kept(NamedTuple):
+    """An input that a recomputation will need, as whoever sees what is saved keeps it."""
+
+    value: Any
+    unpack: Callable[[Any], Any] = lambda value: value
+    needs_gradient: bool | None = None  # None: no tensor
+
+    def tensor(self) -> Any:
+        value = self.unpack(self.value)
+        return value if self.needs_gradient is None else value.detach().requires_grad_(self.needs_gradient)
+
+
+def _kept(leaf: Any) -> _Kept:
+    if not isinstance(leaf, Tensor):
+        return _Kept(leaf)
+    if (hooks := _autograd._top_saved_tensors_default_hooks(False)) is None:
+        return _Kept(leaf.detach(), needs_gradient=leaf.requires_grad)
+    pack, unpack = hooks
+    return _Kept(pack(leaf.detach()), unpack, leaf.requires_grad)
 
 
 _differing: list[tuple[str, Tensor | bool]] = []  # the layers that were computed again, and whether they differ

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from slipstream.attention import ContextStore
+from slipstream.attention import ContextStore, HeadExchange
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
+from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward
 from slipstream.model.cutting import PassThrough, has_end, keep_layers, second_half
 from slipstream.model.hooks import attention
 from slipstream.model.hooks.attention import masks_and_biases
@@ -39,10 +41,19 @@ from slipstream.model.hooks.slice_cache import (
     recorded_carriers,
     reset_at_documents,
 )
-from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward, current_slice, noting_outputs
+from slipstream.model.hooks.token_slice import (
+    SliceContext,
+    TokenParts,
+    TokenSlice,
+    active_forward,
+    current_slice,
+    note_output,
+    noting_outputs,
+    running_alone,
+)
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.pipeline_stage import PipelineStage
+from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
@@ -54,7 +65,9 @@ class CausalLMStage(PipelineStage):
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
     last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
-    each layer's routers add to the loss.
+    each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts`
+    the model has this rank's experts. `recompute` says which layers keep only what enters them, until a backward
+    computes them again.
     """
 
     has_skips = False  # past other stages
@@ -68,6 +81,9 @@ class CausalLMStage(PipelineStage):
         shared: TensorParallelLayers | None = None,
         head: SpreadHead | None = None,
         router_loss: RouterLoss | None = None,
+        recompute: RecomputePolicy | None = None,
+        exchange: Callable[[TokenParts], HeadExchange] | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -86,11 +102,14 @@ class CausalLMStage(PipelineStage):
             model.set_submodule(head.embedding, embedding)
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
-        self._shared, self._device = shared, device
+        self._shared, self._exchange, self._device = shared, exchange, device
         self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
+        self.experts = experts
+        if experts is not None:
+            experts.install(model)
         self.model: PreTrainedModel = model.to(device)
         self._second_names = anatomy.second_names
         self._canonical = {name: names[0] for names in anatomy.shared for name in names}
@@ -108,6 +127,7 @@ class CausalLMStage(PipelineStage):
         self._cache_name = cache_name(model)
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)
         self._without_router_logits = {"output_router_logits": False} if asked else {}
+        self._recompute = recompute or RecomputePolicy()
         self._carriers: list[nn.Module] | None = None  # of states; None: not known yet
         layers = anatomy.layers_of(model)
         self.layers = [layers[index] for index in self.layers_here]
@@ -178,13 +198,12 @@ class CausalLMStage(PipelineStage):
         context.received = inputs[1:]
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
-        past, as_trained = self._past(context)
-        if self._shared is not None:  # now, as the first packed slice runs a token of its own
-            self._shared.begin(token_slice.input_ids.shape[1])
-        own = masks_and_biases(self.model, token_slice) if self.attends_itself else masks_of_text()
+        if self._exchange is not None:
+            context.exchange = self._exchange(token_slice.parts)
+        past = self._past(context)
         positions = token_slice.position_ids
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
-        with active_forward(context), as_trained, own, self._seeds.forked():
+        with self._running(context):
             self._seeds.enter(-1)
             output = self.model(
                 input_ids=token_slice.input_ids,
@@ -202,17 +221,52 @@ class CausalLMStage(PipelineStage):
         assert context.output is not None, f"the last of {self.owned} did not run"
         return context.output.to(self.hidden_dtype), *self._crossing.leaving(context, self.hidden_dtype)
 
-    def _past(self, context: SliceContext) -> tuple[dict[str, SliceCache], AbstractContextManager[None]]:
-        """Returns the cache as the model's argument, and what keeps the model from generating text with it."""
+    def _past(self, context: SliceContext) -> dict[str, SliceCache]:
+        """Returns the cache as the model's argument."""
         tokens = context.token_slice
         carriers = [] if tokens.document_start is None else self.find_carriers()
         if not tokens.is_cut and not carriers:
-            return {}, nullcontext()  # a whole microbatch runs as in training without slices: models are given no cache
+            return {}  # a whole microbatch runs as in training without slices: models are given no cache
         context.carries_states = True
-        layers = dict(zip(self.layers_here, self.layers, strict=True))
-        is_lone = tokens.input_ids.shape[1] == 1 or (carriers and has_lone_tokens(tokens))
-        as_trained = as_several_tokens(context, layers) if is_lone else nullcontext()
-        return {self._cache_name: SliceCache(context)}, as_trained
+        context.has_lone_tokens = tokens.input_ids.shape[1] == 1 or bool(carriers and has_lone_tokens(tokens))
+        return {self._cache_name: SliceCache(context)}
+
+    @contextmanager
+    def _running(self, context: SliceContext) -> Iterator[None]:
+        """Surrounds the code of the model that computes a slice, all of it or one layer again."""
+        tokens, layers = context.token_slice, dict(zip(self.layers_here, self.layers, strict=True))
+        if self._shared is not None:  # now, as the first packed slice runs a token of its own
+            self._shared.begin(tokens.input_ids.shape[1])
+        own = masks_and_biases(self.model, tokens) if self.attends_itself else masks_of_text()
+        # what keeps the model from generating text with the cache that it is given
+        as_trained = as_several_tokens(context, layers) if context.has_lone_tokens else nullcontext()
+        with active_forward(context), as_trained, own, self._seeds.forked():
+            yield
+
+    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a layer's forward, and keeps only what enters it where it is recomputed."""
+        context = current_slice()
+        if not torch.is_grad_enabled() or context.layer >= self.layers_here.start + self._recompute.num_layers:
+            return forward(*args, **kwargs)
+        store, entered = context.store, context.entered_layer()
+        store.keep_for_layers()
+
+        def again(given: Any) -> None:
+            args, kwargs = tree_map_only(SliceCache, lambda _: SliceCache(entered), given)
+            with store.replay(), self._running(entered):
+                self._seeds.enter(entered.layer)
+                note_output(f"layer {entered.layer}", forward(*args, **kwargs))
+
+        def run() -> Any:
+            output = forward(*args, **kwargs)
+            note_output(f"layer {entered.layer}", output)
+            return output
+
+        # a cache that doesn't know the tensors of this forward, whose graph keeps it
+        given = tree_map_only(SliceCache, lambda _: SliceCache(entered), (args, kwargs))
+        output = recompute_in_backward(run, again, given, self._recompute.is_checked and not store.is_replaying)
+        store.drop_lone_slices()
+        return output
 
     def find_carriers(self) -> list[nn.Module]:
         """Returns the modules that carry states, which are reset at documents from now on; runs a token for it once."""
@@ -261,6 +315,8 @@ class CausalLMStage(PipelineStage):
     def _watch(self, layers: list[nn.Module], anatomy: ModelAnatomy) -> None:
         for index in self.layers_here:
             is_whole = anatomy.obstacle([f"{anatomy.layers}.{index}"])
+            if self._recompute.num_layers:
+                layers[index].forward = wraps(layers[index].forward)(partial(self._run_layer, layers[index].forward))
             self._seeds.watch(layers[index], index, second_half(layers[index], () if is_whole else anatomy.halves))
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.layers_here or range(self.num_layers)[ends]
@@ -303,6 +359,6 @@ class CausalLMStage(PipelineStage):
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad(), kept_frequencies(self.model):
+        with torch.no_grad(), kept_frequencies(self.model), running_alone():
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

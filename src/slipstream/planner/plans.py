@@ -28,7 +28,7 @@ class Configuration:
     schedule: str  # a name of slipstream.schedule.GENERATORS, or "auto": found together with the cut and the slices
     microbatch_size: int  # sequences
     num_slices: int
-    recompute: str  # "none", "selective" or "full"
+    recompute: str  # "none", "selective" or "stage"
     offload: float  # the share of slices whose activations are offloaded to host memory
     shard_optimizer: bool  # its state is sharded over the data-parallel ranks (ZeRO-1)
     slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages; or "auto"

@@ -7,19 +7,19 @@ A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import sqrt
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from slipstream.attention import ContextError, ContextStore
-from slipstream.model.autograd_memory import OutputChecks, SavedTensors, replay_checked, without_saved_tensors_hooks
+from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward, without_saved_tensors_hooks
 from slipstream.model.hooks.token_slice import active_forward, note_output
 from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.tensors import Tensors, TensorSpec, copied_from_messages
@@ -59,10 +59,10 @@ class SequentialStage(PipelineStage):
         routes: Sequence[SkipRoute],
         tracer: ShapeTracer,
         has_segments: bool,
-        is_checked: bool,
+        recompute: RecomputePolicy | None,
     ) -> None:
         """With `has_segments` it keeps only what enters some segments of its layers, and recomputes them in its
-        backward, which `is_checked` or not."""
+        backward; `recompute` says which layers are such a segment each."""
         self._number, self.layers_here = number, stages[number]  # the numbers of its layers
         self.is_first, self.is_last = number == 0, number == len(stages) - 1
         self.has_loss = self.is_last
@@ -71,7 +71,8 @@ class SequentialStage(PipelineStage):
         self._names, self.layers = [layer.name for layer in own], [layer.module for layer in own]
         self.model = nn.ModuleList(self.layers).to(tracer.device)
         self.tied = []
-        self._tracer, self._has_segments, self._is_checked = tracer, has_segments, is_checked
+        self._tracer, self._has_segments = tracer, has_segments
+        self._recompute = recompute or RecomputePolicy()
         self._routes = {route.name: route for route in routes}
         place = {index: owner for owner, owned in enumerate(stages) for index in owned}
         ends = [(route.name, place[route.stash], place[route.pop]) for route in routes]
@@ -148,13 +149,17 @@ class SequentialStage(PipelineStage):
 
     def _through(self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext) -> tuple[Tensors, Skips]:
         """Runs these layers on the output of the one before and on skips; returns their output and the skips left."""
-        if not layers:
-            return tensors, skips
-        if not self._has_segments or not torch.is_grad_enabled():
-            return self._run(layers, tensors, skips, context)
-        for segment in choose_segments(layers, self._trace(context.piece)):
+        for segment in self._segments(layers, context.piece) if torch.is_grad_enabled() else ():
             tensors, skips = self._run_recomputed(segment, tensors, skips, context)
-        return tensors, skips
+            layers = range(segment.stop, layers.stop)
+        return self._run(layers, tensors, skips, context) if layers else (tensors, skips)
+
+    def _segments(self, layers: range, piece: BatchSlice) -> list[range]:
+        """Returns the first of these layers as what the backward recomputes together."""
+        if self._has_segments and layers:
+            return choose_segments(layers, self._trace(piece))
+        stop = min(layers.stop, self.layers_here.start + self._recompute.num_layers)
+        return [range(index, index + 1) for index in layers if index < stop]
 
     def _run_recomputed(
         self, segment: range, tensors: Tensors, skips: Skips, context: LayerContext
@@ -168,7 +173,10 @@ class SequentialStage(PipelineStage):
                 return self._run(segment, inputs[:num_tensors], entered, context, again)
 
         inputs = (*tensors, *(skips[name] for name in popped))
-        outputs, stashed = recompute_in_backward(run, inputs, self._is_checked)
+        is_checked = self._recompute.is_checked and not context.store.is_replaying
+        outputs, stashed = recompute_in_backward(
+            partial(run, inputs, False), partial(run, again=True), inputs, is_checked
+        )
         return outputs, {name: tensor for name, tensor in skips.items() if name not in popped} | stashed
 
     def _run(
@@ -349,9 +357,6 @@ class _Reading(torch.autograd.Function):
         return None, None, None, *(ctx.shared.take() if ctx.is_first else [None])
 
 
-_Outputs = TypeVar("_Outputs")
-
-
 @lru_cache(maxsize=256)
 def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
     """Returns the best number of segments of a stage's layers, each with about as many bytes to recompute."""
@@ -361,22 +366,3 @@ def choose_segments(owned: range, trace: ShapeTrace) -> list[range]:
     num_segments = min(max(round(sqrt(ratio)), 1), len(owned))
     bounds = accumulate(partition_layers(intermediate, num_segments), initial=owned.start)
     return [range(start, end) for start, end in pairwise(bounds)]
-
-
-def recompute_in_backward(run: Callable[[Tensors, bool], _Outputs], inputs: Tensors, is_checked: bool) -> _Outputs:
-    """Returns `run(inputs, False)`, keeping only the inputs; `run(inputs, True)` computes the rest again in the
-    backward, and it is compared where that `is_checked`.
-
-    The backward uses the same autocast. `run` is responsible for its random state.
-    """
-    saved, kept, checks = SavedTensors(set()), [inputs], OutputChecks() if is_checked else None
-    device = inputs[0].device.type
-    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-    def refill() -> None:
-        again = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept.pop())
-        with torch.enable_grad(), torch.autocast(*autocast):
-            replay_checked(saved, lambda: run(again, True), checks)
-
-    with checks.keeping() if checks else nullcontext(), saved.saving(lambda tensor: False, refill):
-        return run(inputs, False)

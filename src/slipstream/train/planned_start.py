@@ -176,7 +176,7 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
             "partition": partition_setting(plan.partition),
             "vocabulary": plan.head,
         },
-        "memory": {"recompute": "full" if plan.recompute else "none"},
+        "memory": {"recompute": "stage" if plan.recompute else "none"},
         "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
         "training": {"seq_len": training.seq_len, size: getattr(training, size), "precision": training.precision},
         "plan": {"predicted": {name: rounded(getattr(plan, name)) for name in ("seconds", "bound", "ideal")}},

@@ -28,6 +28,7 @@ from slipstream.train.elastic_mesh import LocalPlaces, mesh_of_processes, mesh_s
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, memory_account, preflight
 from slipstream.train.run_folder import RunFolder, read_lines
+from slipstream.units import plural
 
 _RUN_BY_RANKS = (
     "slipstream.train.training_rank",
@@ -63,8 +64,10 @@ def start_training(config: Config) -> None:
         with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
             go_on_in(folder.log)
-            ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-            progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
+            progress.say(
+                f"starting {plural(num_ranks, 'rank')}"
+                + ("" if server else ", which import torch and transformers first")
+            )
             if sharing := sharing_here(config):
                 way = "NCCL and sockets" if "nccl" in choose_backends(config) else "gloo and pinned host memory"
                 progress.say(f"{sharing}: messages go through {way}")

@@ -30,6 +30,7 @@ from slipstream.train.run_results import draw_last_step, export_model, has_room,
 from slipstream.train.run_state import RunState
 from slipstream.train.training_step import count_steps, train_step
 from slipstream.train.validation import Validator
+from slipstream.units import numbers_text, plural
 from slipstream.watchdog import counted_off
 
 _RECENT = 20  # steps, of which the median is said
@@ -100,14 +101,14 @@ class Trainer:
                 show(step, record.texts())
                 if was_tuning and not self._is_tuning:
                     slices = pipe.slices(run.config.training.seq_len)
-                    run.progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
+                    run.progress.say(f"step {step}: auto has settled on slices of {numbers_text(slices)} tokens")
                 if self._reporter.asked_to_stop:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
             self._checkpoints.close()
         # 3. What there is to say of all of them.
         if numbers := self._bad_steps.steps:
-            run.progress.warn(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
+            run.progress.warn(f"{plural(len(numbers), 'step')} did not update: {numbers_text(numbers)}")
         if best := self._validator.history.describe_best():
             run.progress.say_result(best)
         self._reporter.close()

@@ -36,6 +36,7 @@ from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, preflight
 from slipstream.train.run_context import RunContext
 from slipstream.train.trainer import Trainer
+from slipstream.units import plural
 from slipstream.watchdog import counted_off
 
 _log = logging.getLogger("slipstream.train.training_rank")  # a launched rank runs this module as __main__
@@ -64,7 +65,7 @@ def join_run(config: Config) -> None:
     except SlipstreamError as error:
         problem = str(error)
     if os.environ["RANK"] == "0":
-        launch.Progress(make_console()).say(f"connecting {config.num_processes} ranks")
+        launch.Progress(make_console()).say(f"connecting {plural(config.num_processes, 'rank')}")
     ranks = launch.connect_ranks(_describe(config), problem, is_elastic)
     if not is_elastic:
         check_world_size(config)
@@ -140,7 +141,7 @@ def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Confi
         )
     if world_size < least:
         raise SlipstreamError(
-            f"the launcher started {world_size} {'process' if world_size == 1 else 'processes'}, fewer than {given}; "
+            f"the launcher started {plural(world_size, 'process')}, fewer than {given}; "
             f"start more, as by torchrun --nnodes=MIN:MAX with a larger MIN, or give --training.min_ranks={world_size}"
         )
     return mesh_of_processes(config, world_size)

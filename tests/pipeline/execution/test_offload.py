@@ -95,7 +95,7 @@ def test_a_stage_lets_go_of_its_input_too() -> None:
     for moves in (("", ""), ("1OFFLOAD0.0", "1RELOAD0.0")):
         row = order.format(offload=moves[0], reload=moves[1])
         schedule = Schedule.parse(f"schedule: s\nplacement: 0 0\nmicrobatches: 1\nslices: 2\nrank 0: {row}")
-        pipe = make_pipe(build(llama()), schedule, slices=[60, 4], recompute="full")
+        pipe = make_pipe(build(llama()), schedule, slices=[60, 4], recompute="stage")
         (executor,) = pipe._runtime.executors
         memory = LiveMemory(besides=pipe.parameters())
 

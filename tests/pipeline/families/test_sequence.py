@@ -14,7 +14,7 @@ from support.examples import examples
 from support.sequences.random_layers import KINDS, Unsplit, batch, build, sequences
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
-RECOMPUTE = ("none", "full", "selective", 1, "segments")
+RECOMPUTE = ("none", "full", "stage", "stage+full", "selective", 1, "segments")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
 
 

@@ -39,7 +39,7 @@ def peak(recompute: str, num_ranks: int = 1) -> int:
 
 def test_segments_hold_less_than_all_or_nothing() -> None:
     """One microbatch: recomputing everything at once saves nothing, in segments about sqrt(l)."""
-    none, full, segments = peak("none"), peak("full"), peak("segments")
+    none, full, segments = peak("none"), peak("stage"), peak("segments")
     assert full > 0.8 * none
     assert segments < 0.45 * none
 
@@ -59,7 +59,9 @@ class CountProducts(TorchDispatchMode):
         return func(*args, **kwargs or {})  # type: ignore[operator, misc]
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2), ("segments", 2)])
+@pytest.mark.parametrize(
+    ("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2), ("stage", 2), ("segments", 2)]
+)
 def test_what_runs_again(recompute: str, times: int) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 5), nn.Tanh()).double()
     pipe = Pipeline(model, "gpipe", num_microbatches=4, memory=Memory(recompute=recompute))

@@ -23,7 +23,7 @@ from support.parameters import each_once
 from support.sequences.case import Inputs
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
-RECOMPUTE = ("none", "full", "selective", 1, "segments")
+RECOMPUTE = ("none", "full", "stage", "stage+full", "selective", 1, "segments")
 ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
 
 

@@ -78,12 +78,14 @@ def test_a_head_that_is_spread_is_no_part_of_the_last_stage(whole: Any) -> None:
         assert per_token(pipe, op) == [number * layers] * 2
 
 
-@pytest.mark.parametrize("recompute", ["full", 1, "selective"])
+@pytest.mark.parametrize("recompute", ["full", "stage", "stage+full", 1, "selective"])
 def test_what_runs_again_takes_longer(whole: Any, recompute: str | int) -> None:
     pipe, plain = made(memory=Memory(recompute=recompute), schedule="1f1b", slices=4), made()
     layer, head = matrices(whole.model.layers[:1]), matrices([whole.lm_head])
-    again = {"full": [2 * layer, 2 * layer + head], 1: [layer, layer], "selective": [0, 0]}[recompute]
-    scores = {"full": 2, 1: 1, "selective": 0}[recompute] * SCORES
+    one_by_one = {"full": 2, "stage+full": 2, 1: 1}.get(recompute, 0)
+    at_once = 2 * recompute.startswith("stage") if isinstance(recompute, str) else 0
+    again = [(one_by_one + at_once) * layer, (one_by_one + at_once) * layer + at_once // 2 * head]
+    scores = (one_by_one + at_once) * SCORES
     for op in (Op.F, Op.B, Op.I, Op.W):
         more = np.subtract(per_token(pipe, op), per_token(plain, op)).tolist()
         assert more == (again if op in (Op.B, Op.I) else [0, 0])

@@ -115,12 +115,15 @@ SETTINGS: list[dict[str, Any]] = [
     {"slices": 1},
     {"slices": [20, 30, 14]},
     {"slices": 4, "schedule": "zb-h1"},
-    {"slices": 4, "recompute": "full"},
+    {"slices": 4, "recompute": "stage"},
     {"slices": 4, "recompute": "selective", "offload": 0.7},
     {"slices": 4, "offload": 1.0, "num_flushes": 2},
     {"slices": 3, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
     {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2},
     {"slices": 3, "schedule": "zb-v", "stages_per_rank": 2, "offload": 0.5, "recompute": 1},
+    {"slices": 1, "recompute": "full"},
+    {"slices": 4, "recompute": "full", "schedule": "zb-h1"},
+    {"slices": 3, "recompute": "stage+full", "schedule": "gpipe"},
 ]
 
 

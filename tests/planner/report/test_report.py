@@ -184,7 +184,7 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
     best = plan.best
     other = replace(
         best,
-        configuration=replace(best.configuration, tensor_parallel=4, data_parallel=2, recompute="full"),
+        configuration=replace(best.configuration, tensor_parallel=4, data_parallel=2, recompute="stage"),
         step_seconds=best.step_seconds * 1.071,
         seconds_by_cause={
             **best.seconds_by_cause,
@@ -193,7 +193,7 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
         },
     )
     found = reasons(replace(plan, alternatives=(Alternative("tensor_parallel", other),)))
-    told = "+7.1% (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute full)"
+    told = "+7.1% (12.3 s more waiting, 2.10 s less computing; with data parallel 2, recompute stage)"
     assert found == [f"tensor parallel 4 instead of 1: {told}"]
     both = (Alternative("tensor_parallel", other), Alternative("data_parallel", other))
     (line,) = reasons(replace(plan, alternatives=both))
@@ -214,7 +214,8 @@ def test_the_search_says_what_it_may_have_missed(plan: Plan) -> None:
 
 def test_slices_in_words() -> None:
     assert slices_text((8, 8)) == "2 slices of 8 tokens"
-    assert slices_text((1024, 8)) == "2 slices of 1,024, 8 tokens"
+    assert slices_text((1024, 8)) == "2 slices of 1024, 8 tokens"
+    assert slices_text([*range(81, 0, -1)]) == "81 slices of 81, 80, 79, 78, ..., 3, 2, 1 tokens"
 
 
 def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:

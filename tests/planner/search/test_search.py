@@ -32,7 +32,8 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profile import count_model
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
-from slipstream.simulator import MemoryKind, StageSlice, memory_of
+from slipstream.schedule.lowering import add_reductions
+from slipstream.simulator import MemoryKind, StageSlice, memory_of, simulate
 from slipstream.simulator.memory_arrays import order_bytes
 from support.architectures import llama
 from support.examples import examples
@@ -41,7 +42,7 @@ from support.pipelines import make_pipe
 
 SEQ_LEN = 512
 NAMED = ("equal-time", "exact")  # nothing that takes a joint search
-PLAIN = PlanOptions(num_slices=(1,), recompute=("full",), offload=(0.0,), shard_optimizer=(False,))
+PLAIN = PlanOptions(num_slices=(1,), recompute=("stage",), offload=(0.0,), shard_optimizer=(False,))
 
 
 def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str = "float16") -> ModelCount:
@@ -154,6 +155,35 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     assert min(prediction.seconds_by_cause.values()) >= -1e-12
 
 
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_per_rank: int, sharded: bool) -> None:
+    """From REDUCE_GRAD's place on, one after the other; so a rank waits for those of its first stage at least."""
+    space, _ = bounds(0)
+    configuration = Configuration(1, 2, 2, stages_per_rank, schedule, 1, 2, "none", 0.0, sharded)
+    candidate = SimulatedConfiguration.of(space, configuration)
+    ends = {span.action: span.end for span in simulate(candidate.schedule, candidate.cost).spans}
+    waits, sums = [], []
+    seconds = [
+        candidate.cut.costs.gradient_seconds(stage, 2, configuration.optimizer_shards) for stage in candidate.cut.stages
+    ]
+    for row in add_reductions(candidate.schedule).actions:
+        now = free = 0.0
+        for action in row:
+            now = ends.get(action, now)
+            if action.op is Op.REDUCE_GRAD:
+                free = max(free, now) + seconds[action.stage]
+        waits.append(free - now)
+        sums.append(sum(seconds[action.stage] for action in row if action.op is Op.REDUCE_GRAD))
+    step, causes = candidate.step()
+    _, gathered, optimizer = space.tails(configuration)
+    last = [max(ends[action] for action in row) for row in candidate.schedule.actions]
+    assert step == pytest.approx(max(np.array(last) + waits + gathered + optimizer))
+    assert any(causes["gradient reduction"] == pytest.approx(wait) for wait in waits)
+    assert (sum(waits) < 0.99 * sum(sums)) == (stages_per_rank > 1)
+    assert (causes["weight gathering"] > 0) == sharded
+
+
 @examples(60)
 @given(choice=st.integers(0, 10**9), spare=st.sampled_from((1e-9, 1e-2)), number=st.integers(0, 1))
 def test_the_quick_test_of_memory_fails_nothing_that_fits(choice: int, spare: float, number: int) -> None:
@@ -179,7 +209,7 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     options = PlanOptions(
         stages_per_rank=draw.choice(((1,), (1, 2), (2, 3))),
         num_slices=draw.choice(((1, 2), (1, 4), (2, 3))),
-        recompute=draw.choice((("none", "full"), ("none", "selective"), ("full",))),
+        recompute=draw.choice((("none", "stage"), ("none", "selective"), ("stage",))),
         offload=draw.choice(((0.0,), (0.0, 1.0))),
         num_simulated=10**9,
     )
@@ -411,7 +441,7 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
 
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "recompute"),
-    each_once([("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "full"]),
+    each_once([("1f1b", 1), ("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)], ["none", "stage"]),
 )
 def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
     """Backwards too, which a Pipeline splits where their result goes to another rank."""

@@ -68,7 +68,10 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--memory.num_flushes=3", ["num_microbatches=1 don't divide into memory.num_flushes=3"]),
         (
             "--memory.recompute=some",
-            ["memory.recompute='some'", "'none', 'selective', 'full', 'segments' or a whole number from 1"],
+            [
+                "memory.recompute='some'",
+                "'none', 'selective', 'full', 'stage', 'stage+full', 'segments' or a whole number from 1",
+            ],
         ),
         ("--memory.offload=2", ["memory.offload=2", "give a number from 0 to 1"]),
         ("--training.epochs=2", ["either training.steps or training.epochs"]),

@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.timeline import Timeline, load_trace
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.run_folder import RunFolder
+from slipstream.units import plural
 
 Record = dict[str, Any]
 
@@ -69,7 +70,7 @@ class RunRecord:
             return f"failed: the numbers of step {self.failures[-1]['step']:,} aren't finite"
         has_patience = bool((self.settings.get("training") or {}).get("patience"))  # and may have ended before
         if self.has_model and (self.last_step >= (self.num_steps or 1) or has_patience):
-            return f"finished: {self.last_step:,} steps"
+            return f"finished: {plural(self.last_step, 'step')}"
         return f"ended early: {at}" if self.steps else "ended before its first step"
 
 
@@ -141,7 +142,7 @@ def _settings(text: str, unread: list[str]) -> Record:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        unread.append(f"config.yaml isn't valid YAML: {error}")
+        unread.append(f"config.yaml isn't valid YAML: {syntax_text(error)}")
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -128,7 +128,7 @@ class SavedActivations:
     def __init__(
         self, stages: Mapping[int, PipelineStage], recompute: RecomputePolicy | None, device: torch.device
     ) -> None:
-        self._stages, self._recompute = stages, recompute or RecomputePolicy()
+        self._stages, self._recompute = stages, recompute or RecomputePolicy(by_stage=True)
         self._to_host = host_memory_of(device)
 
     def begin(self, state: StepState, moves: BlockMoves | None) -> None:
@@ -141,11 +141,11 @@ class SavedActivations:
     ) -> AbstractContextManager[None]:
         """Prepares for the R and OFFLOAD of a forward."""
         g, m, i = step.key
-        stage, piece, targets = self._stages[g], self._state.batch.slices[m][i], self._state.batch.targets[m][i]
+        piece, targets = self._state.batch.slices[m][i], self._state.batch.targets[m][i]
         shared = self._storages[g] | storage_ids((*piece.tensors, targets, *store.carried.values))
         what = self._recompute if step.is_recomputed else None
         needs_gradient = [spec.needs_gradient for spec in specs]
-        replay = SliceReplay(SavedTensors(shared), what, stage.layers_here, inputs, needs_gradient)
+        replay = SliceReplay(SavedTensors(shared), what, inputs, needs_gradient)
         self._state.replays[step.key] = replay
         return replay.forward(store)
 

@@ -35,7 +35,7 @@ class StageLayout:
 
     order: Schedule
     layers: tuple[LayerRange, ...]
-    recompute: RecomputePolicy | None  # what the R's of `training` recompute
+    recompute: RecomputePolicy | None  # what backwards recompute, and the R's of `training`
     offload: float  # the share of slices that wait in host memory
     reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
     spreads_vocabulary: bool = False  # whether every rank has some rows of the head
@@ -124,12 +124,14 @@ def given_counts(
 def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, offload: float) -> Schedule:
     """Returns the schedule with R, OFFLOAD and RELOAD, which a given schedule may have already."""
     given = next((action for action in schedule.positions if action.op is Op.R), None)
-    if given is not None and recompute is None:
+    has_actions = recompute is not None and recompute.has_actions
+    if given is not None and not has_actions:
+        setting = "none" if recompute is None else recompute.setting
         raise SlipstreamError(
-            f"the schedule {schedule.name!r} has {schedule.text(given)}, but memory.recompute='none'. Say what it "
-            "recomputes: memory.recompute='full', 'selective', or a number of layers."
+            f"the schedule {schedule.name!r} has {schedule.text(given)}, but memory.recompute={setting!r}. Say what it "
+            "recomputes: memory.recompute='stage', 'stage+full' or 'selective'."
         )
-    adds = {"memory.recompute": recompute is not None and given is None, "memory.offload": offload > 0}
+    adds = {"memory.recompute": has_actions and given is None, "memory.offload": offload > 0}
     if schedule.is_lowered and any(adds.values()):
         setting = next(name for name, wanted in adds.items() if wanted)
         raise SlipstreamError(

@@ -201,12 +201,10 @@ def flop_rates(
     found = np.array([rates(each.start, each.stop, stage == last) for stage, each in enumerate(layers)])
     forward, inputs, weights = found.swapaxes(0, 1)
     if recompute is not None and not recompute.keeps_products:
-        number = recompute.num_layers
-        ends = [each.stop if number is None else min(each.stop, int(each.start) + number) for each in layers]
-        again = [
-            rates(each.start, end, number is None and stage == last)[0]
-            for stage, (each, end) in enumerate(zip(layers, ends, strict=True))
-        ]
-        inputs = inputs + np.array(again) * (inputs + weights).any(axis=1, keepdims=True)
+        ends = [min(each.stop, int(each.start) + recompute.num_layers) for each in layers]
+        again = np.array([rates(each.start, end, False)[0] for each, end in zip(layers, ends, strict=True)])
+        again *= recompute.num_layers > 0
+        again += forward * recompute.by_stage
+        inputs = inputs + again * (inputs + weights).any(axis=1, keepdims=True)
     seconds = {Op.F: forward, Op.B: inputs + weights, Op.I: inputs, Op.W: weights}
     return StageRates(seconds, np.tile([0.0, 1.0], (len(layers), 1)), windows=windows)

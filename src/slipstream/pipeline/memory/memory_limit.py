@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import SlipstreamError
+from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
@@ -199,7 +200,8 @@ class MemoryLimit:
     @property
     def _counts_by_shape(self) -> bool:
         """Whether what rows hold doesn't follow from others."""
-        return bool(self._layout.offload) or self._layout.spreads_vocabulary
+        by_layer = self._layout.recompute is not None and self._layout.recompute.num_layers > 0
+        return bool(self._layout.offload) or self._layout.spreads_vocabulary or by_layer
 
 
 def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:
@@ -259,7 +261,7 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     return (
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but rank {rank} would hold {bytes_text(total)}, "
         f"{bytes_text(total - limit)} too much (memory.limit={math.ceil(total)} would do), in the "
-        f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try memory.recompute='full', "
+        f"schedule {step.schedule.name!r} on slices {slices}: {parts}. Try {recompute_advice(step.recompute)}"
         "memory.offload=0.5, a larger memory.num_flushes, more slices or microbatches, or schedule='auto', which keeps "
         "to the limit where it can."
     )

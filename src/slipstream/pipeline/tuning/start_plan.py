@@ -215,7 +215,7 @@ def _of_what_is_trained(
     below = max(0, part.num_frozen_parts - 1) / part.units_per_layer
     say(
         f"it is planned for {part.num_trained:,} trained parameters of {part.num_parameters:,}: {below:g} layers below "
-        "them have forwards alone, and measured times are scaled to what is computed"
+        "them run forward only, and measured times are scaled to what is computed"
     )
     return trains_a_part(units, whole, part)
 
@@ -234,7 +234,7 @@ def _most_bytes(
         schedule = add_recompute(schedule)
     stages = StageParts.of_partition(partition, units.num_layers, units.units_per_layer)
     account = head_part_memory if schedule.spreads_vocabulary else memory_table
-    table = account(profile, stages, schedule, slices, "full" if recompute else "none", units.state)
+    table = account(profile, stages, schedule, slices, "stage" if recompute else "none", units.state)
     batch = token_bytes(request.num_microbatches * request.microbatch_size * request.seq_len)
     ranks = memory_of(schedule, replace(table, header_bytes=HEADER_BYTES))
     return [(1 + _UNSEEN) * rank.peak + batch for rank in ranks]
@@ -273,7 +273,7 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
 
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
-    memory = options.memory.model_copy(update={"recompute": "full"}) if plan.recompute else options.memory
+    memory = options.memory.model_copy(update={"recompute": "stage"}) if plan.recompute else options.memory
     return replace(
         options,
         schedule=plan.schedule,

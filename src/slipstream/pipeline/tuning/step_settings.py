@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches, slice_lengths
-from slipstream.pipeline.pipeline_options import PipelineOptions, check_microbatches
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
@@ -15,6 +15,7 @@ from slipstream.schedule import (
     Schedule,
     SliceCounts,
     SlicedMicrobatch,
+    check_microbatches,
     check_name,
     in_flushes,
     join_backwards,
@@ -46,8 +47,8 @@ class StepSettings:
         self.reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
         self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
-        # Whether backwards may be split: W would hold what all segments recompute.
-        self.splits = not compiled and options.memory.recompute != "segments"
+        # Whether backwards may be split: W would hold what all layers or segments recompute.
+        self.splits = not compiled and options.memory.recompute in ("none", "selective", "stage")
         _check(schedule, slices, options.num_microbatches, num_flushes)
         self.slices: int | Sequence[int] = _SLICES if isinstance(slices, str) else slices
         if isinstance(schedule, Schedule):

@@ -13,7 +13,7 @@ from slipstream.schedule import GENERATORS
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NAMES = {
     "schedule": (*GENERATORS, AUTO),
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("none", "selective", "stage"),
     "slicing": ("equal-time", "exact", AUTO),
 }
 

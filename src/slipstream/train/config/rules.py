@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
-from slipstream.options import Memory
-from slipstream.pipeline.pipeline_options import check_microbatches, given_microbatches
-from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
+from slipstream.options import ALLOWED_LAYER_COUNTS, Memory, are_allowed_layer_counts
+from slipstream.schedule import (
+    AUTOMATIC,
+    Schedule,
+    ScheduleError,
+    check_microbatches,
+    check_name,
+    given_microbatches,
+    make_schedule,
+    placed_as,
+    validate,
+)
 from slipstream.train.config.data_section import DataSection
 from slipstream.train.config.sections import (
     CheckpointSection,
@@ -234,7 +242,8 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "datasets": ("data.sources", "a list of {dataset: NAME, weight: 1}; data.dataset for one"),
     "dataset_name": ("data.dataset", "a name on the hub, a folder or a table"),
     "dataset_text_field": ("data.text_column", ""),
-    "max_samples": ("", "there is no such setting: write the first rows to a file of their own, as head -n 1000 does"),
+    "max_samples": ("data.max_samples", "the first rows of a source"),
+    "max_train_samples": ("data.max_samples", "the first rows of a source"),
     "val_set_size": ("data.validation_fraction", "a share of the documents, not a number of rows"),
     "sample_packing": ("data.packing", "fixed packs samples into sequences of training.seq_len tokens; none doesn't"),
     "template": ("data.chat_template", "a file; by default the tokenizer's own"),

@@ -32,7 +32,7 @@ from slipstream.train.metrics.records import (
 )
 from slipstream.train.run_context import RunContext
 from slipstream.train.training_step import StepResult, compute_dtype
-from slipstream.units import bytes_text, times_text
+from slipstream.units import bytes_text, long_duration_text, times_text
 from slipstream.watchdog import counted_off
 
 
@@ -182,8 +182,8 @@ class Reporter:
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
             tokens = self._run.config.tracking.tokens or self._num_tokens
-            time = self._figures.time_to_train(tokens, statistics.median(seconds))
-            self._run.progress.say(time.describe(tokens))
+            time = long_duration_text(tokens / self._figures.run.tokens_per_step * statistics.median(seconds))
+            self._run.progress.say(f"{tokens:,} tokens take {time} at this rate")
         for tracker in self._trackers:
             with self._run.writes.of(tracker.name):
                 tracker.close()

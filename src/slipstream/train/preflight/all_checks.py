@@ -31,7 +31,14 @@ from slipstream.train.planned_start import is_open, plan_obstacle
 from slipstream.train.preferences import check_reference
 from slipstream.train.preflight.memory_check import check_memory, memory_account
 from slipstream.train.preflight.model_checks import check_model, load_model_config
-from slipstream.train.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
+from slipstream.train.preflight.text_preparation import (
+    PreparedText,
+    add_vocabulary,
+    check_amount,
+    check_sample,
+    prepare_text,
+    stop_tokens,
+)
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import check_data, describe_data, differs
 from slipstream.train.training_step import count_steps
@@ -71,6 +78,8 @@ class RunInputs:
                 model = self.config.model
                 if model.pretrained:
                     if (generation := read_generation(str(model.path))) is not None:
+                        stops = [*dict.fromkeys(stop_tokens(self.config, self.model_config))]
+                        generation.eos_token_id = stops if len(stops) > 1 else generation.eos_token_id
                         write_generation(part, generation)
                     # Files of a tokenizer that isn't the run's would be read with the run's own.
                     beside = part / folder.beside.name
@@ -103,6 +112,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
             f"training.output={config.training.output} can't be read: {error.strerror}; name a folder of your own"
         ) from error
     model_config = load_model_config(config.model)
+    add_vocabulary(config, model_config, progress)
     check_model(config, model_config, progress)
     check_optimizer(config, model_config)
     check_memory(config, model_config)

@@ -53,7 +53,7 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
     if isinstance(slices, int) and pipeline.schedule in GENERATORS and 2 * slices <= training.seq_len:
         changes.append((f"--pipeline.slices={2 * slices} (now {slices})", {"slices": 2 * slices}))
     if memory.recompute == "none":
-        changes.append(("--memory.recompute=full", {"recompute": "full"}))
+        changes.append(("--memory.recompute=stage", {"recompute": "stage"}))
     elif memory.offload < 1:
         share = min(1.0, memory.offload + 0.5)
         changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
