@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoConfig
 
 from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best, require_best
@@ -21,7 +20,7 @@ from slipstream.launch import Progress, has_launcher
 from slipstream.model import meta_model
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
-from slipstream.train.config import Config, dump_config, parse_config
+from slipstream.train.config import Config, dump_config
 from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
 from slipstream.train.elastic_mesh import mesh_of_processes, table_of_changes
 from slipstream.train.folder_lock import FolderLock
@@ -280,7 +279,6 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
 
 def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where a run of the configuration couldn't go on with a smaller mesh."""
-    parse_config(yaml.safe_load(dump_config(mesh)))
     check_memory(mesh, model_config)
     rows, replicas = config.training.batch_size, mesh.parallel.data
     divides = config.data.packing == "fixed" and rows % (replicas * mesh.pipeline.num_microbatches) == 0
