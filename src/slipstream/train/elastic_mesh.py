@@ -8,31 +8,34 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from slipstream.errors import SlipstreamError
-from slipstream.train.config import Config
+from slipstream.train.config import Config, dump_config, parse_config
 
 
 def mesh_of_processes(config: Config, num_processes: int) -> Config:
     """Returns the configuration with the mesh that so many processes form, at most the configured one.
 
-    Replicas go first. Then there are fewer stages, by what divides their number, unless something says how many there
-    are. Ranks that share layers or tokens stay as many. Some processes may be left over.
+    Replicas go first, then there are fewer stages, by what divides their number: the first mesh that the configuration
+    allows. Ranks that share layers or tokens stay as many. Some processes may be left over.
 
     Raises:
         SlipstreamError: where there is no such mesh.
     """
-    pipeline, parallel = config.pipeline, config.parallel
-    sharing = config.num_processes // (pipeline.num_ranks * parallel.data)
-    for stages in _stage_counts(config):
-        replicas = min(parallel.data, num_processes // (stages * sharing))
-        if replicas == parallel.data or (replicas and pipeline.microbatches is None):
-            return _with_mesh(config, stages, replicas)
-    pinned = " and ".join((*_stage_pins(config), *_other_pins(config)))
-    form = "processes form" if num_processes > 1 else "process forms"
-    raise SlipstreamError(
-        f"{num_processes} {form} no mesh of this run: its largest is {config.mesh_text}"
-        + (f", and {pinned} {'stay' if ' and ' in pinned else 'stays'}" if pinned else "")
-    )
+    if num_processes >= config.num_processes:
+        return config
+    problem = ""
+    for stages, replicas in _smaller_sizes(config, num_processes):
+        mesh = _with_mesh(config, stages, replicas)
+        try:
+            parse_config(yaml.safe_load(dump_config(mesh)))
+        except SlipstreamError as error:
+            problem = problem or f", and of smaller ones: {error}"
+        else:
+            return mesh
+    form = "process forms" if num_processes == 1 else "processes form"
+    raise SlipstreamError(f"{num_processes} {form} no mesh of this run: its largest is {config.mesh_text}{problem}")
 
 
 def mesh_settings(config: Config) -> list[str]:
@@ -43,44 +46,22 @@ def mesh_settings(config: Config) -> list[str]:
     return settings
 
 
-def _stage_counts(config: Config) -> Iterator[int]:
-    """Yields numbers of pipeline ranks, the largest first."""
-    most = config.pipeline.num_ranks
-    yield most
-    if not any(_stage_pins(config)):
-        yield from (number for number in range(most - 1, 0, -1) if most % number == 0)
-
-
-def _stage_pins(config: Config) -> Iterator[str]:
-    """Yields the settings that say how many stages there are, besides their number."""
-    pipeline = config.pipeline
-    if pipeline.partition != "auto":
-        yield f"pipeline.partition={pipeline.partition}"
-    if pipeline.schedule.endswith(".txt"):
-        yield f"pipeline.schedule={pipeline.schedule}"
-
-
-def _other_pins(config: Config) -> Iterator[str]:
-    if config.parallel.tensor > 1:
-        yield f"parallel.tensor={config.parallel.tensor}"
-    if config.pipeline.microbatches is not None and config.parallel.data > 1:
-        yield f"parallel.data={config.parallel.data} by pipeline.microbatches"
+def _smaller_sizes(config: Config, num_processes: int) -> Iterator[tuple[int, int]]:
+    """Yields numbers of pipeline ranks and of replicas for which there are enough processes, the best first."""
+    most, replicas = config.pipeline.num_ranks, config.parallel.data
+    sharing = config.num_processes // (most * replicas)
+    for stages in (number for number in range(most, 0, -1) if most % number == 0):
+        for number in range(min(replicas, num_processes // (stages * sharing)), 0, -1):
+            yield stages, number
 
 
 def _with_mesh(config: Config, stages: int, replicas: int) -> Config:
-    parallel = {"data": replicas}
-    if replicas == 1:  # nothing is left to shard over, and the checkpoints are the same
-        parallel |= {"shard_optimizer": False, "shard_parameters": False}
     pipeline = {"num_ranks": stages, "num_microbatches": _num_microbatches(config, replicas)}
     sections = {
-        "parallel": config.parallel.model_copy(update=parallel),
         "pipeline": config.pipeline.model_copy(update=pipeline),
+        "parallel": config.parallel.model_copy(update={"data": replicas}),
     }
-    return config if (stages, replicas) == _size(config) else config.model_copy(update=sections)
-
-
-def _size(config: Config) -> tuple[int, int]:
-    return config.pipeline.num_ranks, config.parallel.data
+    return config.model_copy(update=sections)
 
 
 def _num_microbatches(config: Config, replicas: int) -> int:
@@ -172,6 +153,7 @@ class LocalPlaces:
         """Takes the folder of the files."""
         self._folder, self._number = folder, number
         self._lost, self._unwritten = set[int](), set[int]()
+        self._sizes = dict[int, int]()  # of the mesh of so many processes
         self.forget()
 
     def forget(self) -> None:
@@ -192,7 +174,10 @@ class LocalPlaces:
 
     def have_room_for_more(self, config: Config, used: Sequence[int]) -> bool:
         """Returns whether lost places are back with which the mesh would be larger than that of the used ones."""
-        return mesh_of_processes(config, len(self.there)).num_processes > len(used)
+        number = len(self.there)
+        if number not in self._sizes:
+            self._sizes[number] = mesh_of_processes(config, number).num_processes
+        return self._sizes[number] > len(used)
 
     def file(self, place: int) -> Path:
         """Returns the file that says that a place is lost."""

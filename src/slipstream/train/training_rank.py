@@ -143,7 +143,7 @@ def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Confi
         )
     if world_size < least:
         raise SlipstreamError(
-            f"the launcher started {world_size} {'process' if world_size == 1 else 'processes'}, fewer than {given}; "
+            f"the launcher started {plural(world_size, 'process')}, fewer than {given}; "
             f"start more, as by torchrun --nnodes=MIN:MAX with a larger MIN, or give --training.min_ranks={world_size}"
         )
     return mesh_of_processes(config, world_size)

@@ -340,7 +340,6 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
 
 def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where a run of the configuration couldn't go on with a smaller mesh."""
-    parse_config(yaml.safe_load(dump_config(mesh)))
     check_memory(mesh, model_config)
     rows, replicas = config.training.batch_size, mesh.parallel.data
     divides = config.data.packing == "fixed" and rows % (replicas * mesh.pipeline.num_microbatches) == 0
