@@ -210,7 +210,7 @@ def test_it_can_be_told_before_and_after_the_commands_name(
 def test_two_answers_to_how_much_are_refused() -> None:
     result = CliRunner().invoke(app, ["runs", "nothing", "--quiet", "--log-level=debug"])
     assert isinstance(result.exception, SlipstreamError)
-    assert "--quiet and --log-level=debug both say" in str(result.exception)
+    assert "--quiet and --log-level=debug both set the log level" in str(result.exception)
 
 
 def test_an_unknown_level_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def _check(settings: dict[str, Any]) -> None:
         ({"name": "sgd", "args": {"momentun": 0.9}}, "optimizer.args.momentun=0.9 with optimizer.name=sgd"),
         ({"args": {"lr": 1.0}}, "give it as optimizer.lr"),
         ({"betas": (0.9, 0.9), "args": {"betas": [0.9, 0.9]}}, "say the same"),
-        ({"schedule": "constant", "min_lr_ratio": 0.5}, "has no use for it"),
+        ({"schedule": "constant", "min_lr_ratio": 0.5}, "doesn't use it"),
         ({"name": "lbfgs"}, "needs a closure"),
         ({"name": "muon"}, "Muon only supports 2D parameters"),
         ({"name": "sparseadam"}, "does not support dense gradients"),
