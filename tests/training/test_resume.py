@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
@@ -22,7 +22,7 @@ from slipstream.train.config import load_config
 from slipstream.train.optimizers import make_optimizer, make_scheduler
 from support.forked import COMMAND, launch
 from support.parameters import first_of
-from support.tiny_training import metrics_of, tiny_training
+from support.tiny_training import metrics_of, tiny_llama, tiny_training
 
 STEPS, HALF = 6, 3
 SETTINGS = tiny_training(STEPS, HALF, num_key_value_heads=2, attention_dropout=0.1)
@@ -197,6 +197,36 @@ def test_ranks_that_share_slices_train_and_go_on_as_stages(text: Path, tmp_path:
     assert refused.returncode != 0
     assert "4 query heads can't be spread over cp=3 ranks. Give cp a divisor of 4: 1, 2, 4" in refused.stderr
     assert not (tmp_path / "refused").exists()
+
+
+def test_experts_on_several_ranks_go_on_on_others_and_are_exported_whole(text: Path, tmp_path: Path) -> None:
+    """Two stages on two replicas with half of the experts each, then two replicas with all of them."""
+    experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+    config = tiny_llama(model_type="qwen3_moe", num_key_value_heads=2, **experts)
+    mixture = f"--model.config={json.dumps(config)}"
+    first, alone = tmp_path / "first", tmp_path / "alone"
+    ended = train(4, first, text, mixture, "--pp=2", "--ep=2")
+    assert ended.returncode == 0, ended.stderr
+    assert Manifest.read(first / "checkpoints" / f"step-{HALF:08}").facts["mesh"] == {
+        "pp": 2,
+        "dp": 2,
+        "tp": 1,
+        "ep": 2,
+    }
+    here = half_of(first, tmp_path / "here")
+    ended = train(2, here, text, mixture, "--pp=1", "--dp=2", "--checkpoint.resume=latest")
+    assert ended.returncode == 0, ended.stderr
+    ended = train(1, alone, text, mixture, "--pp=1")
+    assert ended.returncode == 0, ended.stderr
+    wanted = [line["loss"] for line in lines(alone)]
+    for found in (lines(first), lines(here)):
+        assert [line["loss"] for line in found] == pytest.approx(wanted[-len(found) :], rel=1e-5)
+    tokens = torch.arange(1, 61).view(2, 30)
+    models = [AutoModelForCausalLM.from_pretrained(each / "model") for each in (alone, first, here)]
+    reference, *others = [model(input_ids=tokens).logits.detach() for model in models]
+    for logits in others:
+        assert torch.allclose(logits, reference, atol=1e-4)
+    assert torch.allclose(Pipeline.from_pretrained(here / "model").logits(tokens), others[-1], atol=1e-5)
 
 
 def test_a_run_that_is_finished_is_left_as_it_is(whole: Path, text: Path, tmp_path: Path) -> None:
