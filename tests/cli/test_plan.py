@@ -20,8 +20,9 @@ from slipstream.cost import ProfileSource
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
 from slipstream.planner.search import make_options
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planning.plan_file import plan_settings, write_plan_file
-from slipstream.planning.plan_model import model_section
+from slipstream.planning.plan_model import choose_costs, model_section
 from slipstream.profile import ProfileSettings, profile_model
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule
@@ -205,6 +206,43 @@ def test_what_is_written_of_a_model_is_what_was_given(model: Path, tmp_path: Pat
         model_section(MODEL)
     settings = plan_settings(make_plan(dtype="float16"), {"path": "x"}, "1f1b")
     assert settings["training"] == {"seq_len": 4096, "batch_size": 2}
+
+
+def test_a_plan_of_shared_tokens_and_fused_kernels_is_written_as_the_run_needs_it(cluster: Path) -> None:
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32", "schedule": "1f1b"}
+    settings |= {"pipeline_parallel": 1, "num_slices": 1, "recompute": "none", "offload": 0.0, "microbatch_size": 1}
+    fused, plain = (
+        slipstream.plan(llama(), cluster, tensor_parallel=2, fused=each, **settings) for each in (True, False)
+    )
+    written = plan_settings(fused, {"path": "x"}, "1f1b")
+    assert written["parallel"]["sequence_parallel"] is True
+    assert written["runtime"] == {"fused": True}
+    assert fused.best.peak_memory < plain.best.peak_memory
+    assert fused.best.step_seconds < plain.best.step_seconds
+    alone = plan_settings(slipstream.plan(llama(), cluster, tensor_parallel=1, **settings), {"path": "x"}, "1f1b")
+    assert "sequence_parallel" not in alone["parallel"]
+    assert "runtime" not in alone
+    with pytest.raises(SlipstreamError, match="fused with measured costs"):
+        slipstream.plan(llama(), None, seq_len=SEQ_LEN, global_batch=4, fused=True)
+    with pytest.raises(SlipstreamError, match="leave fused out"):
+        slipstream.plan(MODEL, cluster, seq_len=SEQ_LEN, global_batch=4, fused=True)
+
+
+def test_tensor_parallelism_stays_in_a_node_unless_it_is_asked_for(cluster: Path) -> None:
+    """Two nodes of two devices: all four share layers only where that is given."""
+    source = choose_costs(llama(), cluster, seq_len=SEQ_LEN, dtype="float32")
+    degrees = {
+        given: {mesh[0] for mesh in PlanSpace(source, SEQ_LEN, 4, make_options(tensor_parallel=given)).meshes()}
+        for given in (None, 4)
+    }
+    assert degrees == {None: {1, 2}, 4: {4}}
+
+
+def test_eight_bits_are_refused_even_where_a_description_has_their_rate(tmp_path: Path) -> None:
+    device = CLUSTER["device"] | {"flops": {"float8_e4m3fn": 4e9}}
+    (tmp_path / "narrow.yaml").write_text(yaml.safe_dump(CLUSTER | {"device": device}))
+    with pytest.raises(SlipstreamError, match="can't be trained in dtype='float8_e4m3fn', nor planned"):
+        choose_costs(llama(), tmp_path / "narrow.yaml", seq_len=SEQ_LEN, dtype="float8_e4m3fn")
 
 
 @pytest.mark.more
