@@ -36,6 +36,7 @@ TRIALS = {
     "papers.measured_steps": "",
     "predicted": "",
     "ragged": "--layers 2 --longest 256 --tokens 512 --repeats 1",
+    "all_peers": "--repeats 1",
     "token_slices": "--lengths 256 --sequences --ours auto --repeats 1 --warmups 0 --steps 2",
     "auto_grid": "--minutes 2",
     "auto_planned": "--starts 1",
@@ -71,6 +72,7 @@ TRIALS = {
     "gpu_session": "--dry --only doctor",
 }
 ON_REQUEST = {
+    "all_peers",
     "papers.figure3",
     "loss_curves",
     "exactness",
