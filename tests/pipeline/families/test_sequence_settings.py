@@ -177,7 +177,7 @@ def test_offload_and_schedules_found_by_measuring() -> None:
     pipe.step(inputs, targets)
     assert gradient_error(expected.gradients, gradients(pipe)) < BOUND
     pipe = Pipeline(
-        build(["conv", "skip"]), "auto", 3, num_ranks=2, memory=Memory(recompute="full"), layers=Layers(example=inputs)
+        build(["conv", "skip"]), "auto", 3, num_ranks=2, memory=Memory(recompute="stage"), layers=Layers(example=inputs)
     )
     assert pipe.plan is None
     num_steps = 0
