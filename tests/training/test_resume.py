@@ -300,6 +300,7 @@ def test_one_axis_takes_what_the_others_leave(tmp_path: Path, monkeypatch: pytes
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(SETTINGS | {"training": {**SETTINGS["training"], "output": str(tmp_path / "x")}}))
     more = ["--data.corpus=python-stdlib"]
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     found = load_config(config, [*more, "--pp=auto", "--tp=2"])
     assert (found.pipeline.num_ranks, found.parallel.data, found.parallel.tensor) == (4, 1, 2)

@@ -39,7 +39,14 @@ def test_overrides_are_yaml_and_reach_every_section(path: Path) -> None:
 
 def test_there_are_as_many_ranks_as_the_launcher_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(path).pipeline.num_ranks == 2
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "8")  # of a machine whose launcher isn't ours
+    assert load_config(path).pipeline.num_ranks == 2
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "6")
+    assert load_config(path).pipeline.num_ranks == 6
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")  # a batch script, which starts local ranks
+    assert load_config(path).pipeline.num_ranks == 2
+    monkeypatch.setenv("RANK", "0")
     assert load_config(path).pipeline.num_ranks == 8
     found = load_config(path, ["--dp=2", "--training.batch_size=2"])
     assert (found.pipeline.num_ranks, found.num_processes) == (4, 8)

@@ -340,6 +340,14 @@ def _locate_inputs(values: dict[str, Any], folder: Path) -> None:
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of drivers: without one of them there is no GPU
 
 
+def _count_launched() -> int:
+    """Returns how many processes torchrun or srun has started, of which this is one; 0 where neither has."""
+    environment = os.environ
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "") if "SLURM_PROCID" in environment else ""
+    number = environment.get("WORLD_SIZE", "") if "RANK" in environment else tasks if tasks != "1" else ""
+    return int(number) if number.isdigit() else 0  # of a wrong one the ranks say what it should be
+
+
 def _count_gpus(values: dict[str, Any]) -> int:
     """Returns how many GPUs this process may use. Imports torch only where there may be some, once the configuration's
     names are right."""
@@ -362,7 +370,7 @@ def _fill_in_for_this_machine(values: dict[str, Any]) -> None:
     is_open = "num_ranks" not in pipeline and "auto" not in (
         parallel.get(name) for name in ("data", "context", "tensor")
     )
-    if is_open and (gpus or "WORLD_SIZE" in os.environ):
+    if is_open and (gpus or _count_launched()):
         values["pipeline"] = {**pipeline, "num_ranks": "auto"}
     if gpus and "precision" not in training and _has_bfloat16():
         # Weights that are split over replicas have no float32 copies beside them.
@@ -470,8 +478,8 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _num_processes(axis: str, without_gpu: int | None) -> int:
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    if launched := _count_launched():
+        return launched
     import torch
 
     if not torch.cuda.device_count() and without_gpu is not None:
