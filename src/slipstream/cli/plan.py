@@ -39,7 +39,9 @@ def plan(
     *,
     seq_len: Annotated[int, count("Tokens per sequence.")],
     global_batch: Annotated[int, count("Sequences per step, over all devices.")],
-    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: as in its description.")] = None,
+    num_nodes: Annotated[
+        int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
+    ] = None,
     num_ranks: Annotated[
         int | None, count("With a profile: ranks of the pipeline. Default: as in the profile.")
     ] = None,
@@ -58,7 +60,7 @@ def plan(
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
     memory_limit: Annotated[
-        float | None, above_zero("Bytes of a device to use, such as 70e9. Default: all.", "bytes", "70e9")
+        float | None, above_zero("Bytes of a device to use, such as 70e9. Default: 95%.", "bytes", "70e9")
     ] = None,
     output: Annotated[Path, Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
     report: Annotated[Path | None, Option(help="An HTML report of the plan, its timeline and memory.")] = None,

@@ -26,7 +26,7 @@ from slipstream.schedule import (
 from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
 from slipstream.simulator.memory_arrays import row_peaks
 
-_KEPT = 32  # schedules; a large one takes 30 MB
+_KEPT = 12  # schedules; a large one takes 30 MB
 
 
 class ScheduleShape(NamedTuple):
@@ -135,11 +135,16 @@ class ConfigurationGroup:
     """
 
     cut: PlacedPartition
-    times: StageTimes
+    make_times: Callable[[], StageTimes]  # once they are asked for
     sizes: StageSizes
     source: CostSource
     num_microbatches: int
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
+    slices: tuple[int, ...]  # empty where any number will do, for memory
+
+    @cached_property
+    def times(self) -> StageTimes:
+        return self.make_times()
 
     def least_seconds(self, configuration: Configuration, tail: Floats) -> float:
         """Returns a lower bound of the step, where each rank's last action is followed by `tail` seconds.
@@ -173,7 +178,7 @@ class ConfigurationGroup:
 
     def _copy_seconds(self, configuration: Configuration) -> float:
         """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
-        c, host, slices = configuration, self.source.host, self.times.slices
+        c, host, slices = configuration, self.source.host, self.slices
         if not c.offload or host is None:
             return 0.0
         sent = c.offload * self.num_microbatches * self.cut.per_rank(self.sizes.kept[c.recompute]).min()
@@ -189,8 +194,7 @@ class ConfigurationGroup:
         per_trained = state.gradients if self.num_microbatches > 1 else 0
         per_trained += state.optimizer / configuration.optimizer_shards
         # a backward has all of its slice's activations, whatever was dropped or offloaded before
-        slices = self.times.slices
-        activations = sizes.largest * max(slices) / sum(slices)
+        activations = sizes.largest * (max(self.slices) / sum(self.slices) if self.slices else 0.0)
         if not configuration.offload:
             activations = np.maximum(activations, per_rank(sizes.kept[configuration.recompute]))
         context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
