@@ -166,7 +166,7 @@ def test_python_takes_what_the_command_takes(model: Path, cluster: Path, tmp_pat
     assert len({each.best.configuration for each in found}) == 1
     assert {each.best.configuration.schedule for each in found} == {"1f1b"}
     assert found[0].model == "llama, 4 layers of 32"
-    counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8, num_nodes=1)
+    counted = slipstream.plan(MODEL, "h100-dgx", seq_len=4096, global_batch=8)  # one node of a named cluster
     assert counted.num_devices == 8
 
 
@@ -193,7 +193,7 @@ def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], be
     assert pipeline.num_microbatches == predicted.num_microbatches
     assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16-weights")
     assert config.model.config == {"model_type": "llama", **sizes}
-    assert config.plan.predicted["memory_limit_bytes"] == 80_000_000_000
+    assert config.plan.predicted["memory_limit_bytes"] == 0.95 * 80_000_000_000
     assert config.plan.predicted["versions"]["slipstream"] == slipstream.__version__
 
 

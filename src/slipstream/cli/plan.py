@@ -41,7 +41,9 @@ def plan(
     *,
     seq_len: Annotated[int, count("Tokens per sequence.")],
     global_batch: Annotated[int, count("Sequences per step, over all devices.")],
-    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: the number in its description.")] = None,
+    num_nodes: Annotated[
+        int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
+    ] = None,
     num_ranks: Annotated[int | None, count("With a profile: ranks of the pipeline. Default: the profile's.")] = None,
     dtype: Annotated[
         str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
@@ -62,7 +64,7 @@ def plan(
     ] = False,
     memory_limit: Annotated[
         float | None,
-        above_zero("Memory of a device that may be used, in bytes, such as 70e9. Default: all.", "bytes", "70e9"),
+        above_zero("Memory of a device that may be used, in bytes, such as 70e9. Default: 95%.", "bytes", "70e9"),
     ] = None,
     tokens: Annotated[
         float | None,

@@ -71,7 +71,9 @@ def timeline(
     seq_len: Annotated[
         int | None, count("With a model: tokens per sequence. Default: the sum of the slices' lengths.")
     ] = None,
-    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: as in its description.")] = None,
+    num_nodes: Annotated[
+        int | None, count("Nodes of the cluster. Default: one of a named cluster, of a file as many as it says.")
+    ] = None,
     dtype: Annotated[
         str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the measured one.")
     ] = None,

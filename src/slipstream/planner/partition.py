@@ -179,11 +179,17 @@ def partition_layers(
     """
     placement = tuple(range(num_stages)) if placement is None else tuple(placement)
     _check([*costs, embedding, head], len(costs), num_stages, placement)
-    stage_costs = _stage_costs(np.array([costs] * num_stages, float))
-    stage_costs[0, 0] += embedding
-    stage_costs[-1, :, -1] += head
+    alike = _stage_costs(np.array([costs], float))
+    stage_costs = np.broadcast_to(alike, (num_stages, *alike.shape[1:]))
+    if embedding or head:
+        stage_costs = stage_costs.copy()
+        stage_costs[0, 0] += embedding
+        stage_costs[-1, :, -1] += head
     stage_bytes, limits = _memory(memory, memory_limit, len(costs), placement)
-    found = _evenest_stages(np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf))
+    allowed = stage_costs
+    if memory is not None:
+        allowed = np.where(stage_bytes <= limits[list(placement), None, None], stage_costs, inf)
+    found = _evenest_stages(allowed)
     if len(limits) < num_stages:
         found = evenest_ranks(stage_costs, stage_bytes, limits, placement, found)
     if found is None:
@@ -231,7 +237,10 @@ def _memory(
         raise SlipstreamError(
             f"memory_limit={memory_limit!r}: give bytes, above 0, for all ranks, or one number for each of {num_ranks}."
         )
-    return _stage_costs(np.broadcast_to(rows, (num_stages, num_layers))), np.broadcast_to(limits, (num_ranks,))
+    if rows.ndim == 1:
+        alike = _stage_costs(rows[None])
+        return np.broadcast_to(alike, (num_stages, *alike.shape[1:])), np.broadcast_to(limits, (num_ranks,))
+    return _stage_costs(rows), np.broadcast_to(limits, (num_ranks,))
 
 
 def _evenest_stages(stage_costs: Floats) -> list[int] | None:
@@ -242,7 +251,10 @@ def _evenest_stages(stage_costs: Floats) -> list[int] | None:
     limit = slowest[0] * (1 + 1e-12)  # sums in another order may round differently
     if limit == inf:
         return None
-    squares = np.where(stage_costs <= limit, stage_costs, inf) ** 2
+    if stage_costs.strides[0]:
+        squares = np.where(stage_costs <= limit, stage_costs, inf) ** 2
+    else:  # all stages cost the same
+        squares = np.broadcast_to(np.where(stage_costs[0] <= limit, stage_costs[0], inf) ** 2, stage_costs.shape)
     rest = squares[-1, :, -1]
     cuts: list[Ints] = []
     for own in squares[-2::-1]:

@@ -12,6 +12,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from slipstream.cost import (
+    SHIPPED,
     AnalyticSource,
     Cluster,
     CostSource,
@@ -63,7 +64,7 @@ def plan(
         seq_len: tokens of a sequence.
         global_batch: sequences of a step, on all devices together.
         dtype: the dtype in which the model computes. Default: bfloat16, or with a profile the dtype that was profiled.
-        num_nodes: nodes of the cluster. Default: as many as its description says.
+        num_nodes: nodes of the cluster. Default: one of a named cluster; of a file or a Cluster as many as it says.
         num_ranks: with a profile, the ranks of the pipeline. Default: as many processes as were profiled.
         freeze: patterns of names of parameters that aren't trained. Default: `model.freeze` of a training
             configuration.
@@ -184,6 +185,8 @@ def _analytic_source(
     fused: bool,
 ) -> AnalyticSource:
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if num_nodes is None and cluster in SHIPPED:
+        num_nodes = 1
     if num_nodes is not None:
         described = described.with_nodes(check_count("num_nodes", num_nodes))
     if isinstance(model, ModelCount):

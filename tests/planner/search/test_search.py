@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -399,6 +400,46 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     ) as caught:
         search_plans(source(), SEQ_LEN, 8, options=tight)
     assert "The cheapest change that would fit: allow " in str(caught.value)
+
+
+def one_device(memory: float, host_memory: float = 32e9) -> AnalyticSource:
+    cluster = small_cluster(1, 1, memory=memory)
+    return source(cluster=replace(cluster, device=replace(cluster.device, host_memory=host_memory)))
+
+
+def test_a_twentieth_of_a_device_is_left_to_what_is_not_counted() -> None:
+    assert PlanSpace(one_device(1e9), SEQ_LEN, 8, PlanOptions()).memory == 0.95e9
+    assert PlanSpace(one_device(1e9), SEQ_LEN, 8, PlanOptions(memory_limit=1e9)).memory == 1e9
+
+
+def test_a_single_device_is_planned_wherever_something_fits() -> None:
+    """In slices, where whole sequences are too large; and what is said of what is left lacks something."""
+    whole = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(num_slices=(1,), offload=(0.0,)))
+    saving = PlanOptions(microbatch_size=(1,), recompute=("full",), offload=(0.0,))
+    space = PlanSpace(one_device(1e12), SEQ_LEN, 8, replace(saving, num_slices=(1,)))
+    least = min(max(SimulatedConfiguration.of(space, c).peaks()) for _, _, c in space.bounded())
+    plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=replace(saving, memory_limit=0.99 * least))
+    assert whole.best.configuration.num_slices == 1 < plan.best.configuration.num_slices
+    errors = []
+    for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0):
+        try:
+            found = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(memory_limit=share * least))
+        except SlipstreamError as error:
+            errors.append(str(error))
+        else:
+            assert found.best.peak_memory <= share * least
+    assert 0 < len(errors) < 6
+    lacks = r" needs [\d.]+ [kMG]B on rank 0, [\d.]+ [kMG]?B more than the [\d.]+ [kMG]B .* that would fit: "
+    assert [error for error in errors if not re.search(lacks, error)] == []
+
+
+def test_a_host_that_is_too_small_is_said() -> None:
+    small = small_cluster(1, 2)
+    cluster = replace(small, device=replace(small.device, host_memory=1e3))
+    tight = PlanOptions(offload=(1.0,), pipeline_parallel=(2,), schedule=("gpipe",), microbatch_size=(1,))
+    lacks = r" on a host, [\d.]+ [kMG]?B more than the [\d.]+ [kMG]?B that a host has .* would fit: allow "
+    with pytest.raises(SlipstreamError, match=lacks):
+        search_plans(source(cluster=cluster), SEQ_LEN, 8, options=tight)
 
 
 @pytest.mark.more

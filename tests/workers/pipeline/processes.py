@@ -326,7 +326,7 @@ def mesh() -> None:
     pipe = Pipeline(model, mesh=both, slices=4)
     assert pipe.num_ranks == 2
     assert abs(pipe.step(inputs, inputs) - expected) < BOUND
-    for axes in (("dp", "tp"), ("pp", "cp")):
+    for axes in (("dp", "tp"), ("pp", "xp")):
         with pytest.raises(SlipstreamError, match=r"the mesh has the axes .* expected 'pp', and where they are used"):
             Pipeline(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=axes))
 

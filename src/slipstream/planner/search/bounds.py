@@ -26,7 +26,7 @@ from slipstream.schedule import (
 from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
 from slipstream.simulator.memory_arrays import row_peaks
 
-_KEPT = 32  # schedules; a large one takes 30 MB
+_KEPT = 12  # schedules; a large one takes 30 MB
 
 
 class ScheduleShape(NamedTuple):
@@ -147,11 +147,16 @@ class ConfigurationGroup:
     """
 
     cut: PlacedPartition
-    times: StageTimes
+    make_times: Callable[[], StageTimes]  # once they are asked for
     sizes: StageSizes
     source: CostSource
     num_microbatches: int
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
+    slices: tuple[int, ...]  # empty where any number will do, for memory
+
+    @cached_property
+    def times(self) -> StageTimes:
+        return self.make_times()
 
     def least_seconds(self, configuration: Configuration, tail: Floats) -> float:
         """Returns a lower bound of the step, where each rank's last action is followed by `tail` seconds.
@@ -188,7 +193,7 @@ class ConfigurationGroup:
 
     def _copy_seconds(self, configuration: Configuration) -> float:
         """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
-        c, host, slices = configuration, self.source.host, self.times.slices
+        c, host, slices = configuration, self.source.host, self.slices
         if not c.offload or host is None:
             return 0.0
         sent = c.offload * self.num_microbatches * self.cut.per_rank(self.sizes.kept[c.recompute]).min()
@@ -203,14 +208,14 @@ class ConfigurationGroup:
         sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
         per_trained = state.gradients if self.num_microbatches > 1 else 0
         per_trained += state.optimizer / configuration.optimizer_shards
-        slices, recompute = self.times.slices, configuration.recompute
+        slices, recompute = self.slices, configuration.recompute
         by_layer = recompute in BY_LAYER
         # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
-        activations = sizes.largest * (0.0 if by_layer else max(slices) / sum(slices))
+        activations = sizes.largest * (max(slices) / sum(slices) if slices and not by_layer else 0.0)
         if not configuration.offload:
             activations = np.maximum(activations, per_rank(sizes.kept[recompute]))
         context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
-        if by_layer and len(slices) == 1:
+        if by_layer and len(slices) < 2:
             context = np.zeros_like(context)
         kept = state.weights * per_rank(sizes.parameters) + per_trained * per_rank(sizes.trained)
         return float((kept + context + activations).max())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from heapq import nsmallest
 from itertools import islice, product
-from math import inf, prod
+from math import ceil, inf, prod
 from typing import Any
 
 from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, unit_bounds
@@ -29,6 +29,7 @@ from slipstream.planner.search.bounds import PlacedPartition, cached_schedule, m
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
+from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
 from slipstream.units import bytes_text, plural
@@ -104,6 +105,10 @@ def search_plans(
     run.search_jointly()
     best, alternatives = run.settle()
     if not best:
+        for smallest in _smallest(space):
+            run.simulate(smallest)
+        best, alternatives = run.settle()
+    if not best:
         raise explain_misfit(space, num_all)
     candidate = SimulatedConfiguration.of(space, best[0].configuration)
     return Plan(
@@ -140,6 +145,7 @@ def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfi
         if size <= space.memory:
             fitting.append((seconds, configuration))
         if number % _EVERY == 0:
+            search_compiled()  # which pays now
             report("bounds", number, 0)
     if number == 0:
         raise _nothing_divides(space)
@@ -295,14 +301,26 @@ def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError
     """Returns the error for a search in which every configuration is too large."""
     candidates = [SimulatedConfiguration.of(space, each) for each in _smallest(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
-    peaks = smallest.peaks()
-    peak = max(peaks)
-    change = next(_changes(space), "use a device with more memory, or a smaller model")
+    peaks, away, host = smallest.peaks(), smallest.host_peak(), space.source.host
+    peak, room, has = max(peaks), space.memory, f"{bytes_text(space.memory)} that may be used of a device"
+    where = f"on rank {peaks.index(peak)}"
+    if peak <= room and host is not None:
+        peak, room, has = away, host.capacity, f"{bytes_text(host.capacity)} that a host has for each device"
+        where = "on a host"
+    larger = f"a device of which {bytes_text(_in_digits(max(peaks)))} may be used"
+    if away and host is not None and away > host.capacity:
+        larger += f", with {bytes_text(_in_digits(away))} on its host"
     return SlipstreamError(
-        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} on rank "
-        f"{peaks.index(peak)}, {bytes_text(peak - space.memory)} more than the {bytes_text(space.memory)} that a "
-        f"device has ({configuration_text(smallest.configuration)}). The cheapest change that would fit: {change}."
+        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} {where}, "
+        f"{bytes_text(peak - room)} more than the {has} ({configuration_text(smallest.configuration)}). The cheapest "
+        f"change that would fit: {next(_changes(space), larger)}."
     )
+
+
+def _in_digits(num_bytes: float) -> float:
+    """Returns a size that is no less, with the digits that are shown."""
+    power = 10.0 ** (len(f"{num_bytes:.0f}") - 3)
+    return ceil(num_bytes / power) * power
 
 
 def _smallest(space: PlanSpace) -> list[Configuration]:
@@ -330,7 +348,7 @@ def _changes(space: PlanSpace) -> Iterator[str]:
         anything: dict[str, Any] = {choice: None}
         if getattr(options, choice) is not None and (found := _fitting(replace(options, **anything), space)):
             yield f"allow {choice}={getattr(found, choice)}"
-    if options.memory_limit is not None and _fitting(replace(options, memory_limit=None), space):
+    if space.memory < source.memory and _fitting(replace(options, memory_limit=source.memory), space):
         yield f"allow all {bytes_text(source.memory)} of a device's memory"
     for more in source.larger(_MOST_NODES):
         found = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))

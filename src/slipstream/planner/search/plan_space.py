@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import product
+from math import inf
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from slipstream.planner.slicing.equal_stage_slicing import between_cuts
 from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 
+USABLE = 0.95  # of a device's memory: fragments, libraries and what isn't counted take the rest
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
@@ -61,7 +63,7 @@ class PlanSpace:
     def __init__(self, source: CostSource, seq_len: int, global_batch: int, options: PlanOptions) -> None:
         self.source, self.seq_len, self.global_batch, self.options = source, seq_len, global_batch, options
         _check_known(source, options)
-        self.memory = source.memory if options.memory_limit is None else options.memory_limit
+        self.memory = USABLE * source.memory if options.memory_limit is None else options.memory_limit
         self.costs = cache(source.costs)
         self.choices = SliceChoices(source, seq_len, options, self.costs)
         self.longest = self.choices.longest
@@ -69,6 +71,7 @@ class PlanSpace:
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
         self._row, self._tails, self.sizes = cache(self._compute_row), cache(self._compute_tails), cache(self._sizes)
         self._gradients = cache(self._compute_gradients)
+        self._whole = cache(self._whole_seconds)
         self._alike: dict[tuple[int, ...], Stage] = {}
         self.found: dict[Configuration, FoundPlan] = {}  # by the joint search
 
@@ -112,16 +115,17 @@ class PlanSpace:
             if found:
                 yield stages, found
 
-    def slicings(self, unsliced: Configuration) -> list[tuple[int, str]]:
+    def slicings(self, unsliced: Configuration, may_fit: bool = True) -> list[tuple[int, str]]:
         """Returns (number of slices, slicing) for a configuration; of two equal slicings only the first.
 
-        An exact slicing is one for a pipeline: with one rank nothing is gained by cutting.
+        An exact slicing is one for a pipeline: with one rank nothing is gained by cutting. Of what can't fit it isn't
+        sought, unless no other is allowed.
         """
         c, found, counts = unsliced, list[tuple[int, str]](), list[int]()
         if self.options.allows("slicing", "equal-time"):
             counts = self.choices.counts(c.pipeline_parallel)
             found = [(count, "equal-time") for count in counts]
-        if c.pipeline_parallel > 1 and self.options.allows("slicing", "exact"):
+        if c.pipeline_parallel > 1 and self.options.allows("slicing", "exact") and (may_fit or not found):
             exact = self._exact(c)
             if (
                 exact
@@ -158,8 +162,7 @@ class PlanSpace:
 
     def _compute_partition(self, tensor: int, size: int, placement: tuple[int, ...]) -> PlacedPartition:
         costs, num_layers = self.costs(tensor, size), len(self.source.kinds)
-        seconds = cache(partial(sequence_seconds, costs, min(self.seq_len, self.longest)))
-        weights = [seconds(self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
+        weights = [self._whole(tensor, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         ranks = placement if num_layers <= _MOST_LAYERS else None
         partition = partition_layers(weights, len(placement), placement=ranks)
         return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
@@ -187,7 +190,11 @@ class PlanSpace:
 
     def _find_slowest(self, cut: PlacedPartition) -> Stage:
         length = min(self.seq_len, self.longest)
-        return max(map(self.alike, cut.stages), key=partial(sequence_seconds, cut.costs, length))
+        return max(dict.fromkeys(map(self.alike, cut.stages)), key=partial(sequence_seconds, cut.costs, length))
+
+    def _whole_seconds(self, tensor: int, size: int, layers: Stage) -> float:
+        """Returns the time of a whole sequence, forward and backward, or of the longest slice whose time is known."""
+        return sequence_seconds(self.costs(tensor, size), min(self.seq_len, self.longest), layers)
 
     def times(self, configuration: Configuration) -> StageTimes:
         c = configuration
@@ -243,42 +250,76 @@ class PlanSpace:
         return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
 
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
-        costs, length = cut.costs, self.seq_len
+        costs, length, alike = cut.costs, self.seq_len, [self.alike(stage) for stage in cut.stages]
+
+        def per_stage(value: Callable[[Stage], float]) -> Floats:
+            of_each = {stage: value(stage) for stage in dict.fromkeys(alike)}
+            return np.array([of_each[stage] for stage in alike])
+
         kept = {
-            what: cut.per_stage(partial(costs.kept_bytes, recompute=what, length=length))
+            what: per_stage(partial(costs.kept_bytes, recompute=what, length=length))
             for what in self.source.recomputations
         }
-        kept["none"] = cut.per_stage(partial(costs.activation_bytes, length=length))
+        kept["none"] = per_stage(partial(costs.activation_bytes, length=length))
         largest = np.zeros(cut.num_ranks)
         np.maximum.at(largest, list(cut.placement), kept["none"])
-        context = cut.per_stage(partial(costs.context_bytes, length=length))
-        return StageSizes(cut.per_stage(costs.num_parameters), cut.per_stage(costs.num_trained), context, kept, largest)
+        context = per_stage(partial(costs.context_bytes, length=length))
+        return StageSizes(per_stage(costs.num_parameters), per_stage(costs.num_trained), context, kept, largest)
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 
     def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
-        """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide."""
+        """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide.
+
+        What is too large has no time, 0. Where everything is, whatever the slices, no exact slicing is sought.
+        """
         for tensor, pipeline, data, size in self.meshes():
+            savings = self._savings(data)
+            mean = [self._mean_state(tensor, pipeline, data, size, shards) for _, _, shards in savings]
+            has_room = min(mean, default=inf) <= self.memory
             for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
                 known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
-                savings = self._savings(data)
                 for name in names if savings else ():
                     unsliced = Configuration(tensor, pipeline, data, stages_per_rank, name, size, 1, *savings[0])
-                    for count, slicing in self.slicings(unsliced):
+                    fits = has_room and self._may_fit(unsliced, savings)
+                    for count, slicing in self.slicings(unsliced, fits):
                         choices = (tensor, pipeline, data, stages_per_rank, name, size, count)
                         alike = [Configuration(*choices, *saving, slicing) for saving in savings]
+                        if not has_room:
+                            yield from ((0.0, least, each) for least, each in zip(mean, alike, strict=True))
+                            continue
                         key = (self.cut(alike[0]), count, slicing, name in _SPLIT)
                         if key not in known:
                             known[key] = self._bounds(alike)
                         for configuration, bounds in zip(alike, known[key], strict=True):
                             yield *bounds, configuration
 
+    def _mean_state(self, tensor: int, pipeline: int, data: int, size: int, shards: bool) -> float:
+        """Returns the weights, gradients and optimizer state of a rank, if all had as much."""
+        costs, layers, state = self.costs(tensor, size), range(len(self.source.kinds)), self.source.state
+        each = state.gradients if self.global_batch > data * size else 0
+        each += state.optimizer / (data if shards else 1)
+        return (state.weights * costs.num_parameters(layers) + each * costs.num_trained(layers)) / pipeline
+
+    def _may_fit(self, unsliced: Configuration, savings: list[tuple[str, float, bool]]) -> bool:
+        """Returns False only where each way to save memory is too little, however many slices there are."""
+        group = self._group(unsliced, ())
+        shapes = (replace(unsliced, recompute=r, offload=o, shard_optimizer=s) for r, o, s in savings)
+        return any(group.least_bytes(each) <= self.memory for each in shapes)
+
+    def _group(self, first: Configuration, slices: tuple[int, ...]) -> ConfigurationGroup:
+        cut = self.cut(first)
+        of_step = self.num_microbatches(first), first.schedule in _SPLIT
+        return ConfigurationGroup(cut, partial(self.times, first), self.sizes(cut), self.source, *of_step, slices)
+
     def _bounds(self, alike: list[Configuration]) -> list[tuple[float, float]]:
         """Returns the least seconds and bytes of configurations that differ only in how they save memory."""
-        first, cut = alike[0], self.cut(alike[0])
-        num_microbatches, splits_all = self.shape(first).num_microbatches, first.schedule in _SPLIT
-        group = ConfigurationGroup(cut, self.times(first), self.sizes(cut), self.source, num_microbatches, splits_all)
-        return [(group.least_seconds(each, self.tails(each).sum(axis=0)), group.least_bytes(each)) for each in alike]
+        group = self._group(alike[0], self.slices(alike[0]))
+        sizes = [group.least_bytes(each) for each in alike]
+        return [
+            (group.least_seconds(each, self.tails(each).sum(axis=0)) if size <= self.memory else 0.0, size)
+            for each, size in zip(alike, sizes, strict=True)
+        ]
 
     def _savings(self, data: int) -> list[tuple[str, float, bool]]:
         """Returns the ways to save memory as (recompute, offload, shard_optimizer), those that cost nothing first."""
@@ -313,6 +354,7 @@ def _divisors(number: int) -> list[int]:
 
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_COUNTS_OF_ONE = (1, 2, 4, 8, 16, 32)  # on a single rank, where slices save memory alone
 _SHORTEST = 128  # tokens of a slice; the described devices have no times for shorter ones
 _MULTIPLE = 64  # tokens; slices of so many suit matrix products
 _FEWEST_CUTS, _MOST_CUTS = 64, 256  # places where an exact slicing may cut
@@ -341,10 +383,12 @@ class SliceChoices:
 
     def counts(self, pipeline: int) -> list[int]:
         """Returns the numbers of slices that take equal time."""
-        if pipeline == 1 and self.options.num_slices is None:
-            return [1] if self.seq_len <= self.longest else [-(-self.seq_len // self.longest)]
         most = self.seq_len // self._least_tokens
-        return [n for n in self.options.num_slices or _COUNTS if n <= most and self.seq_len / n <= self.longest]
+        counts = self.options.num_slices or (_COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
+        found = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
+        if not found and self.options.num_slices is None:
+            return [-(-self.seq_len // self.longest)]
+        return found
 
     @property
     def _least_tokens(self) -> int:

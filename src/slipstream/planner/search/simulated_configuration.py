@@ -59,8 +59,12 @@ class SimulatedConfiguration:
     def fits(self) -> bool:
         """Returns whether all devices and hosts have room."""
         host = self.space.source.host
-        has_host_room = host is None or self._bytes.host_peaks().max() <= host.capacity
+        has_host_room = host is None or self.host_peak() <= host.capacity
         return has_host_room and max(self.peaks()) <= self.space.memory
+
+    def host_peak(self) -> float:
+        """Returns the most bytes that a rank holds on its host."""
+        return float(self._bytes.host_peaks().max())
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""

@@ -457,7 +457,7 @@ def shortest_path(table: TimeTable, limits: Limits, search: PathSearch | None = 
 
     Among equal sums, each cut takes the longest slice before it, so that both searches give the same cuts.
     """
-    if search is None and len(table.bounds) > NUMBA_PAYS_FROM:
+    if search is None and (len(table.bounds) > NUMBA_PAYS_FROM or search_compiled.cache_info().currsize):
         search = search_compiled()
     best, previous, above = (search or search_numpy)(table.times, table.floors, table.weight, np.array(limits, float))
     cuts = [len(best) - 1] if best[-1] < inf else []
