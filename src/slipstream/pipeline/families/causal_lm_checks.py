@@ -34,7 +34,15 @@ from slipstream.model import (
 from slipstream.model.anatomy import anatomy_of_size
 from slipstream.model.given_model import GivenModel
 from slipstream.model.self_check.instance_trial import TrialResult, try_changes
-from slipstream.model.toy import full_precision, perturb_parameters, reference_model, toy_config, toy_model, toy_tokens
+from slipstream.model.toy import (
+    full_precision,
+    perturb_parameters,
+    reference_model,
+    toy_config,
+    toy_failure,
+    toy_model,
+    toy_tokens,
+)
 from slipstream.parallel import RankGroup, Ranks, SliceExchange, check_heads
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.cut_batch import SplitBatch
@@ -181,10 +189,11 @@ def check_context_parallel(config: PretrainedConfig, num_ranks: int, tensor_rank
             store = ContextStore(cuts.length)
             for piece in cuts.token_slices(toy_tokens(config, cuts.length)):
                 stage.forward(piece, None, store)
-    except SlipstreamError as error:
+    except Exception as error:  # or the model's own code
+        reason = str(error) if isinstance(error, SlipstreamError) else toy_failure(config, error)
         raise SlipstreamError(
             f"model_type {config.model_type!r} can't be trained with cp={num_ranks}, where ranks share every slice: "
-            f"{str(error).removesuffix('.')}. Use cp=1, and more of pp, dp or tp."
+            f"{reason.removesuffix('.')}. Use cp=1, and more of pp, dp or tp."
         ) from error
 
 
