@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.papers import gpipe, megatron, megatron_studies, terapipe, zero3
+from benchmarks.papers import gpipe, measured_steps, megatron, megatron_studies, terapipe, zero3
 
 from slipstream.schedule import Op
 from support.parameters import first_of
 from support.paths import ROOT
 
 REPORT: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "papers.json").read_text())
+STEPS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "measured_steps.json").read_text())
 TERAPIPE = REPORT["terapipe tables 2 and 3"]
 CONSTANTS = terapipe.Constants(**TERAPIPE["constants"])
 
@@ -166,5 +167,40 @@ def test_the_page_has_the_recorded_tables() -> None:
     from benchmarks.papers.page import MARK, PAGE, tables
 
     text = PAGE.read_text(encoding="utf-8")
-    for name, content in tables(REPORT).items():
+    for name, content in tables(REPORT, STEPS).items():
         assert MARK.format(name) + content in text
+
+
+def test_every_published_step_is_predicted_or_named_with_why_not() -> None:
+    rows = {row["id"]: row for row in STEPS["rows"]}
+    table = measured_steps.rows()
+    assert list(rows) == [row.text["id"] for row in table]
+    assert len(rows) == 285
+    for row in table:
+        found = rows[row.text["id"]]
+        assert (row.problem is None) == ("not expressed" not in found)
+        assert found["measured"] == pytest.approx(row.measured)
+        if row.bits == 16 and row.text["dense"] == "y" and row.number("cp") == 1:
+            assert "as described" in found
+
+
+@pytest.mark.parametrize(
+    ("group", "way", "most"),
+    [
+        ("all of 16 bits", "as described", 0.08),
+        ("all of 16 bits, with replicas", "with a factor", 0.06),
+        ("all of 16 bits, not fitted", "as described", 0.07),
+    ],
+)
+def test_published_steps_are_within_their_errors(group: str, way: str, most: float) -> None:
+    assert STEPS["groups"][group][way]["mean"] < most
+
+
+@pytest.mark.more
+def test_a_published_step_is_predicted_as_it_was_recorded() -> None:
+    chosen = {"66", "395", "416"}
+    recorded = {row["id"]: row for row in STEPS["rows"]}
+    for row in measured_steps.rows():
+        if row.text["id"] in chosen:
+            found = recorded[row.text["id"]]["as described"]["seconds"]
+            assert row.seconds() == pytest.approx(found, rel=1e-6)
