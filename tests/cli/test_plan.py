@@ -193,7 +193,7 @@ def test_the_plan_file_reads_back_as_a_configuration(changes: dict[str, int], be
     assert pipeline.num_microbatches == predicted.num_microbatches
     assert (config.training.batch_size, config.training.precision) == (shown.global_batch, "bf16-weights")
     assert config.model.config == {"model_type": "llama", **sizes}
-    assert config.plan.predicted["memory_limit_bytes"] == 0.95 * 80_000_000_000
+    assert config.plan.predicted["memory_limit_bytes"] == 80_000_000_000
     assert config.plan.predicted["versions"]["slipstream"] == slipstream.__version__
 
 
