@@ -125,8 +125,8 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
 
 def check_one_order(ranks: Ranks, schedule: Schedule) -> None:
     """Raises SlipstreamError on every rank where replicas, whose layers exchange tokens, would run different actions,
-    or the same in another order: they would wait for each other for ever. Collective with expert parallelism."""
-    if ranks.experts.size > 1 and len({*ranks.copies.gather(schedule.checksum)}) > 1:
+    or the same in another order: they would wait for each other for ever. Collective."""
+    if len({*ranks.copies.gather(schedule.checksum)}) > 1:
         raise SlipstreamError(
             "the replicas would run different actions, and with ep their layers exchange tokens in each. Give all of "
             "them rows of one length, or slices as a count that each row has tokens for."

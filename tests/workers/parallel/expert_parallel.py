@@ -243,6 +243,22 @@ def plans_that_differ() -> None:
         pipe.evaluate(few, few)
 
 
+def refusals() -> None:
+    """What can't be exact is refused on every rank, with what to type."""
+    with pytest.raises(SlipstreamError, match=r"ep=3: experts are spread over replicas, of which there are 2.*1, 2"):
+        make_mesh(dp=2, ep=3)
+    mesh, sharded = replicas(), Parallelism(shard_parameters=True)
+    odd = Qwen3MoeConfig(**_COMMON, num_experts=3)
+    for model, options, words in (
+        (build(ARCHITECTURES["llama"]), {}, "ep=2: 'llama' has no experts that can be spread"),
+        (build(odd), {}, "has 3 experts, which 2 ranks can't share evenly. Choose from 1, 3"),
+        (model_of("qwen3_moe"), {"parallel": sharded}, "ep=2 with parallel.shard_parameters=True"),
+        (nn.Sequential(nn.Linear(2, 2)), {}, "an nn.Sequential on a mesh with ep=2"),
+    ):
+        with pytest.raises(SlipstreamError, match=words):
+            Pipeline(model, mesh=mesh, **options)
+
+
 @no_rounding_inside()
 def router_loss() -> None:
     """The load-balancing loss of each layer and microbatch is that of one process."""
@@ -311,6 +327,7 @@ CASES = by_name(
         plans_that_differ,
         router_loss,
         adapted,
+        refusals,
     ),
 )
 OF_FOUR = by_name(pipelines, four_replicas, tensor_ranks)
