@@ -110,7 +110,7 @@ def check(name: str, data: st.DataObject, parts: int = 2) -> None:
     settings = cut_settings(schedule, data)
     inputs = tokens(batch=3, length=LENGTH, seed=data.draw(st.integers(0, 99)))
     labels = labels_of(inputs)
-    recompute = data.draw(st.sampled_from(["full", "selective", 1]))
+    recompute = data.draw(st.sampled_from(["stage", "stage+full", "selective"]))
     model = copy.deepcopy(MODELS[name])
     partition = data.draw(partitions(schedule.num_stages, model.config.num_hidden_layers, parts))
     settings |= {"schedule": schedule, "partition": partition, "recompute": recompute}
