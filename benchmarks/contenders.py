@@ -1,4 +1,5 @@
-"""What is compared: transformers' model in one process, torch.distributed.pipelining, and Slipstream."""
+"""What is compared: transformers' model in one process and in replicas, context parallelism, PyTorch's pipelines, and
+Slipstream."""
 
 from __future__ import annotations
 
@@ -7,8 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.action_times import ActionTimes
 from benchmarks.peers import mean_loss, model_config, torch_pipeline, whole_model
@@ -78,6 +84,93 @@ class Peer:
 
     def report(self) -> None:
         return None
+
+
+class Replicas:
+    """PyTorch's DistributedDataParallel: each process has a part of the sequences, one after the other, and they sum
+    their gradients."""
+
+    def __init__(self, config: PretrainedConfig, batch: int, length: int) -> None:
+        each = batch // dist.get_world_size()
+        self.rows = tokens(config, batch, length).split(each)[dist.get_rank()].split(1)
+        self.model = DistributedDataParallel(whole_model(config))
+
+    def step(self) -> float:
+        with self.model.no_sync():
+            loss = sum(self._add(row) for row in self.rows[:-1])
+        total = torch.tensor(loss + self._add(self.rows[-1]))
+        dist.all_reduce(total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+        return float(total) / dist.get_world_size()
+
+    def _add(self, row: Tensor) -> float:
+        loss = mean_loss(self.model(input_ids=row, use_cache=False).logits, shifted(row)) / len(self.rows)
+        loss.backward()
+        return float(loss.detach())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def report(self) -> None:
+        return None
+
+
+class HeadsForTokens:
+    """Context parallelism by torch and transformers alone: each process has a part of every sequence's tokens and all
+    weights; in attention, all tokens of a part of the heads. They sum their gradients at the end."""
+
+    NAME = "heads for tokens"
+
+    def __init__(self, config: PretrainedConfig, batch: int, length: int) -> None:
+        AttentionInterface.register(self.NAME, _attend_with_own_heads)
+        AttentionMaskInterface.register(self.NAME, lambda *args, **kwargs: None)
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation=self.NAME)
+        size, rank = dist.get_world_size(), dist.get_rank()
+        whole = tokens(config, batch, length)
+        self.rows = whole.split(1)
+        self.mine = slice(rank * length // size, (rank + 1) * length // size)
+        self.positions = torch.arange(length)[None, self.mine]
+        self.num_targets = batch * (length - 1)
+
+    def step(self) -> float:
+        total = torch.tensor(sum(self._add(row) for row in self.rows))
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        flat = torch._utils._flatten_dense_tensors(gradients)
+        dist.all_reduce(flat)
+        for gradient, summed in zip(gradients, torch._utils._unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(summed)
+        dist.all_reduce(total)
+        return float(total)
+
+    def _add(self, row: Tensor) -> float:
+        logits = self.model(input_ids=row[:, self.mine], position_ids=self.positions, use_cache=False).logits
+        targets = shifted(row)[:, self.mine].flatten()
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / self.num_targets
+        loss.backward()
+        return float(loss.detach())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def report(self) -> None:
+        return None
+
+
+def _attend_with_own_heads(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attends with a part of the heads to all tokens; takes and returns all heads of a part of the tokens."""
+    packed = torch.stack([query, key, value])  # (3, batch, heads, tokens of this rank, head size)
+    query, key, value = _exchange(packed, split=2, join=3)
+    output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=kwargs.get("scaling"))
+    return _exchange(output, split=2, join=1).transpose(1, 2).contiguous(), None
+
+
+def _exchange(x: Tensor, split: int, join: int) -> Tensor:
+    """Sends each rank its part of a dimension, and joins what all have sent along another."""
+    parts = torch.stack(x.chunk(dist.get_world_size(), split)).contiguous()
+    received = all_to_all_single_autograd(parts, None, None, dist.group.WORLD)
+    return torch.cat(received.unbind(0), join)
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def train(folder: Path, options: argparse.Namespace, replicas: bool) -> list[dic
     inputs = preflight(config, Progress(None))
     with FolderLock(output, print) as lock:
         inputs.write()
-        launch_ranks("benchmarks.fault_overhead", [str(output / "config.yaml"), lock.key], num_ranks=2)
+        launch_ranks("benchmarks.fault_overhead", [str(output / "config.yaml"), lock.key], 2)
     measured = [json.loads((output / f"overhead-{rank}.json").read_text()) for rank in range(2)]
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     measured[0]["saves"] = [line["save_seconds"] for line in lines if "save_seconds" in line]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import resource
 import signal
 import tempfile
 import time
@@ -93,6 +94,10 @@ class Contender:
         """Returns rank 0's report."""
         return self._ask("report")[0]
 
+    def peak_memory(self) -> list[int]:
+        """Returns the most bytes that each process has had resident, imports and all."""
+        return self._ask("peak memory")  # type: ignore[return-value]
+
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         for connection in self._connections:
@@ -165,6 +170,8 @@ def _serve(
 def _answer(what: str, runs: Runs, parameters: Iterable[nn.Parameter]) -> object:
     if what == "rest":
         return ctypes.CDLL(None).malloc_trim(0)
+    if what == "peak memory":
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _timed_step(runs, parameters) if what == "step" else runs.report()
 
 

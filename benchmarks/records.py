@@ -197,6 +197,7 @@ SUBJECTS = {
     "gpipe_throughput": Subject("GPipe's Tables 2 and 3", "gpipe.throughput", sources=_GPIPE),
     "gpipe_breakdown": Subject("GPipe's Table 4", "gpipe.breakdown", sources=_GPIPE),
     "gpipe_peers": Subject("ResNet-50 next to PyTorch's pipelines", "gpipe.peers", sources=_GPIPE),
+    "all_peers": Subject("every way to spread a step over two processes, in one run", "all_peers"),
     "exactness": Subject(
         "gradients on 32 meshes against one process",
         "exactness",
@@ -213,7 +214,7 @@ SUBJECTS = {
         "zoo",
         sources=_room("attention", "model", "sequential"),
     ),
-    "same_numbers": Subject("losses and gradients of ten trainings, to the bit", "same_numbers", "--record"),
+    "same_numbers": Subject("losses and gradients of ten trainings, bit for bit", "same_numbers", "--record"),
 }
 
 

@@ -59,7 +59,7 @@ def stream(folder: Path, file: Path, steps: int) -> list[dict[str, Any]]:
     inputs = preflight(config, Progress(None))
     with FolderLock(output, print) as lock:
         inputs.write()
-        launch_ranks("slipstream.train.training_rank", [str(output / "config.yaml"), lock.key], num_ranks=2)
+        launch_ranks("slipstream.train.training_rank", [str(output / "config.yaml"), lock.key], 2)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 

@@ -10,6 +10,8 @@ from slipstream.units import (
     count_text,
     duration_unit,
     long_duration_text,
+    numbers_text,
+    plural,
     seconds_text,
     share_text,
 )
@@ -56,6 +58,13 @@ def test_sizes() -> None:
         "5,000 TB",
     ]
     assert [bytes_unit(n) for n in (0, 1000, 2e9)] == [(1, "B"), (1e3, "kB"), (1e9, "GB")]
+
+
+def test_numbers_and_their_nouns() -> None:
+    assert [plural(number, "step") for number in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert [plural(2, noun) for noun in ("microbatch", "process")] == ["2 microbatches", "2 processes"]
+    assert numbers_text([1, 2.5, 2e6]) == "1, 2.5, 2000000"
+    assert numbers_text(range(81), " ") == "0 1 2 3 ... 78 79 80"
 
 
 def test_counts_and_shares() -> None:

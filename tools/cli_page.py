@@ -13,7 +13,8 @@ Every command prints this with `-h`. `slipstream --install-completion` lets bash
 type it in, complete commands, options, the names of levels and schedules, and files; open a new shell then.
 `--quiet` and `--log-level` stand before a command's name or after it, and colours follow NO_COLOR and FORCE_COLOR.
 Errors are one message on standard error: what was given, what is allowed, what to type. The exit code is 2 for wrong
-input, 1 where a rank failed or a check did, and 130 after Ctrl-C.
+input, 1 where a rank failed or a check did, 3 where numbers of a run aren't finite, 75 where TERM or USR1 asked a run
+to stop, and 130 after Ctrl-C: see [Exit codes](reliability.md#exit-codes).
 """
 
 

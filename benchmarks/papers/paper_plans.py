@@ -41,7 +41,7 @@ class LayersAlone(ModelCount):
 class PaperCosts(UnfusedCosts):
     """Costs where replicas reduce their gradients in float16; Slipstream's are float32."""
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
+    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
         num_bytes = self.model.dtype_bytes * self.num_parameters(layers)
         return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.replica_stride))
 

@@ -74,7 +74,7 @@ class ReplicasApart(PaperCosts):
     def action_costs(self, times: Any, slices: Any, data_parallel: int = 1) -> ClusterCost:
         return super().action_costs(times, slices)
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
+    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
         return super().gradient_seconds(layers, data_parallel) + (self.reduction if data_parallel > 1 else 0)
 
     @property

@@ -69,8 +69,10 @@ def zero3_network_seconds(model: Model, num_ranks: int, cluster: Cluster) -> flo
     count = gpt(model.hidden_size, model.num_heads, model.num_layers)
     layer = count.layers[0].num_parameters * DTYPE_BYTES
     rest = model.flops.num_parameters * DTYPE_BYTES - model.num_layers * layer
-    both = model.num_layers * cluster.all_reduce_seconds(layer, num_ranks) + cluster.all_reduce_seconds(rest, num_ranks)
-    return float((GATHERS + SCATTERS) / 2 * both)
+    apart = cluster.devices_per_node  # one ring leaves each node by one card, as if its ranks were nodes apart
+    both = (model.num_layers, layer), (1, rest)
+    once = sum(times * cluster.exchange_seconds(num_bytes, num_ranks, apart) for times, num_bytes in both)
+    return float((GATHERS + SCATTERS) * once)
 
 
 def zero3_compute_seconds(model: Model, run: Run, cluster: Cluster) -> float:

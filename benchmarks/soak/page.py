@@ -60,7 +60,7 @@ def _ending(record: dict[str, Any]) -> str:
         weights = "other weights than" if any("weights differ" in each for each in problems) else "the weights of"
         return f"It ended with {weights} an undisturbed run, and with problems: {len(problems)}. "
     return (
-        "It ended with the weights of an undisturbed run, to the bit, with every step in the metrics once, no process "
+        "It ended with the weights of an undisturbed run, bit for bit, with every step in the metrics once, no process "
         "left, and no file more. "
     )
 

@@ -24,7 +24,15 @@ class StoppedRunError(BaseException):
 
 
 class RankFailedError(RuntimeError):
-    """A rank ended early; the message names the rank and the cause."""
+    """A rank ended early; the message names the rank and the cause.
+
+    Attributes:
+        lost: the ranks whose processes were ended from outside, as far as a launcher of ours has seen.
+    """
+
+    def __init__(self, *message: object, lost: tuple[int, ...] = ()) -> None:
+        super().__init__(*message)
+        self.lost = lost
 
 
 class InterruptedRunError(RuntimeError):
@@ -33,6 +41,15 @@ class InterruptedRunError(RuntimeError):
 
 class LostRankError(RankFailedError):
     """Another rank ended, or doesn't answer; the message says what this one waited for."""
+
+
+def syntax_text(error: Exception) -> str:
+    """Returns where a YAML, TOML or JSON text can't be read, and why, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    tabs = "; indent with spaces" if "'\\t'" in problem else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}{tabs}"
 
 
 _ALIKE = 0.65  # how alike two names must be, of 1: with less, logging_steps would be steps

@@ -145,7 +145,7 @@ class Runtime(Record):
     second); with tensor parallelism also cut over its ranks and whole. Without it, models whose layers carry state
     from token to token are refused all the same."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
-    """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is to blame.
+    """Seconds that a rank may wait for others, or be stopped, before all ranks end and say which one is at fault.
     Default: the larger of 60 and five times the longest wait so far, and 600 before the second step as long as a rank
     computes. off: no process watches the ranks."""
     transport: Literal["auto", "nccl", "gloo"] = "auto"
@@ -158,12 +158,23 @@ class Layers(Record):
 
     section: ClassVar[str] = "layers"
     costs: list[Annotated[float, Field(allow_inf_nan=True)]] | None = None
-    """What each layer costs, nested ones counted one by one, in any unit, for partition="auto"."""
+    """Cost of each layer, in any unit, for partition="auto"; nested layers count one by one."""
     example: Any = None
-    """Inputs like those of a microbatch, from which costs are counted where they aren't given; needed with slices,
-    whose self-check runs on it."""
+    """Example inputs of a microbatch, from which costs are counted if they aren't given; required with slices, whose
+    self-check runs on it."""
     batch_norm_over_replicas: bool = False
-    """Whether the moving averages of batch norms are over all replicas."""
+    """Whether batch norms average their running statistics over all replicas."""
+
+
+ALLOWED_LAYER_COUNTS = (
+    "at least half a layer, in multiples of 0.5 (the first may have 0, for the embedding alone, and the last 0, for "
+    "the head alone)"
+)
+
+
+def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
+    """Returns whether consecutive stages may have these numbers of layers."""
+    return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
 
 
 _RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _DURATIONS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))  # units per second
 _LONG_DURATIONS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))  # seconds per unit
 BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -35,6 +37,17 @@ def bytes_unit(num_bytes: float) -> tuple[float, str]:
     """Returns the unit that suits a size: the bytes in it, and its name."""
     power = next((power for power in range(len(BYTE_UNITS)) if num_bytes < 999.5 * 1000**power), len(BYTE_UNITS) - 1)
     return 1000.0**power, BYTE_UNITS[power]
+
+
+def plural(number: int, noun: str) -> str:
+    """Returns a number and its noun: 2 slices, 1 slice."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s")
+
+
+def numbers_text(numbers: Sequence[float], between: str = ", ") -> str:
+    """Returns numbers one after the other; of more than eight the first and the last ones."""
+    words = [f"{number:g}" if number < 1e6 else f"{number:.0f}" for number in numbers]
+    return between.join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
 
 
 def times_text(number: int) -> str:

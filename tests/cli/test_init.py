@@ -141,8 +141,16 @@ def _block(lines: list[str], number: int) -> range:
 
 
 def test_what_is_given_is_taken(place: Path) -> None:
-    given = ["--training.steps=7", "--pipeline.num_ranks=1", "--pipeline.slices=[40,24]", "--runtime.self_check=false"]
+    given = [
+        "--training.steps=7",
+        "--data.loss=all",
+        "--data.validation_fraction=0.1",
+        "--pipeline.num_ranks=1",
+        "--pipeline.slices=[40,24]",
+        "--runtime.self_check=false",
+    ]
     config = yaml.safe_load(written("model", "talks.jsonl", "--overwrite", *given))
+    assert load_config(Path("config.yaml")).data.loss == "all"  # which is written once
     assert config["training"]["steps"] == 7
     assert config["pipeline"] == {"num_ranks": 1, "slices": [40, 24]}
     assert config["runtime"] == {"self_check": False}
@@ -189,6 +197,10 @@ def test_a_mistake_is_found_before_a_file_is_written(place: Path, words: list[st
         ([{"body": "a", "stars": 3}], {"text_column": "body"}, False),
         ([{"body": "a", "tags": ["x"], "from": {"site": "y"}}], {"text_column": "body"}, False),
         ([{"turns": TALK["messages"], "source": "x"}], {"messages_column": "turns"}, False),
+        ([{"conversations": [{"from": "human", "value": "hello"}]}], {}, False),
+        ([{"talk": [{"from": "human", "value": "hello"}]}], {"messages_column": "talk"}, False),
+        ([{"instruction": "a", "input": "", "output": "b", "text": "ab"}], {"form": "question-answer"}, False),
+        ([{"question": "a", "answer": "b"}], {}, False),
         ([{"input_ids": [1, 2, 3]}], {}, False),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {}, True),
     ],
@@ -206,7 +218,6 @@ def test_what_rows_are_is_found(
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"conversations": [{"from": "human", "value": "hello"}]}, "ShareGPT's kind, whose turns have from and value"),
         ({"tags": ["x"]}, "no column 'text'; choose data.text_column.*from: tags"),
         ({"vector": [0.5, 1.0], "meta": {"site": "y"}}, "no column 'text'.*from: vector, meta"),
     ],

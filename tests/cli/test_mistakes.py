@@ -20,6 +20,7 @@ from slipstream.cli import main
 from slipstream.cli.options import with_output_options
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.train.config import Config
 from slipstream.train.data.tokenised_text import train_tokenizer
 from support.timeouts import LIMIT
 from support.tiny_training import tiny_llama
@@ -46,7 +47,8 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--gradient_accumulation_steps=4", ["'training.batch_size': multiply it", "cuts the same batch"]),
     ("--per_device_train_batch_size=2", ["'training.batch_size': sequences of a step on all devices together"]),
     ("--save_total_limit=2", ["did you mean 'checkpoint.keep'?"]),
-    ("--data.max_samples=100", ["unknown key data.max_samples; there is no such setting", "head -n"]),
+    ("--max_samples=100", ["unknown key max_samples", "'data.max_samples': the first rows of a source"]),
+    ("--data.max_samples=0", ["data.max_samples=0", "a whole number from 1"]),
     ("--lora.load_in_4bit=true", ["unknown key lora.load_in_4bit; weights can't be quantised"]),
     ("--adapter=lora", ["unknown key adapter; here it is 'lora': a section"]),
     ("--training.unlike_anything=1", ["unknown key training.unlike_anything; training has: bad_numbers"]),
@@ -120,8 +122,15 @@ COMMANDS: list[tuple[str, list[str]]] = [
     ("train nope.yaml", ["nope.yaml", "No such file"]),
     ("train books", ["books", "Is a directory"]),
     ("train note.txt", ["note.txt holds no settings", "model, data, training"]),
-    ("train config.yaml --training.steps 3", ["'--training.steps'", "--training.steps=100"]),
-    ("train broken.yaml", ["broken.jsonl, line 2", "isn't JSON", "Mend it"]),
+    ("train config.yaml --training.overwrite", ["'--training.overwrite' is no setting with its value", "=100"]),
+    ("train config.yaml --training.steps ten", ["training.steps='ten'", "a whole number from 1"]),
+    ("train --training.steps 3 config.yaml --lr 1e-3", ["unknown key lr", "'optimizer.lr'"]),
+    ("train --quite config.yaml", ["--quite", "--quiet"]),
+    ("train config.yaml other.yaml", ["'other.yaml' is no setting with its value"]),
+    ("init model note.txt --output=x --training.stpes=3", ["unknown key training.stpes", "'training.steps'"]),
+    ("eval model note.txt --data.los all", ["unknown key data.los", "'data.loss'"]),
+    ("eval model --training.seq_len 16", ["`slipstream eval` doesn't take --training.seq_len=16"]),
+    ("train broken.yaml", ["broken.jsonl, line 2", "isn't JSON", "Fix the line"]),
     ("train broken.yaml --data.streaming=true --training.steps=1 --data.tokenizer=tok", ["broken.jsonl, line 2"]),
     ("train broken.yaml --data.dataset=empty.jsonl", ["empty.jsonl is empty", "at least one row"]),
     ("train broken.yaml --data.dataset=list.jsonl", ["list.jsonl, line 1 is no row", '{"text": ...}']),
@@ -157,8 +166,17 @@ COMMANDS: list[tuple[str, list[str]]] = [
         (f"train {tool}.{'toml' if tool == 'torchtitan' else 'yaml'}", [f"a configuration of {tool} ("])
         for tool in FOREIGN
     ),
+    ("train open.yaml", ["open.yaml isn't valid YAML: line 2, column 9: expected ',' or '}', but got ':'\n"]),
+    (
+        "train tabs.yaml",
+        ["tabs.yaml isn't valid YAML: line 2, column 1: found character '\\t'", "; indent with spaces"],
+    ),
+    ("train bare.toml", ["bare.toml isn't valid TOML: Invalid value (at line 2, column 8)"]),
+    ("train config.yaml --training.steps=[3", ["training.steps='[3' isn't valid YAML: line 1, column 3: expected"]),
+    ("plan open.yaml h100-dgx --seq-len=32 --global-batch=8", ["open.yaml isn't valid YAML: line 2, column 9"]),
+    ("train broken.yaml --data.dataset=pairs.jsonl", ["pairs of answers", "give --preference.loss=dpo"]),
     ("train twice.yaml", ["twice.yaml", "steps is given in line 3 and again in line 4"]),
-    ("train broken.yaml --data.dataset=sharegpt.jsonl", ["'text'", "ShareGPT", "from and value", "messages_column"]),
+    ("train broken.yaml --data.dataset=sharegpt.jsonl", ["no chat template", "--data.chat_template=chatml"]),
     ("profile model --seq-len=32 --device=gpu", ["'gpu'", "auto, cpu or cuda"]),
     ("profile model --seq-len=32 --output=no/x.json", ["no/x.json", "make it first"]),
 ]
@@ -176,6 +194,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "broken.yaml").write_text(yaml.safe_dump(CONFIG | {"data": {"dataset": "broken.jsonl"}}))
     (place / "broken.jsonl").write_text('{"text": "a row"}\n{"text": "cut\n')
     (place / "twice.yaml").write_text("model: {path: model}\ntraining:\n  steps: 2\n  steps: 3\n")
+    (place / "open.yaml").write_text("model: {path: m\ntraining: {steps: 3}\n")
+    (place / "tabs.yaml").write_text("model:\n\tpath: m\n")
+    (place / "bare.toml").write_text("[model]\npath = m\n")
+    (place / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     for tool, text in FOREIGN.items():
         (place / f"{tool}.{'toml' if tool == 'torchtitan' else 'yaml'}").write_text(text)
     (place / "sharegpt.jsonl").write_text('{"conversations": [{"from": "human", "value": "hello"}]}\n')
@@ -245,8 +267,45 @@ def answers(place: Path) -> dict[str, subprocess.CompletedProcess[str]]:
         return dict(zip(map(" ".join, REALLY_TYPED), pool.map(run, REALLY_TYPED), strict=True))
 
 
-def test_there_are_sixty_mistakes() -> None:
-    assert len({*(typed for typed, _ in [*SETTINGS, *COMMANDS])}) >= 60
+def test_there_are_over_eighty_mistakes() -> None:
+    assert len({*(typed for typed, _ in [*SETTINGS, *COMMANDS])}) >= 80
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "config.yaml", "--training.stpes=3"],
+        ["train", "nope.yaml"],
+        ["init", "model", "note.txt", "--output=x", "--training.stpes=3"],
+        ["eval", "model", "note.txt", "--data.los=all"],
+    ],
+    ids=" ".join,
+)
+def test_a_misspelt_name_is_answered_before_torch_is_imported(place: Path, words: list[str]) -> None:
+    program = (
+        "import sys; from slipstream.cli import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'transformers', 'numpy', 'numba'} & set(sys.modules))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=place, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (answer.returncode, answer.stdout) == (2, "set()\n"), answer.stderr
+
+
+def test_a_setting_and_its_value_may_be_apart(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    started: list[Config] = []
+    monkeypatch.setattr("slipstream.train.start_training.start_training", started.append)
+    for words in (
+        ["config.yaml", "--training.steps", "7", "--optimizer.lr", "1e-3"],
+        ["--training.steps", "7", "config.yaml", "--optimizer.lr=1e-3"],
+    ):
+        monkeypatch.setattr("sys.argv", ["slipstream", "train", *words])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert not ending.value.code
+    assert [(each.training.steps, each.optimizer.lr) for each in started] == [(7, 1e-3)] * 2
 
 
 @pytest.mark.parametrize(("setting", "words"), SETTINGS, ids=[setting for setting, _ in SETTINGS])
@@ -286,5 +345,5 @@ def test_what_may_not_be_read(tmp_path: Path) -> None:
             if is_root:
                 os.seteuid(0)
 
-    with pytest.raises(SlipstreamError, match=r"locked: Permission denied; name what you may read"):
+    with pytest.raises(SlipstreamError, match=r"locked: Permission denied; give a path that you may read"):
         with_output_options(command)(quiet=False, log_level=None)

@@ -22,13 +22,14 @@ from slipstream.parallel.gradients import (
     unflatten_tensors,
 )
 from support.architectures import ARCHITECTURES, build, tokens
+from support.parallel.replica import held_by
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=6)
 
 
 def alone(model: nn.Module, masters: MasterParameters, *whole: str) -> GradientReduction:
     return GradientReduction(
-        {0: [*model.named_parameters()]}, RankGroup(), RankGroup(), lambda _: (), masters, whole=whole
+        {0: [*model.named_parameters()]}, held_by(RankGroup()), RankGroup(), lambda _: (), masters, whole=whole
     )
 
 
@@ -39,7 +40,7 @@ def loss(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("shard", [False, True])
 def test_alone_the_parameters_are_the_masters_and_their_gradients_stay_where_they_are(shard: bool) -> None:
     model = build(ARCHITECTURES["llama"])
-    masters = MasterParameters([*model.named_parameters()], RankGroup(), shard)
+    masters = MasterParameters([*model.named_parameters()], held_by(RankGroup()), shard)
     gradients = alone(model, masters)
     assert all(a is b for (_, a), b in zip(masters.named_parameters(), model.parameters(), strict=True))
     memory = []
@@ -55,7 +56,7 @@ def test_alone_the_parameters_are_the_masters_and_their_gradients_stay_where_the
 
 def test_masters_of_one_process_collect_gradients_in_their_dtype() -> None:
     model = build(ARCHITECTURES["llama"]).bfloat16()
-    masters = MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32)
+    masters = MasterParameters([*model.named_parameters()], held_by(RankGroup()), dtype=torch.float32)
     gradients = alone(model, masters)
     for _ in range(2):
         gradients.begin()
@@ -76,14 +77,16 @@ def test_masters_of_one_process_collect_gradients_in_their_dtype() -> None:
 def test_a_frozen_parameter_is_its_own_master() -> None:
     model = build(ARCHITECTURES["llama"]).bfloat16()
     model.lm_head.weight.requires_grad_(False)
-    masters = dict(MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32).named_parameters())
+    masters = dict(
+        MasterParameters([*model.named_parameters()], held_by(RankGroup()), dtype=torch.float32).named_parameters()
+    )
     assert masters["lm_head.weight"] is model.lm_head.weight
     assert masters["model.norm.weight"].dtype == torch.float32
 
 
 def test_freezing_later_is_respected_or_refused() -> None:
     model = build(ARCHITECTURES["llama"])
-    gradients = alone(model, MasterParameters([*model.named_parameters()], RankGroup()))
+    gradients = alone(model, MasterParameters([*model.named_parameters()], held_by(RankGroup())))
     model.lm_head.weight.requires_grad_(False)
     gradients.begin()
     loss(model).backward()
@@ -91,7 +94,7 @@ def test_freezing_later_is_respected_or_refused() -> None:
     assert model.lm_head.weight.grad is None
     for frozen in (True, False):
         model = build(ARCHITECTURES["llama"]).bfloat16()
-        masters = MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32)
+        masters = MasterParameters([*model.named_parameters()], held_by(RankGroup()), dtype=torch.float32)
         gradients = alone(model, masters)
         parameters = model.named_parameters() if frozen else masters.named_parameters()
         dict(parameters)["lm_head.weight"].requires_grad_(False)
@@ -102,9 +105,9 @@ def test_freezing_later_is_respected_or_refused() -> None:
 def test_masters_that_would_lose_digits_are_refused() -> None:
     model = build(ARCHITECTURES["llama"])
     with pytest.raises(SlipstreamError, match=r"torch\.float32 can't hold the values of .*, which is torch\.float64"):
-        MasterParameters([*model.named_parameters()], RankGroup(), dtype=torch.float32)
+        MasterParameters([*model.named_parameters()], held_by(RankGroup()), dtype=torch.float32)
     with pytest.raises(SlipstreamError, match=r"Give torch\.float32"):
-        MasterParameters([*model.half().named_parameters()], RankGroup(), dtype=torch.bfloat16)
+        MasterParameters([*model.half().named_parameters()], held_by(RankGroup()), dtype=torch.bfloat16)
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
@@ -112,7 +115,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next() -> None:
     model, fresh = build(ARCHITECTURES["llama"]).bfloat16(), build(ARCHITECTURES["llama"]).bfloat16()
     found = []
     for each in (model, fresh):
-        masters = MasterParameters([*each.named_parameters()], RankGroup(), dtype=torch.float32)
+        masters = MasterParameters([*each.named_parameters()], held_by(RankGroup()), dtype=torch.float32)
         gradients = alone(each, masters, name)
         if each is model:
             gradients.begin()

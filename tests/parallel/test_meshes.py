@@ -14,13 +14,19 @@ import pytest
 
 from support.forked import launch
 from support.paths import ROOT, WORKERS
-from workers.parallel import data_parallel, mesh, tensor_parallel, token_parts, zero3
+from workers.parallel import context, data_parallel, expert_parallel, mesh, tensor_parallel, token_parts, zero3
 
 BOUND = 1e-9
 Runs = Callable[[str, int], CompletedProcess[str]]
 
 
-def cases(program: Any, num_processes: int, left_out: Collection[str] = (), grid: Collection[str] = ()) -> list[Any]:
+def cases(
+    program: Any,
+    num_processes: int,
+    left_out: Collection[str] = (),
+    grid: Collection[str] = (),
+    chosen: Collection[str] | None = None,
+) -> list[Any]:
     """A row for each case of a program; `make test` leaves some out, and `make test-more` those of `grid` too."""
     name = program.__name__.rpartition(".")[2]
     return [
@@ -29,7 +35,7 @@ def cases(program: Any, num_processes: int, left_out: Collection[str] = (), grid
             marks=[pytest.mark.grid] * (case in grid) or [pytest.mark.more] * (case in left_out),
             id=f"{name} {num_processes}-{case}",
         )
-        for case in program.CASES
+        for case in (program.CASES if chosen is None else chosen)
     ]
 
 
@@ -40,6 +46,9 @@ LIKE_OTHERS |= {"llama, padding", "llama, as many keys as queries"}
 CASES = [
     *cases(mesh, 4, mesh.CASES.keys() - {"dropout", "packed_rows", "refusals"}, grid=("auto", "planned_halves")),
     *cases(token_parts, 2),
+    *cases(context, 2, context.TWO.keys() - {"llama, tied", "documents, gpt_oss"}, chosen=context.TWO),
+    *cases(context, 4, context.MESHES, chosen=context.MESHES),
+    *cases(expert_parallel, 2, {"mixtral", "glm4_moe"}),
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
     *cases(zero3, 4, grid=zero3.CASES),
     *cases(data_parallel, 2),

@@ -168,9 +168,9 @@ def test_what_cannot_be_exact_is_refused(pipe: Pipeline, batch: dict[str, Any], 
 
 def test_a_mapping_goes_alone(pipe: Pipeline) -> None:
     batch = collated([12, 8])
-    with pytest.raises(SlipstreamError, match=r"targets=... beside a mapping"):
+    with pytest.raises(SlipstreamError, match=r"targets=... given together with a mapping"):
         pipe.step(batch, batch["labels"])
-    with pytest.raises(SlipstreamError, match=r"lengths=... beside an attention_mask"):
+    with pytest.raises(SlipstreamError, match=r"lengths=... given together with an attention_mask"):
         pipe.step(batch, lengths=[12, 8])
     with pytest.raises(SlipstreamError, match=r"targets are missing: give step\(inputs, targets\)"):
         pipe.step(tokens())

@@ -50,7 +50,7 @@ def documents_error(
     """The error next to each document alone, where rows hold documents of these lengths."""
     whole = copy.deepcopy(model)
     with no_rounding_inside():
-        _steps_alone(whole, [part for row, cut in zip(inputs, lengths, strict=True) for part in row.split(cut)])
+        steps_alone(whole, [part for row, cut in zip(inputs, lengths, strict=True) for part in row.split(cut)])
         pipe = _pipe(model, {"num_microbatches": 1, "self_check": False} | settings)
         pipe.step(inputs, inputs, document_ids=document_ids(*lengths))
     return gradient_error(whole, pipe)
@@ -61,7 +61,7 @@ def sequences_error(model: PreTrainedModel, lengths: Sequence[int], **settings: 
     rows = tokens(len(lengths), max(lengths))
     whole, sequences = copy.deepcopy(model), [row[:length] for row, length in zip(rows, lengths, strict=True)]
     with no_rounding_inside():
-        _steps_alone(whole, sequences)
+        steps_alone(whole, sequences)
         pipe = _pipe(model, {"self_check": False} | settings)
         pipe.step(sequences, sequences)
     return gradient_error(whole, pipe)
@@ -76,7 +76,7 @@ def _pipe(model: PreTrainedModel, settings: dict[str, Any]) -> Pipeline:
     return Pipeline(model, **grouped(**{"num_microbatches": 2, "num_ranks": 2} | settings))
 
 
-def _steps_alone(model: PreTrainedModel, sequences: list[Tensor]) -> None:
+def steps_alone(model: PreTrainedModel, sequences: Sequence[Tensor]) -> None:
     """The gradients of the mean over the targets of all sequences, each run by itself."""
     count = sum(map(len, sequences)) - len(sequences)
     for each in sequences:

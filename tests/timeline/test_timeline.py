@@ -44,6 +44,12 @@ def test_numbers() -> None:
     assert (message.start, message.seconds) == (103, 1.5)
 
 
+def test_what_computes_all_the_time_is_never_less_than_idle() -> None:
+    ends = [0.1 * number for number in range(11)]
+    spans = tuple(Span(0, Action(Op.F, 0, number), ends[number], ends[number] + 0.1) for number in range(10))
+    assert f"{Timeline(spans, num_ranks=1).idle_fraction:.1%}" == "0.0%"
+
+
 def test_an_empty_timeline() -> None:
     timeline = Timeline((), num_ranks=2)
     assert (timeline.makespan, timeline.idle_fraction) == (0, 0)

@@ -17,9 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.pipeline import Pipeline
+from slipstream.train.config import dump_config, load_config
 from slipstream.train.data import TokenBatch, load_texts, sequences_of
 from slipstream.train.evaluation import EvaluationRequest, TextLoss, evaluate_model
 from slipstream.train.export import opened_model
+from slipstream.train.run_context import RunContext
+from slipstream.train.run_folder import TolerantWrites
+from slipstream.train.validation import Validator
 from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.tiny_training import metrics_of, tiny_llama
@@ -123,13 +128,33 @@ def test_an_evaluation_finds_the_validation_loss(finished: tuple[Path, str], fil
             all_tokens = evaluate_model(opened, every, Progress(None))
             assert isinstance(all_tokens, TextLoss)
             assert all_tokens.num_predicted > 1.5 * found.num_predicted
-            with pytest.raises(SlipstreamError, match=r"doesn't take --training.steps=3: give settings of"):
-                evaluate_model(opened, replace(request, settings=["--training.steps=3"]), Progress(None))
         else:
             with pytest.raises(SlipstreamError, match=r"--data.loss=all without FILE: what the run held out"):
                 evaluate_model(opened, every, Progress(None))
             with pytest.raises(SlipstreamError, match=r"packing=fixed with preference|no pairs of answers"):
                 evaluate_model(opened, replace(request, settings=["--preference.beta=1"]), Progress(None))
+
+
+def test_an_evaluation_takes_the_batches_that_validations_take(finished: tuple[Path, str], tmp_path: Path) -> None:
+    """Which `eval_batches` limits: the first and a middle one of four sequences, and not the rest."""
+    output = tmp_path / "run"
+    shutil.copytree(finished[0], output)
+    changes = [f"--training.output={output}", "--training.eval_batches=2", "--training.batch_size=2"]
+    config = load_config(output / "config.yaml", [*changes, "--pipeline.num_ranks=1"])
+    (output / "config.yaml").write_text(dump_config(config))
+    pipe = Pipeline.from_pretrained(str(output / "model"), slices=1)
+    device, texts, writes = (
+        torch.device("cpu"),
+        load_texts(output / "inputs", "validation"),
+        TolerantWrites(pytest.fail),
+    )
+    run = RunContext(config, config.folder, pipe.axes["dp"], device, Progress(None), writes)
+    measured, _ = Validator(run, pipe, texts).validate(6)
+    with opened_model(str(output), False, Progress(None)) as opened:
+        found = evaluate_model(opened, EvaluationRequest(None, seq_len=None, slice_len=40), Progress(None))
+    assert isinstance(found, TextLoss)
+    assert found.loss == pytest.approx(measured.validation_loss, rel=1e-5)
+    assert found.num_tokens < sum(len(text.tokens) for text in texts)
 
 
 @pytest.mark.more

@@ -267,7 +267,7 @@ def test_epochs_end_where_a_step_by_tokens_does(text: Path, tmp_path: Path) -> N
         (
             "training",
             {"batch_tokens": 128},
-            "training.batch_size=4 and training.batch_tokens=128 both say what a step takes; give one of the two, and",
+            "training.batch_size=4 and training.batch_tokens=128 both set the size of a step; give one of the two, and",
         ),
         ("data", {"packing": "nnoe"}, "data.packing='nnoe': give 'fixed' or 'none'; did you mean data.packing=none?"),
     ],

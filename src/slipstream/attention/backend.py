@@ -21,6 +21,26 @@ from slipstream.attention.store import AttentionResult, ContextStore
 from slipstream.keyed_draws import EAGER, NO_PLACE, Draws, PlaceSeed
 
 
+class HeadExchange(Protocol):
+    """Exchanges heads for tokens with ranks that have other tokens of a slice; `parallel` has it."""
+
+    def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns some heads of all tokens of the slice, of all heads of this rank's tokens. Collective."""
+        ...
+
+    def tokens_for_heads(self, output: Tensor) -> Tensor:
+        """Returns all heads (B,H,T,Dv) of this rank's tokens, of its heads of all tokens. Collective."""
+        ...
+
+    def own_heads(self, each: Tensor) -> Tensor:
+        """Returns this rank's part of what has one number a query head, (H,)."""
+        ...
+
+    def sum(self, each: Tensor) -> Tensor:
+        """Returns the sum of the ranks' tensors, each with the gradient of the sum. Collective."""
+        ...
+
+
 class AttentionSite(NamedTuple):
     """Everything about one attention of a slice that isn't a tensor with a gradient."""
 
@@ -33,6 +53,7 @@ class AttentionSite(NamedTuple):
     seed: PlaceSeed = NO_PLACE  # of its tiles
     draws: Draws = EAGER  # also of the backward
     selected: Tensor | None = None  # (B,T,k) the keys that each query sees of those in its range; None: all
+    exchange: HeadExchange | None = None  # where other ranks have other tokens of the slice; None: all are here
 
     @property
     def has_plain_scores(self) -> bool:

@@ -39,8 +39,9 @@ def attend(
 ) -> Tensor:
     """Returns the attention of one slice to every key that its queries see, including those of earlier slices.
 
-    It is exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention. Not
-    collective.
+    It is exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention.
+    Collective where the site has an exchange: then T counts this rank's tokens of the slice, of which each rank
+    attends with some heads, all tokens of these.
 
     Args:
         query: (B, H, T, D), the slice [ranges.start, ranges.end) of the sequence.
@@ -58,6 +59,9 @@ def attend(
         ContextError: the slices ran in an order that doesn't allow this one.
     """
     query, key, value = _autocast(query, key, value)
+    if site.exchange is not None:
+        query, key, value = site.exchange.heads_for_tokens(query, key, value)
+        sinks = None if sinks is None else site.exchange.own_heads(sinks)
     _check(query, key, value, sinks, site.ranges)
     asked = _selecting(site, selected)
     backend = next(kind for kind in BACKENDS if kind.takes(query, value, asked))
@@ -67,7 +71,8 @@ def attend(
         width = ceil(max(query.shape[-1], value_width) / multiple) * multiple
         query, key, value = (_padded(each, width) for each in (query, key, value))
     output: Tensor = _slice_attention(query, key, value, sinks, selected, site, backend)
-    return output if output.shape[-1] == value_width else output[..., :value_width]
+    output = output if output.shape[-1] == value_width else output[..., :value_width]
+    return output if site.exchange is None else site.exchange.tokens_for_heads(output)
 
 
 def _padded(each: Tensor, width: int) -> Tensor:

@@ -9,7 +9,7 @@ import typer
 from slipstream.cli.check import check
 from slipstream.cli.doctor import doctor
 from slipstream.cli.models import evaluate, export, generate
-from slipstream.cli.options import LogLevel, Quiet, chosen_level, with_output_options
+from slipstream.cli.options import CommandWithSettings, LogLevel, Quiet, chosen_level, with_output_options
 from slipstream.cli.plan import plan
 from slipstream.cli.profile import profile
 from slipstream.cli.timeline import timeline
@@ -27,13 +27,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_TAKES_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-app.command(context_settings=_TAKES_SETTINGS)(with_output_options(init))
-app.command(context_settings=_TAKES_SETTINGS)(with_output_options(train))
+app.command(cls=CommandWithSettings)(with_output_options(init))
+app.command(cls=CommandWithSettings)(with_output_options(train))
 for command in (doctor, runs, timeline, check, profile, plan, export):
     app.command()(with_output_options(command))
 # Python has a function `eval`, so this command's is called otherwise.
-app.command("eval", context_settings=_TAKES_SETTINGS)(with_output_options(evaluate))
+app.command("eval", cls=CommandWithSettings)(with_output_options(evaluate))
 app.command()(with_output_options(generate))
 
 

@@ -80,11 +80,11 @@ def _tokenizer(model: str, is_run: bool, trusts_code: bool) -> tuple[str, bool]:
 
 
 def _layers(report: ModelReport) -> Table:
-    """Returns the kinds of layers, which layers are of each, and what they take from earlier tokens."""
+    """Returns the kinds of layers, which layers are of each, and what they read from earlier tokens."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("layers", "kind", "take from earlier tokens", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table("layers", "kind", "read from earlier tokens", box=SIMPLE_HEAD, pad_edge=False)
     for kind in report.kinds:
         table.add_row(_ranges(kind.layers), kind.name, _path_text(kind.paths))
     return table
@@ -98,7 +98,7 @@ def _path_text(paths: frozenset[str] | None) -> str:
         "own attention": "keys and values (the model's own attention, over copies of all so far)",
     }
     return ", ".join(names.get(path, f"a state that slices carry ({path})") for path in sorted(paths)) or (
-        "nothing: every token alone"
+        "nothing: each token by itself"
     )
 
 
@@ -119,7 +119,7 @@ def _facts(report: ModelReport) -> Table:
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
     """Yields what the report says, by its name."""
-    from slipstream.units import count_text
+    from slipstream.units import count_text, plural
 
     size = "" if report.num_parameters is None else f", {count_text(report.num_parameters)} parameters"
     yield "model", f"{report.model_type}{size}"
@@ -142,7 +142,7 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         yield (
             "token slices",
             f"exact: largest relative difference {found.output_error:.0e} in outputs, {found.gradient_error:.0e} in "
-            f"gradients ({found.num_layers} layers, float64, {found.seconds:.1f} s)",
+            f"gradients ({plural(found.num_layers, 'layer')}, float64, {found.seconds:.1f} s)",
         )
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"
@@ -157,7 +157,7 @@ def _turns(file: Path) -> list[str]:
     try:
         problems = check_turns(load_config(file))
     except SlipstreamError as error:
-        return [f"not looked at: {error}"]
+        return [f"not checked: {error}"]
     if problems is None:
         return []
     return problems or ["those that count have an end, and none has an empty <think> block"]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    folder: Annotated[Path, Option(help="The folder that runs go to; it needn't exist.")] = Path("runs"),
+    folder: Annotated[Path, Option(help="The folder that runs will write to; it needn't exist yet.")] = Path("runs"),
     timeout: Annotated[
-        float, above_zero("Largest number of seconds that ranks wait for each other.", "seconds", "60")
+        float, above_zero("Timeout, in seconds, for ranks that wait for each other.", "seconds", "60")
     ] = 30.0,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -37,8 +37,8 @@ def doctor(
     from slipstream.extras.doctor import examine
 
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # of ranks that share a terminal
-    with spinner("looking at this machine") if is_first else nullcontext(lambda _text: None) as change:
-        found = examine(folder, timeout, lambda topic: change(f"looking at the {topic}"))
+    with spinner("checking this machine") if is_first else nullcontext(lambda _text: None) as change:
+        found = examine(folder, timeout, lambda topic: change(f"checking the {topic}"))
     print_findings(found, as_json) if found.rank == 0 else complain(found)
     if found.exchange is not None:
         sys.stdout.flush()

@@ -10,16 +10,16 @@ from typer import Argument, Context, Option
 from slipstream.cli.options import Best, TrustRemoteCode, amount, count
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import make_console
+from slipstream.units import plural
 
 
 def export(
     checkpoint: Annotated[Path, Argument(help="A run's output folder, or one of its checkpoints.")],
-    output: Annotated[Path, Option(help="The folder to write: a new one, or an empty one.")],
+    output: Annotated[Path, Option(help="The folder to write to: a new or empty one.")],
     step: Annotated[
         str | None,
         Option(
-            help="Of a run: the step of a checkpoint, latest, or last-good, which passes over damaged ones. "
-            "Default: latest."
+            help="Which checkpoint of a run: a step, latest, or last-good, which skips damaged ones. Default: latest."
         ),
     ] = None,
     best: Best = False,
@@ -52,15 +52,18 @@ def evaluate(
             "completions or pairs of answers; or a split of the run's data set. Default: what the run held out."
         ),
     ] = None,
-    column: Annotated[str | None, Option(help="The table's column that holds the documents.")] = None,
+    column: Annotated[str | None, Option(help="The column of the table that holds the documents.")] = None,
     seq_len: Annotated[
         int | None,
-        count("Tokens at which a document is cut. Default: the run's training.seq_len, or the model's longest."),
+        count(
+            "Cut documents that are longer than this many tokens. Default: the run's training.seq_len, or the "
+            "model's longest."
+        ),
     ] = None,
-    slice_len: Annotated[int, count("The most tokens to compute at a time; more need more memory.")] = 1024,
+    slice_len: Annotated[int, count("Tokens to compute at a time; more take more memory.")] = 1024,
     reference: Annotated[
         str | None,
-        Option(help="With preferences: the model that rewards are relative to. Default: the one the run began with."),
+        Option(help="With preferences: the reference model. Default: the model the run started from."),
     ] = None,
     best: Best = False,
     remote_code: TrustRemoteCode = False,
@@ -71,23 +74,32 @@ def evaluate(
     the run's sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2.
     Runs in this process alone.
     """
+    settings = [*context.args]
+    if stray := next((each for each in settings if not each.startswith("--")), None):
+        raise SlipstreamError(f"{stray!r} is an unexpected argument; write settings as --data.loss=all")
+    if stray := next((each for each in settings if not each.startswith(("--data.", "--preference."))), None):
+        raise SlipstreamError(
+            f"`slipstream eval` doesn't take {stray}: give settings of data and preference, such as "
+            "--data.loss=all, or see `slipstream eval --help`"
+        )
+    from slipstream.train.config import read_settings
+
+    read_settings(settings)  # says what is misspelt before torch is imported
     from slipstream.launch import Progress
     from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
     from slipstream.train.export import opened_model
     from slipstream.train.preferences import describe_rewards
 
-    progress, settings = Progress(make_console()), [*context.args]
-    if stray := next((each for each in settings if not each.startswith("--")), None):
-        raise SlipstreamError(f"{stray!r} is one argument too many; settings are given as --data.loss=all")
+    progress = Progress(make_console())
     if column is not None:
         settings.append(f"--data.text_column={column}")
     with opened_model(model, remote_code, progress, best) as opened:
         found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
     if isinstance(found, PairLoss):
-        progress.say_result(f"evaluated: {found.num_pairs:,} pairs, {describe_rewards(found.rewards)}")
+        progress.say_result(f"evaluated: {plural(found.num_pairs, 'pair')}, {describe_rewards(found.rewards)}")
         progress.say_result(f"loss: {found.loss:.4f} per pair")
         return
-    progress.say_result(f"evaluated: {found.num_tokens:,} tokens, {found.num_predicted:,} predicted")
+    progress.say_result(f"evaluated: {plural(found.num_tokens, 'token')}, {found.num_predicted:,} predicted")
     progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
 
 
@@ -96,11 +108,12 @@ def generate(
         str, Argument(help="A model's folder or hub name, a run's output folder, or one of its checkpoints.")
     ],
     prompt: Annotated[str, Argument(help="The text to continue.")],
-    max_new_tokens: Annotated[int, count("The most tokens to write.")] = 64,
-    temperature: Annotated[
-        float, amount("0: the likeliest token each time. Above: drawn, more freely the higher.")
-    ] = 0,
-    seed: Annotated[int, Option(help="Of what is drawn.")] = 0,
+    max_new_tokens: Annotated[int, count("The largest number of tokens to generate.")] = 64,
+    temperature: Annotated[float, amount("Sampling temperature; 0 always takes the most likely token.")] = 0,
+    seed: Annotated[int, Option(help="Random seed for sampling.")] = 0,
+    chat: Annotated[
+        bool, Option("--chat", help="Print what the assistant answers to PROMPT, by the model's chat template.")
+    ] = False,
     best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -115,5 +128,5 @@ def generate(
 
     with opened_model(model, remote_code, Progress(make_console(stderr=True)), best) as opened:
         writer = TextWriter.load(opened, "cuda" if torch.cuda.is_available() else "cpu")
-        writer.check(prompt, max_new_tokens)
-        print(writer.write(prompt, max_new_tokens, temperature, seed))
+        writer.check(prompt, max_new_tokens, chat)
+        print(writer.write(prompt, max_new_tokens, temperature, seed, chat))

@@ -7,10 +7,12 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from typer import BadParameter, Option
+from typer import BadParameter, Context, Option
+from typer.core import TyperCommand
 
 from slipstream.errors import SlipstreamError
 from slipstream.terminal import LEVELS, Level, at_level, level_named, shows
@@ -23,14 +25,14 @@ def _level(name: str) -> str:
         raise BadParameter(f"{name!r}: give {', '.join(LEVELS[:-1])} or {LEVELS[-1]}") from None
 
 
-Quiet = Annotated[bool, Option("--quiet", "-q", help="Say the result, warnings and errors alone.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print only the result, warnings and errors.")]
 LogLevel = Annotated[
     str | None,
     Option(
         parser=_level,
         autocompletion=lambda: [*LEVELS],
         metavar="LEVEL",
-        help="The least that is said: debug, info, warning (as --quiet) or error. Default: info.",
+        help="Minimum log level: debug, info, warning (same as --quiet) or error. Default: info.",
         show_default=False,
     ),
 ]
@@ -40,7 +42,7 @@ _OPTIONS = {"quiet": (Quiet, False), "log_level": (LogLevel, None)}
 def chosen_level(quiet: bool, log_level: str | None) -> Level | None:
     """Returns the level that the options say; None where neither is given. Raises SlipstreamError where both are."""
     if quiet and log_level is not None:
-        raise SlipstreamError(f"--quiet and --log-level={log_level} both say how much is said; give one of the two")
+        raise SlipstreamError(f"--quiet and --log-level={log_level} both set the log level; give one of the two")
     if quiet:
         return "warning"
     return None if log_level is None else level_named(log_level, "--log-level")
@@ -61,7 +63,7 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
                 if shows("debug"):
                     raise
                 raise SlipstreamError(
-                    f"{error.filename}: {error.strerror}; name what you may read and write"
+                    f"{error.filename}: {error.strerror}; give a path that you may read and write"
                 ) from error
 
     types = get_type_hints(command, include_extras=True)
@@ -72,6 +74,36 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
+
+
+class CommandWithSettings(TyperCommand):
+    """A command that also takes settings of a configuration, wherever they are typed; its context has them as `args`.
+
+    A value may be typed after a space, as `--training.steps 100`.
+    """
+
+    allow_extra_args = True  # a word without dashes, which is said to be no setting
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Takes the settings out of what was typed, and leaves the rest to the command's own options."""
+        own = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        rest, settings, typed = [], [], list(args)
+        while typed:
+            word = typed.pop(0)
+            name, equals, _ = word.partition("=")
+            is_misspelt = (
+                not equals
+                and "." not in name
+                and get_close_matches(name[2:], [each.lstrip("-") for each in own], cutoff=0.7)
+            )
+            if not word.startswith("--") or name in own or word == "--" or is_misspelt:
+                rest.append(word)
+                continue
+            follows = not equals and bool(typed) and not typed[0].startswith("--") and typed[0] not in own
+            settings.append(f"{word}={typed.pop(0)}" if follows else word)
+        super().parse_args(ctx, rest)
+        ctx.args += settings
+        return ctx.args
 
 
 def count(text: str, least: int = 1) -> Any:
@@ -117,7 +149,7 @@ Best = Annotated[
     bool,
     Option(
         "--best",
-        help="Of a run with --checkpoint.keep_best=true: the checkpoint of its lowest validation loss.",
+        help="Use the checkpoint with the lowest validation loss, of a run with --checkpoint.keep_best=true.",
     ),
 ]
 
@@ -125,7 +157,7 @@ TrustRemoteCode = Annotated[
     bool,
     Option(
         "--trust-remote-code",
-        help="Run Python code that comes with the model. It can do whatever you can: read it first.",
+        help="Run Python code that comes with the model. It has all your permissions: read it first.",
     ),
 ]
 

@@ -32,17 +32,16 @@ def plan(
     cluster: Annotated[
         str | None,
         Argument(
-            help="A cluster's name or file (.yaml), or a measured profile (.json). Default: what runs measured here.",
+            help="A cluster's name or file (.yaml), or a measured profile (.json). "
+            "Default: what runs on this machine have measured.",
             show_default=False,
         ),
     ] = None,
     *,
     seq_len: Annotated[int, count("Tokens per sequence.")],
     global_batch: Annotated[int, count("Sequences per step, over all devices.")],
-    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: as in its description.")] = None,
-    num_ranks: Annotated[
-        int | None, count("With a profile: ranks of the pipeline. Default: as in the profile.")
-    ] = None,
+    num_nodes: Annotated[int | None, count("Nodes of the cluster. Default: the number in its description.")] = None,
+    num_ranks: Annotated[int | None, count("With a profile: ranks of the pipeline. Default: the profile's.")] = None,
     dtype: Annotated[
         str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
     ] = None,
@@ -50,7 +49,7 @@ def plan(
     pipeline_parallel: Annotated[_List, _choices("Ranks per pipeline")] = None,
     data_parallel: Annotated[_List, _choices("Data-parallel degrees: pipelines that share a batch")] = None,
     stages_per_rank: Annotated[_List, _choices("Stages per rank")] = None,
-    schedule: Annotated[_List, _choices("Schedules, by name; auto: found together with the cut and the slices")] = None,
+    schedule: Annotated[_List, _choices("Schedules; auto: searched together with the cut and the slices")] = None,
     microbatch_size: Annotated[_List, _choices("Sequences per microbatch")] = None,
     num_slices: Annotated[_List, _choices("Token slices per sequence")] = None,
     slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
@@ -58,7 +57,8 @@ def plan(
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
     shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
     memory_limit: Annotated[
-        float | None, above_zero("Bytes of a device to use, such as 70e9. Default: all.", "bytes", "70e9")
+        float | None,
+        above_zero("Memory of a device that may be used, in bytes, such as 70e9. Default: all.", "bytes", "70e9"),
     ] = None,
     output: Annotated[Path, Option(help="The plan file to write, for `slipstream train`.")] = Path("plan.yaml"),
     report: Annotated[Path | None, Option(help="An HTML report of the plan, its timeline and memory.")] = None,
@@ -145,6 +145,7 @@ def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
 
 def _print(plan: Plan) -> None:
     from slipstream.planner.report import cut_lines, reasons, search_text, shared_choices, shared_text
+    from slipstream.units import plural
 
     console = make_console()
     if not console.is_interactive:
@@ -155,7 +156,7 @@ def _print(plan: Plan) -> None:
 
     shared = shared_choices(plan.predictions)
     plans, memory = _tables(plan, shared)
-    say(f"{plan.model} on {plan.cluster}, {plan.num_devices:,} devices")
+    say(f"{plan.model} on {plan.cluster}, {plural(plan.num_devices, 'device')}")
     for note in plan.trained:
         say(note)
     console.print(plans)

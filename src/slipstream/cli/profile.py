@@ -32,14 +32,14 @@ def profile(
         int | None, count("Tokens of the longest slice. Default: the sequence, at most 8192.")
     ] = None,
     granularity: Annotated[int | None, count("Unit of slice lengths in tokens. Default: longest slice / 32.")] = None,
-    ranks: Annotated[int, count("Pipeline ranks, which measure at the same time.")] = 2,
+    ranks: Annotated[int, count("Ranks of the pipeline; they measure at the same time.")] = 2,
     tp: Annotated[
         int | None,
-        count("Processes of each rank, which share every layer. Default: the training configuration's, or 1."),
+        count("Tensor-parallel processes of each rank. Default: the training configuration's, or 1."),
     ] = None,
     device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
-    repeats: Annotated[int, count("Largest number of rounds in which a point is measured.", least=2)] = 15,
-    budget: Annotated[float, above_zero("Largest number of seconds spent measuring.", "seconds", "60")] = 120.0,
+    repeats: Annotated[int, count("Maximum number of times that a point is measured.", least=2)] = 15,
+    budget: Annotated[float, above_zero("Maximum number of seconds to spend measuring.", "seconds", "60")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     allow_open_files()
@@ -106,7 +106,7 @@ def _remarks(profile: Profile) -> list[str]:
         worst = sorted(off, key=lambda point: -off[point])[:8]
         named = ", ".join(f"{length} after {context} ({off[length, context]:.1%})" for length, context in worst)
         lines.append(
-            f"that is above {FIT_TOLERANCE:.0%}: {len(off)} points are off by more, first {named}. "
+            f"this exceeds {FIT_TOLERANCE:.0%}: {len(off)} points are off by more, first {named}. "
             "Close other programs and measure again, with more time (--budget)."
         )
     if link := profile.link:

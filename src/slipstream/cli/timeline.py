@@ -35,7 +35,8 @@ def timeline(
         Argument(help="A schedule's name or file, a run's folder, or its timeline.json.", autocompletion=_schedules),
     ],
     against: Annotated[
-        str | None, Option(help="Another SCHEDULE to show beneath. 'simulated': above a measured run, its simulation.")
+        str | None,
+        Option(help="Another SCHEDULE to show below. 'simulated': the simulation of a measured run, above it."),
     ] = None,
     ranks: Annotated[int, count("Pipeline ranks.")] = 4,
     stages_per_rank: Annotated[int | None, count("Stages per rank; 2 if the schedule allows it, else 1.")] = None,
@@ -44,26 +45,28 @@ def timeline(
     forward: Annotated[float, amount("Seconds of a slice's forward through all stages of a rank.")] = 1.0,
     backward: Annotated[float, amount("Seconds of a slice's backward.")] = 2.0,
     input_gradient: Annotated[
-        float | None, amount("Seconds of the input gradient alone; half the backward by default.")
+        float | None, amount("Seconds of the input gradient; half the backward by default.")
     ] = None,
     weight_gradient: Annotated[
-        float | None, amount("Seconds of the weight gradient alone; half the backward by default.")
+        float | None, amount("Seconds of the weight gradient; half the backward by default.")
     ] = None,
     head: Annotated[float, amount("Work of the output head, in units of a rank's layers: 0.5 is half of them.")] = 0.0,
     link: Annotated[float, amount("Seconds of a message between ranks.")] = 0.0,
     profile: Annotated[
-        Path | None, Option(help="Measured costs (slipstream profile), in place of the seconds above.")
+        Path | None, Option(help="Measured costs (slipstream profile) instead of the seconds above.")
     ] = None,
     model: Annotated[
         str | None,
         Option(
-            help="The costs of a model's folder, hub name, config.json, or training configuration (.yaml), in place of "
+            help="The costs of a model's folder, hub name, config.json, or training configuration (.yaml), instead of "
             "the seconds above."
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        Option(help="With a model: a cluster's name or file (.yaml). Default: what runs measured here."),
+        Option(
+            help="With a model: a cluster's name or file (.yaml). Default: what runs on this machine have measured."
+        ),
     ] = None,
     seq_len: Annotated[
         int | None, count("With a model: tokens per sequence. Default: the sum of the slices' lengths.")

@@ -47,12 +47,14 @@ def train(
     """
     outlast_readers()
     allow_open_files()
+    from slipstream.train.config import load_config
+
+    settings = load_config(config, context.args)
     if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
-    from slipstream.train.config import load_config
     from slipstream.train.start_training import start_training
 
-    start_training(load_config(config, context.args))
+    start_training(settings)
 
 
 def init(
@@ -76,10 +78,12 @@ def init(
     can be given as for `slipstream train`: --training.seq_len=4096.
     """
     check_new_file(output, "--output", overwrite)
-    from slipstream.extras.init import read_settings, write_config
-    from slipstream.launch import Progress
+    from slipstream.train.config import read_settings
 
     given = read_settings([*context.args, *(["model.trust_remote_code=true"] if remote_code else [])])
+    from slipstream.extras.init import write_config
+    from slipstream.launch import Progress
+
     progress = Progress(make_console())
     written = write_config(model, data, output, given, progress)
     output.write_text(written.text, encoding="utf-8")
@@ -89,12 +93,15 @@ def init(
 
 
 def runs(
-    folder: Annotated[Path, Argument(help="A run's output folder, also while it is going on, or a folder of runs.")],
+    folder: Annotated[
+        Path, Argument(help="The output folder of a run, which may still be going on, or a folder of runs.")
+    ],
     output: Annotated[
-        Path | None, Option(help="The file to write. Default: FOLDER/run.html, and runs.html for a folder of runs.")
+        Path | None,
+        Option(help="The file to write. Default: FOLDER/run.html, or FOLDER/runs.html for a folder of runs."),
     ] = None,
     overwrite: Annotated[
-        bool, Option("--overwrite", help="Replace a file that isn't such a page; one that is is replaced in any case.")
+        bool, Option("--overwrite", help="Replace the file even if it isn't a run page; run pages are always replaced.")
     ] = False,
 ) -> None:
     """Write an HTML page of the runs in FOLDER: curves, the last step, what happened, settings. It needs no network."""

@@ -44,21 +44,21 @@ class ClusterCost(TableCost):
         return self._link(source, destination).latency + self.link_occupied(send, source, destination)
 
     def link_occupied(self, send: Action, source: int, destination: int) -> float:
-        return self.message_bytes[send.slice] * self.byte_seconds[self._same_node(source, destination)]
+        return self.message_bytes[send.slice] * self.byte_seconds[self._same_domain(source, destination)]
 
     @cached_property
     def byte_seconds(self) -> Mapping[bool, float]:
-        """The seconds of a byte of a message, by whether both ranks are on one node."""
-        senders = min(self.stride, self.cluster.devices_per_node)
+        """The seconds of a byte of a message, by whether both ranks are in one domain."""
+        senders = min(self.stride, self.cluster.devices_per_node)  # as many of a node send at the same time
         gathered = (self.tensor_parallel - 1) / self.cluster.inside.rate()
         links = {True: self.cluster.inside, False: self.cluster.between}
         return {same: (1 / link.rate(senders) + gathered) / self.tensor_parallel for same, link in links.items()}
 
     def _link(self, source: int, destination: int) -> LinkKind:
-        return self.cluster.inside if self._same_node(source, destination) else self.cluster.between
+        return self.cluster.inside if self._same_domain(source, destination) else self.cluster.between
 
-    def _same_node(self, source: int, destination: int) -> bool:
-        size = self.cluster.devices_per_node
+    def _same_domain(self, source: int, destination: int) -> bool:
+        size = self.cluster.devices_per_domain
         return source * self.stride // size == destination * self.stride // size
 
 
@@ -174,11 +174,17 @@ class AnalyticCosts:
         written = state.weights * number + state.optimizer * number / shards
         return (2 * written + state.gradients * number) / self.cluster.device.bytes_per_second
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
-        """Returns the time of the all-reduce of a stage's gradients between the replicas, whose ranks are
-        tensor_parallel apart."""
+    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
+        """Returns the time in which a stage's gradients are reduced over the replicas, whose ranks are tensor_parallel
+        apart: by an all-reduce, or where the optimizer is sharded by a reduce-scatter."""
         num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_trained(layers)
-        return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.tensor_parallel))
+        once = self.cluster.exchange_seconds(num_bytes, data_parallel, self.tensor_parallel)
+        return float(once if shards > 1 else 2 * once)
+
+    def gather_seconds(self, layers: Stage, shards: int) -> float:
+        """Returns the time in which the replicas of a sharded optimizer gather what each of them has updated."""
+        num_bytes = StateBytes.of(self.model.dtype).weights * self.num_trained(layers)
+        return float(self.cluster.exchange_seconds(num_bytes, shards, self.tensor_parallel))
 
     def cost(self, partition: Sequence[float], slices: Sequence[int]) -> ClusterCost:
         """Returns the simulator's costs of a pipeline, as `Profile.cost` does.

@@ -7,16 +7,34 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 
-from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.errors import SlipstreamError, did_you_mean, syntax_text
 
-SHIPPED = ("v100-p3.16xlarge", "a100-dgx", "a100-selene", "h100-dgx", "h200-hgx")
-"""The clusters that `load_cluster` knows by name."""
+SHIPPED = (
+    "v100-p3.16xlarge",
+    "a100-dgx",
+    "a100-selene",
+    "h100-dgx",
+    "h200-hgx",
+    "a100-40gb-dgx",
+    "h100-96gb",
+    "h100-pcie",
+    "b200-hgx",
+    "b300-hgx",
+    "gb200-nvl72",
+    "gb300-nvl72",
+    "mi300x-oam",
+    "l40s-pcie",
+    "a6000-pcie",
+    "rtx4090-pcie",
+    "rtx5090-pcie",
+)
+"""The names of clusters that `load_cluster` knows; of two whose devices have one name, the first is looked up by it."""
 
 
 @dataclass(frozen=True)
@@ -113,34 +131,47 @@ class LinkKind:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices."""
+    """Equal nodes of equal devices. `inside` connects the devices of a node or, in a rack that NVLink connects as a
+    whole, those of a domain of several nodes; `between` connects domains."""
 
     name: str
     device: Device
     num_nodes: Annotated[int, COUNT]
     devices_per_node: Annotated[int, COUNT]
-    inside: LinkKind  # between devices of a node
-    between: LinkKind  # between nodes
+    inside: LinkKind  # between devices of a domain
+    between: LinkKind  # between domains
     sources: Annotated[tuple[str, ...], _sources] = ()  # where the numbers come from
+    nodes_per_domain: Annotated[int, COUNT] = 1
 
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node
 
-    def all_reduce_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
-        """Returns the seconds of a ring all-reduce over n = `size` devices, `stride` apart.
+    @property
+    def devices_per_domain(self) -> int:
+        """The devices that `inside` connects."""
+        return self.devices_per_node * self.nodes_per_domain
 
-        Each device sends 2(n-1)/n of the bytes in 2(n-1) messages. All devices take part in some such ring at the same
-        time, so those of a node share its link to other nodes: where a ring's ranks are next to each other, one device
-        of each node sends to another node; at a stride of a node, all do.
+    def all_reduce_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
+        """Returns the seconds of an all-reduce: of a reduce-scatter and an all-gather."""
+        return 2 * self.exchange_seconds(num_bytes, size, stride)
+
+    def exchange_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
+        """Returns the seconds in which n = `size` devices, `stride` apart, gather or reduce-scatter so many bytes.
+
+        Each device sends (n-1)/n of them in n-1 messages, most of which stay inside of a domain. A group with m devices
+        in a domain sends to the next one over the cards of all m, in as many rings, at most as fast as inside. All
+        devices take part in some such group at the same time, so those of a node share what leaves it.
         """
         if size <= 1:
             return 0.0
-        if size * stride <= self.devices_per_node:
-            link, senders = self.inside, 1
-        else:
-            link, senders = self.between, min(stride, self.devices_per_node)
-        return 2 * (size - 1) * link.latency + 2 * (size - 1) / size * num_bytes / link.rate(senders)
+        together = max(1, min(size, self.devices_per_domain // stride))
+        num_domains = -(-size // together)
+        latency = (num_domains - 1) * self.between.latency + (size - num_domains) * self.inside.latency
+        rate = self.inside.rate() if together > 1 else inf
+        if num_domains > 1:
+            rate = min(rate, together * self.between.rate(self.devices_per_node))
+        return latency + (size - 1) / size * num_bytes / rate
 
     def with_nodes(self, num_nodes: int) -> Cluster:
         """Returns the cluster with another number of nodes."""
@@ -177,7 +208,7 @@ def _read(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SlipstreamError(f"{where} is neither YAML nor JSON: {error}.") from error
+        raise SlipstreamError(f"{where} is neither YAML nor JSON: {syntax_text(error)}.") from error
 
 
 def parse_cluster(values: Any, where: str = "cluster") -> Cluster:

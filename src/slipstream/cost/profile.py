@@ -288,12 +288,19 @@ class Profile:
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int) -> float:
-        """Returns the time of a ring's all-reduce between replicas, whose messages travel as those of a pipeline."""
-        if self.link is None or data_parallel == 1:
-            return 0.0
+    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
+        """Returns the time of a ring's all-reduce between replicas, whose messages travel as those of a pipeline, or of
+        its first half, the reduce-scatter of a sharded optimizer."""
         num_bytes = max(_GRADIENT, self.dtype_bytes) * self.num_parameters(layers)
-        return 2 * (data_parallel - 1) * (self.link.latency + num_bytes / data_parallel / self.link.bandwidth)
+        return (1 if shards > 1 else 2) * self._exchange_seconds(num_bytes, data_parallel)
+
+    def gather_seconds(self, layers: Stage, shards: int) -> float:
+        return self._exchange_seconds(self.dtype_bytes * self.num_parameters(layers), shards)
+
+    def _exchange_seconds(self, num_bytes: float, size: int) -> float:
+        if self.link is None or size == 1:
+            return 0.0
+        return (size - 1) * (self.link.latency + num_bytes / size / self.link.bandwidth)
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         return self.optimizer_seconds * self.num_parameters(layers) / shards

@@ -74,8 +74,8 @@ class AnalyticSource:
         if model.num_trained == model.num_parameters:
             return ()
         layers = max(0, model.num_frozen_parts - 1) / model.units_per_layer
-        ends = "the embedding has" if not layers else f"the embedding and the first {layers:g} layers have"
-        ends = f"{ends} forwards alone, keep nothing and are sent no gradient"
+        ends = "the embedding runs" if not layers else f"the embedding and the first {layers:g} layers run"
+        ends = f"{ends} forward only: no activations are kept and no gradient is sent to them"
         return (
             f"{model.num_trained:,} of {model.num_parameters:,} parameters train: gradients and optimizer state are "
             f"theirs alone, and frozen layers have no weight gradient{f'; {ends}' if model.num_frozen_parts else ''}.",
@@ -88,7 +88,8 @@ class AnalyticSource:
             f"Times are computed from counted operations and the description of {self.cluster.name}, not measured.",
             f"A parameter takes {state.weights:g} bytes, its gradient {state.gradients:g}, its optimizer state "
             f"{state.optimizer:g}.",
-            "The gradients' reduction and the optimizer's step follow a rank's last backward, without overlap.",
+            "The gradients of a rank's first stage are reduced after its last backward, those of its others while "
+            "earlier stages compute; the optimizer's step follows, and with a sharded one the gathering of weights.",
         )
 
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -52,6 +52,7 @@ _LOOK_SECONDS = 1.0
 _BREATH_SECONDS = 0.01  # between the end of a forked rank and what its server says of it
 _SECONDS_TO_SAY = 3  # what a rank waited for, after another has failed
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
+_ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGBUS)  # which no program of ours sends to one rank alone
 
 
 def has_launcher() -> bool:
@@ -59,25 +60,39 @@ def has_launcher() -> bool:
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or is_task(os.environ)
 
 
-def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: ForkServer | None = None) -> None:
-    """Runs `main` of a module as `num_ranks` local ranks on the loopback interface, and waits for them.
+class RegroupedError(Exception):
+    """The ranks have saved and ended, to be started again in another number."""
+
+
+def launch_ranks(
+    module: str,
+    arguments: Sequence[str],
+    places: int | Sequence[int],
+    server: ForkServer | None = None,
+    regroups: Callable[[], bool] = lambda: False,
+) -> None:
+    """Runs `main` of a module as local ranks on the loopback interface, and waits for them.
 
     When this call ends, every rank has ended, even if one of them failed or Ctrl-C was pressed.
 
     Args:
         module: whose file also runs `main` with `python -m`.
         arguments: for sys.argv.
-        num_ranks: of the world.
+        places: the number of ranks, or the local number of each, by which it has a GPU.
         server: which forks the ranks; without it, each is a new process that imports everything anew.
+        regroups: is asked every second; once it says so, the ranks are to save and to end.
 
     Raises:
         RankFailedError: if a rank failed; the message has the first cause.
+        RegroupedError: if the ranks have ended because of `regroups`.
         SlipstreamError, NonFiniteError: if the first cause was one.
         StoppedRunError: if the ranks have ended as TERM or USR1 asked them to; both are passed on to them.
         KeyboardInterrupt: after Ctrl-C.
     """
     import torch.distributed as dist
 
+    places = range(places) if isinstance(places, int) else places
+    num_ranks = len(places)
     # The parent keeps the store, so that the port is free: the system chose it. By itself the store would listen on all
     # interfaces, and it lets anybody who reaches it write.
     address = loopback_address()
@@ -96,11 +111,13 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             server = None
         parent = os.getpid() if server is None else server.pid
         environments = [
-            _environment(rank, num_ranks, address, port, parent, error_files[rank]) for rank in range(num_ranks)
+            _environment(rank, place, num_ranks, address, port, parent, error_files[rank])
+            for rank, place in enumerate(places)
         ]
         ranks: list[LocalRank] = []
         ended: dict[int, int] = {}
         asked: list[int] = []
+        regrouping = _Regrouping(regroups)
         before = num_ended_for_memory()
         try:
             if server is None:
@@ -110,17 +127,22 @@ def launch_ranks(module: str, arguments: Sequence[str], num_ranks: int, server: 
             asked = _pass_stop_signals_on(ranks)
             # Ranks are away from the terminal, whose Ctrl-Z reaches this process alone.
             signal.signal(signal.SIGTSTP, lambda *_: _stop_with(ranks))
-            ended = _wait(ranks)
+            ended = _wait(ranks, regrouping)
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave orphans
             _end(ranks, at_once=any(code < 0 and -code not in asked for code in ended.values()))
         del store
         if server is not None and server.ending:
             raise RankFailedError(f"{server.ending}, and its ranks have ended with it")
-        if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
-            name = signal.Signals(asked[0]).name if asked else "a signal"
-            raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
-        _raise_first_cause(ended, error_files, is_short=before is None or before != num_ended_for_memory())
+        try:
+            if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
+                name = signal.Signals(asked[0]).name if asked else "a signal"
+                raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
+            _raise_first_cause(ended, error_files, is_short=before is None or before != num_ended_for_memory())
+        except StoppedRunError:
+            if regrouping.has_begun and not asked:
+                raise RegroupedError from None
+            raise
 
 
 @contextmanager
@@ -143,7 +165,9 @@ def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> sub
     return subprocess.Popen([sys.executable, *arguments], env=environment, start_new_session=True)
 
 
-def _environment(rank: int, num_ranks: int, address: str, port: int, parent: int, error_file: Path) -> dict[str, str]:
+def _environment(
+    rank: int, place: int, num_ranks: int, address: str, port: int, parent: int, error_file: Path
+) -> dict[str, str]:
     """Returns this environment with what torchrun would set, the memory settings, and one thread per rank; what the
     user has set stays."""
     chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
@@ -156,7 +180,7 @@ def _environment(rank: int, num_ranks: int, address: str, port: int, parent: int
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(place),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -220,7 +244,27 @@ def _pass_stop_signals_on(ranks: Sequence[LocalRank]) -> list[int]:
     return came
 
 
-def _wait(ranks: Sequence[LocalRank]) -> dict[int, int]:
+class _Regrouping:
+    """Asks the ranks to save and to end, once, when they are to be started in another number."""
+
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        self._is_wanted = is_wanted
+        self.has_begun = False
+
+    def look(self, ranks: Sequence[LocalRank]) -> None:
+        if not self.has_begun and self._is_wanted():
+            self.has_begun = True
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGTERM)
+
+
+def _lost(ended: Mapping[int, int]) -> tuple[int, ...]:
+    """Returns the ranks that were ended from outside, by their exit codes."""
+    return tuple(sorted(rank for rank, code in ended.items() if -code in _ENDED_FROM_OUTSIDE))
+
+
+def _wait(ranks: Sequence[LocalRank], regrouping: _Regrouping) -> dict[int, int]:
     """Waits until all ranks have ended, or until shortly after one has failed, so that others can say what they waited
     for; returns the exit codes of those that have ended, in this order."""
     ended: dict[int, int] = {}
@@ -229,6 +273,7 @@ def _wait(ranks: Sequence[LocalRank]) -> dict[int, int]:
         running = [rank.pid for number, rank in enumerate(ranks) if number not in ended]
         wait_for_an_end(running, max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
         time.sleep(_BREATH_SECONDS)
+        regrouping.look(ranks)
         for number, rank in enumerate(ranks):
             code = rank.poll()
             if code is not None:
@@ -266,7 +311,7 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_s
         rank, code = next(iter(silent.items()))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         how += ", perhaps as memory ran out" if code == -signal.SIGKILL and is_short else ""
-        raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped")
+        raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped", lost=_lost(ended))
     if errors:
         rank, error = min(errors.items(), key=lambda item: item[1]["time"])
         if error["kind"] in _PASSED_ON:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from slipstream.terminal import shows
+from slipstream.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +102,10 @@ class Progress:
         with self._bars(*columns) as bars:
             task = bars.add_task("training", total=num_steps, completed=done, state="the first step is the slowest")
             if bars.disable:
-                self.say(f"training: {num_steps - done} steps, of which the first is the slowest")
+                self.say(
+                    f"training: {plural(num_steps - done, 'step')}"
+                    + (", of which the first is the slowest" if num_steps - done > 1 else "")
+                )
 
             def show(step: int, figures: Sequence[str]) -> None:
                 nonlocal said, latest

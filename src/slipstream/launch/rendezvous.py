@@ -8,9 +8,10 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import RankFailedError, SlipstreamError, StoppedRunError
+from slipstream.launch.stop_request import StopRequest
 from slipstream.parallel import ranks_text
 from slipstream.version import __version__
 from slipstream.watchdog import listen_at, loopback_address
@@ -33,6 +35,9 @@ _SECONDS = "SLIPSTREAM_RENDEZVOUS_SECONDS"
 _DEFAULT_SECONDS = 120.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONNECT_SECONDS = 10.0
+_OVER = "over"  # a key of the store
+_IDLE_SECONDS = 0.5
+_SECONDS_TO_LEAVE = 10.0
 _SECONDS_FOR_AN_ANSWER = 2.0  # after the store's own limit, which it mostly keeps
 
 
@@ -86,7 +91,7 @@ def time_limit(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> ConnectedRanks:
+def connect_ranks(facts: Mapping[str, str], problem: str | None = None, is_elastic: bool = False) -> ConnectedRanks:
     """Connects all ranks, compares their facts, and tries the connections between them.
 
     Chooses the interface that gloo uses (GLOO_SOCKET_IFNAME, unless it is set): the one on the route to the master.
@@ -95,12 +100,14 @@ def connect_ranks(facts: Mapping[str, str], problem: str | None = None) -> Conne
     Args:
         facts: what must be equal on all ranks.
         problem: what keeps this rank from taking part, if anything does.
+        is_elastic: whether the launcher's numbers of starts differ between nodes, and each start has a store.
 
     Raises:
         SlipstreamError: on every rank, if ranks differ, one has a problem, or two can't reach each other; on the ranks
             that have connected, if the master doesn't answer or a rank doesn't connect in time.
     """
     place = RendezvousPoint.from_environment(os.environ)
+    place = replace(place, attempt="any") if is_elastic else place
     ranks = ConnectedRanks(place, _connect(place))
     mine = address_towards(place.address, place.port)
     here = [socket.gethostname(), mine, dict(facts), problem or _interface_problem()]
@@ -150,6 +157,31 @@ class ConnectedRanks:
             with suppress(RuntimeError):
                 self.store.wait([f"gone/{rank}" for rank in range(self.place.world_size)])
         raise SlipstreamError(problem)
+
+    @contextmanager
+    def end_told_to_idle_ones(self, num_used: int) -> Iterator[None]:
+        """Tells the ranks from `num_used` on, which wait for it, that the body has ended well on rank 0."""
+        yield
+        if self.place.rank == 0 and num_used < self.place.world_size:
+            self.store.set(_OVER, "")
+            if self.place.keeps_store:  # which ends with this process
+                keys = [f"{_OVER}/{rank}" for rank in range(num_used, self.place.world_size)]
+                with suppress(RuntimeError):
+                    self.store.wait(keys, timedelta(seconds=_SECONDS_TO_LEAVE))
+
+    def wait_for_the_end(self, stop: StopRequest) -> None:
+        """Waits, on a rank without work, until the run has ended; raises StoppedRunError where it is asked to stop."""
+        stop.begin()
+        rank = self.place.rank
+        while not stop.name:
+            try:
+                if self.store.check([_OVER]):
+                    self.store.set(f"{_OVER}/{rank}", "")
+                    return
+            except RuntimeError:
+                raise RankFailedError(f"rank {rank}, which had no work, lost the run: rank 0 has ended") from None
+            time.sleep(_IDLE_SECONDS)
+        raise StoppedRunError(f"{stop.name} ended rank {rank}, which had no work")
 
     def _describe_absence(self, keys: list[str]) -> str:
         place = self.place

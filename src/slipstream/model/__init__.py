@@ -20,20 +20,26 @@ from slipstream.model.cutting import keep_half, parts_of, units_of
 from slipstream.model.fusion import check_compiler, fuse_kernels
 from slipstream.model.layer_halves import find_halves
 from slipstream.model.layer_range import (
-    ALLOWED_LAYER_COUNTS,
     HalfLayer,
     LayerHalf,
     LayerRange,
     ModelEnd,
     StagePart,
-    are_allowed_layer_counts,
 )
-from slipstream.model.loading import meta_model, model_for_timing, pretrained_model, random_model
+from slipstream.model.loading import (
+    meta_model,
+    model_for_timing,
+    pretrained_model,
+    random_model,
+    set_vocab_size,
+    whole_pretrained_model,
+)
 from slipstream.model.pipeline_stage import PipelineStage
 from slipstream.model.self_check import (
     TOLERANCE,
     LabelLoss,
     SelfCheck,
+    TokenCuts,
     check_carried_state,
     check_causal,
     check_sliceable,

@@ -8,8 +8,9 @@ stage, and parts without parameters (rotary tables) to every stage.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -215,6 +216,15 @@ def _skips_padding(model: nn.Module) -> bool:
 
 def _within(parameter: str, modules: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{module}.") for module in modules)
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the modules that hold the weights of all experts of a layer together, with their names: those that
+    transformers' decorator has made, of which `num_experts` says how many are here."""
+    for name, module in model.named_modules():
+        number = getattr(module, "num_experts", None)
+        if hasattr(module, "_apply_gate") and isinstance(number, int):
+            yield name, module
 
 
 def uses_randomness(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from slipstream.attention import ContextStore
+from slipstream.attention import ContextStore, HeadExchange
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
 from slipstream.model.autograd_memory import RecomputePolicy, recompute_in_backward
@@ -43,15 +43,17 @@ from slipstream.model.hooks.slice_cache import (
 )
 from slipstream.model.hooks.token_slice import (
     SliceContext,
+    TokenParts,
     TokenSlice,
     active_forward,
     current_slice,
     note_output,
     noting_outputs,
+    running_alone,
 )
 from slipstream.model.initial_states import give_initial_states
 from slipstream.model.layer_range import LayerRange, ModelEnd
-from slipstream.model.pipeline_stage import PipelineStage
+from slipstream.model.pipeline_stage import PipelineStage, SpreadExperts
 from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import SpreadEmbedding, SpreadHead, separate_head, shared_weights
 from slipstream.model.weight_gradients import add_expert_gradients_in_place, add_weight_gradients_in_place
@@ -63,7 +65,8 @@ class CausalLMStage(PipelineStage):
     What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
     last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
-    each layer's routers add to the loss. `recompute` says which layers keep only what enters them, until a backward
+    each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts`
+    the model has this rank's experts. `recompute` says which layers keep only what enters them, until a backward
     computes them again.
     """
 
@@ -79,6 +82,8 @@ class CausalLMStage(PipelineStage):
         head: SpreadHead | None = None,
         router_loss: RouterLoss | None = None,
         recompute: RecomputePolicy | None = None,
+        exchange: Callable[[TokenParts], HeadExchange] | None = None,
+        experts: SpreadExperts | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself
         if not anatomy.attends_itself:
@@ -97,11 +102,14 @@ class CausalLMStage(PipelineStage):
             model.set_submodule(head.embedding, embedding)
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
-        self._shared, self._device = shared, device
+        self._shared, self._exchange, self._device = shared, exchange, device
         self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
+        self.experts = experts
+        if experts is not None:
+            experts.install(model)
         self.model: PreTrainedModel = model.to(device)
         self._second_names = anatomy.second_names
         self._canonical = {name: names[0] for names in anatomy.shared for name in names}
@@ -190,6 +198,8 @@ class CausalLMStage(PipelineStage):
         context.received = inputs[1:]
         if self._shared is not None:
             context.tensor_rank = self._shared.rank
+        if self._exchange is not None:
+            context.exchange = self._exchange(token_slice.parts)
         past = self._past(context)
         positions = token_slice.position_ids
         num_keys = token_slice.end if self.attends_itself else token_slice.input_ids.shape[1]
@@ -349,6 +359,6 @@ class CausalLMStage(PipelineStage):
         inputs = tuple(torch.zeros(s.shape, dtype=s.dtype, device=self._device) for s in self.receives(token_slice))
         was_training = self.model.training
         self.model.eval()
-        with torch.no_grad(), kept_frequencies(self.model):
+        with torch.no_grad(), kept_frequencies(self.model), running_alone():
             self.compute(token_slice, inputs, ContextStore(length), records_masks)
         self.model.train(was_training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from math import ceil
@@ -31,16 +31,6 @@ class HalfLayer(NamedTuple):
 
 
 StagePart: TypeAlias = int | HalfLayer | ModelEnd  # a number is a whole layer
-
-ALLOWED_LAYER_COUNTS = (
-    "at least half a layer, in multiples of 0.5 (the first may have 0, for the embedding alone, and the last 0, for "
-    "the head alone)"
-)
-
-
-def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
-    """Returns whether consecutive stages may have these numbers of layers."""
-    return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.anatomy import ModelAnatomy
-from slipstream.model.config import check_is_causal_lm, check_unquantised, in_a_line
+from slipstream.model.config import check_is_causal_lm, check_unquantised, in_a_line, load_config
 from slipstream.model.cutting import keep_layers
 from slipstream.model.layer_range import StagePart
 from slipstream.model.tensors import storage_id, storage_ids
@@ -146,11 +146,11 @@ def pretrained_model(
     Raises SlipstreamError for missing or damaged files, and for weights that the files don't contain.
     """
     check_unquantised(config)
-    part = _partial_class(config, anatomy, owned)
+    part, saved = _partial_class(config, anatomy, owned), _as_saved(config, path)
     try:
         with quiet_transformers():
             model, report = part.from_pretrained(
-                path, config=config, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+                path, config=saved, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
             )
     except (OSError, SafetensorError, RuntimeError) as error:
         raise SlipstreamError(
@@ -163,7 +163,63 @@ def pretrained_model(
             f"the checkpoint {path!r} lacks {len(absent)} weights of {config.model_type!r}, first {absent[0]!r}. "
             "Expected a complete causal LM; a base model without its head can't be trained."
         )
+    _add_rows(model, config)
     return model
+
+
+def whole_pretrained_model(
+    path: str, config: PretrainedConfig | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Returns the whole model in a folder of safetensors or on the hub, with rows for the tokens that `config` has in
+    addition to the folder's."""
+    config = load_config(path) if config is None else config
+    settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    saved = _as_saved(config, path)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, config=saved, trust_remote_code=False, **settings
+    )
+    _add_rows(model, config)
+    return model
+
+
+def set_vocab_size(config: PretrainedConfig, number: int) -> None:
+    """Sets the number of tokens, and with it the rows of embedding and head, of a model that isn't made yet."""
+    for each in {id(config): config, id(inner := config.get_text_config()): inner}.values():
+        if hasattr(each, "vocab_size"):
+            each.vocab_size = number
+
+
+def _as_saved(config: PretrainedConfig, path: str) -> PretrainedConfig:
+    """Returns the config with as many tokens as the weights in a folder have rows for."""
+    number = load_config(path).get_text_config().vocab_size
+    if number != config.get_text_config().vocab_size:
+        config = copy.deepcopy(config)
+        set_vocab_size(config, number)
+    return config
+
+
+@torch.no_grad()
+def _add_rows(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Adds rows to the embedding and the head of what there is of a model, for the tokens that `config` has more.
+
+    Each is the mean of the others, so that a new token is as likely as they are on average (Hewitt 2021).
+    """
+    number = config.get_text_config().vocab_size
+    had = model.config.get_text_config().vocab_size
+    grown: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if number > had else ():
+        for name, old in [*module.named_parameters(recurse=False)] if module is not None else ():
+            if old not in grown:
+                mean = old.to(torch.promote_types(old.dtype, torch.float32)).mean(0, keepdim=True).to(old.dtype)
+                rows = torch.cat([old, mean.expand(number - had, *old.shape[1:])])
+                grown[old] = nn.Parameter(rows, requires_grad=old.requires_grad)
+            setattr(module, name, grown[old])
+            for size in ("num_embeddings", "out_features"):
+                if hasattr(module, size):
+                    setattr(module, size, number)
+    set_vocab_size(model.config, number)
+    if hasattr(model, "vocab_size"):
+        model.vocab_size = number
 
 
 def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:

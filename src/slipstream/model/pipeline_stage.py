@@ -12,6 +12,22 @@ from slipstream.model.tensors import Tensors, TensorSpec
 from slipstream.model.vocabulary import HeadRows, TiedWeight
 
 
+class SpreadExperts(Protocol):
+    """The experts of a model that are spread over ranks; `parallel.experts.ExpertParallel` implements it."""
+
+    def has(self, name: str) -> bool:
+        """Returns whether a parameter is one of experts."""
+        ...
+
+    def share(self, name: str, parameter: Tensor) -> Any:
+        """Returns which of them this rank has: a `parallel.ParameterShare`."""
+        ...
+
+    def install(self, model: nn.Module) -> None:
+        """Makes tokens go to the ranks of their experts."""
+        ...
+
+
 class PipelineStage(Protocol):
     """Some consecutive layers of a model, which run on one piece of a batch at a time: a microbatch, or a slice of it.
 
@@ -27,6 +43,7 @@ class PipelineStage(Protocol):
     has_skips: bool  # tensors that pass other stages by
     tied: list[TiedWeight]
     vocabulary: HeadRows | None  # this rank's rows of a head that is spread
+    experts: SpreadExperts | None = None
 
     @property
     def graph_obstacle(self) -> str | None:

@@ -155,8 +155,8 @@ class _StageCollectives(NamedTuple):
     """One stage's collectives, in order: buckets to sum over tensor ranks, then to sum or to scatter over replicas."""
 
     partial: list[tuple[RankGroup, Bucket]]
-    summed: list[Bucket]
-    scattered: list[Bucket]
+    summed: list[tuple[RankGroup, Bucket]]
+    scattered: list[tuple[RankGroup, Bucket]]
 
 
 class GradientReduction:
@@ -174,7 +174,7 @@ class GradientReduction:
     def __init__(
         self,
         stages: Mapping[int, Sequence[NamedParameter]],
-        data: RankGroup,
+        copies_of: Callable[[str], RankGroup],
         tensor: RankGroup,
         added_over: Callable[[str], tuple[int, ...]],
         masters: MasterParameters,
@@ -185,7 +185,7 @@ class GradientReduction:
         Args:
             stages: the parameters in which each of this rank's stages leaves gradients, under the model's names. One
                 that two stages hold is reduced with the first of them, whose backward ends last.
-            data: the replicas.
+            copies_of: returns the ranks that hold a parameter and see other tokens.
             tensor: the ranks that share every layer.
             added_over: returns the tensor ranks over which a parameter's gradients are summed first; () for none.
             masters: receive the gradients, in their dtype; their buckets are as large as the gradients'.
@@ -193,7 +193,9 @@ class GradientReduction:
                 `deliver` replaces them: tied weights, whose two gradients must be added first.
         """
         self._stages = _each_once(stages)
-        self._data, self._masters, self._whole = data, masters, frozenset(whole)
+        self._masters, self._whole = masters, frozenset(whole)
+        self._copies = {name: copies_of(name) for named in stages.values() for name, _ in named}
+        self._sharing = [group for group in dict.fromkeys(self._copies.values()) if group.size > 1]
         self._named = [named for parameters in self._stages.values() for named in parameters]
         self._added_over = {name: ranks for name in sorted(dict(self._named)) if (ranks := added_over(name))}
         self._groups = {ranks: _subgroup(tensor, ranks) for ranks in sorted({*self._added_over.values()})}
@@ -237,14 +239,14 @@ class GradientReduction:
         """Starts the reduction of a stage's gradients, after its last backward in this step. Collective."""
         plan = self._plans[stage]
         self._missing.discard(stage)
-        for _, parameter in self._stages[stage] if self._data.size > 1 else ():
-            if parameter.grad is not None and parameter.grad.is_sparse:  # whose rows differ between replicas
-                parameter.grad = parameter.grad.to_dense()
+        for name, parameter in self._stages[stage]:
+            if self._copies[name].size > 1 and parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # as its rows differ between replicas
         for group, bucket in plan.partial:
             for _, parameter, total in PendingReduction.sum(bucket, group).finish():
                 parameter.grad = total
-        self._started += [PendingReduction.sum(bucket, self._data) for bucket in plan.summed]
-        self._started += [PendingReduction.scatter(bucket, self._data) for bucket in plan.scattered]
+        self._started += [PendingReduction.sum(bucket, group) for group, bucket in plan.summed]
+        self._started += [PendingReduction.scatter(bucket, group) for group, bucket in plan.scattered]
 
     @torch.no_grad()
     def finish(self, divisor: float = 1.0) -> None:
@@ -274,10 +276,9 @@ class GradientReduction:
 
     def _reduced(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yields this replica's part of every gradient, in the order in which reductions end."""
-        if self._data.size == 1:
-            for name, parameter in [*self._handled()]:
-                if parameter.grad is not None:
-                    yield name, parameter, parameter.grad
+        for name, parameter in [*self._handled()]:
+            if self._copies[name].size == 1 and parameter.grad is not None:
+                yield name, parameter, parameter.grad
         for started in self._started:
             yield from started.finish()
         self._started = []
@@ -286,7 +287,7 @@ class GradientReduction:
         return gradient if self._scale == 1 else gradient.div_(self._scale)
 
     def _plan(self, parameters: Sequence[NamedParameter]) -> _StageCollectives:
-        if self._data.size == 1 and not self._groups:
+        if not self._sharing and not self._groups:
             return _StageCollectives([], [], [])
         trained = [named for named in parameters if named[1].requires_grad]
         partial = [
@@ -294,21 +295,25 @@ class GradientReduction:
             for ranks, group in self._groups.items()
             for bucket in self._in_buckets(named for named in trained if self._added_over.get(named[0]) == ranks)
         ]
-        if self._data.size == 1:
-            return _StageCollectives(partial, [], [])
-        whole = [named for named in trained if not self._masters.is_sharded or named[0] in self._whole]
-        rows = [named for named in trained if self._masters.is_sharded and named[0] not in self._whole]
-        return _StageCollectives(partial, self._in_buckets(whole), self._in_buckets(rows))
+        plan = _StageCollectives(partial, [], [])
+        for group in self._sharing:
+            here = [named for named in trained if self._copies[named[0]] is group]
+            for scatters, collectives in ((False, plan.summed), (True, plan.scattered)):
+                alike = [named for named in here if self._scatters(named[0]) == scatters]
+                collectives.extend((group, bucket) for bucket in self._in_buckets(alike))
+        return plan
+
+    def _scatters(self, name: str) -> bool:
+        return self._masters.is_spread(name) and name not in self._whole
 
     def _in_buckets(self, parameters: Iterable[NamedParameter]) -> list[Bucket]:
         return in_buckets(parameters, self._masters.dtype_of, self._masters.bucket_bytes)
 
     def _handled(self) -> Iterator[NamedParameter]:
         """Yields the parameters whose gradients don't simply stay where backward leaves them."""
-        everything = self._data.size > 1 or self._is_divided
         for name, parameter in self._named:
             special = name in self._whole or name in self._added_over or not self._masters.updates(name, parameter)
-            if parameter.requires_grad and (everything or special):
+            if parameter.requires_grad and (self._is_divided or self._copies[name].size > 1 or special):
                 yield name, parameter
 
 
@@ -344,24 +349,31 @@ class MasterParameters:
     def __init__(
         self,
         parameters: Sequence[NamedParameter],
-        data: RankGroup,
+        copies_of: Callable[[str], RankGroup],
         shard: bool = False,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`parameters` are the rank's, each once; `data` its replicas; a collective exchanges about `bucket_bytes`.
+        """`parameters` are the rank's, each once; `copies_of` returns the ranks that hold one and see other tokens; a
+        collective exchanges about `bucket_bytes`.
 
         Raises SlipstreamError where `dtype` can't hold a parameter's values.
         """
-        self._data, self._dtype, self.bucket_bytes = data, dtype, bucket_bytes
-        self.is_sharded = shard and data.size > 1
-        self._owner = (data.rank, data.size) if self.is_sharded else (0, 1)
+        self._dtype, self.bucket_bytes = dtype, bucket_bytes
         self._parameters = dict(parameters)
         self._trained = {name for name, parameter in parameters if parameter.requires_grad}
+        groups = {name: copies_of(name) for name in self._parameters}
+        self._spread = {name: group for name, group in groups.items() if shard and group.size > 1}
         made = {name: self._make(name, parameter) for name, parameter in parameters}
         self._masters = {name: master for name, master in made.items() if master is not None}
-        trained = [named for named in parameters if named[1].requires_grad]
-        self._buckets = in_buckets(trained, lambda parameter: parameter.dtype, bucket_bytes)
+        spread = [named for named in parameters if self.is_spread(named[0])]
+        self._buckets = [
+            (group, bucket)
+            for group in dict.fromkeys(self._spread.values())
+            for bucket in in_buckets(
+                (named for named in spread if self._spread[named[0]] is group), lambda p: p.dtype, bucket_bytes
+            )
+        ]
 
     def named_parameters(self) -> Iterator[NamedParameter]:
         """Yields what the optimizer updates, under the parameters' names and with their number of dimensions."""
@@ -369,11 +381,15 @@ class MasterParameters:
 
     def rows(self, name: str) -> range:
         """Returns the rows (dim 0; a scalar is one) of the rank's parameter that this replica updates."""
-        return rows_of(self._parameters[name], *(self._owner if name in self._trained else (0, 1)))
+        return rows_of(self._parameters[name], *self._owner(name))
 
     def is_spread(self, name: str) -> bool:
         """Returns whether each replica has different rows of it, as of parameters that aren't frozen."""
-        return self.is_sharded and name in self._trained
+        return name in self._spread and name in self._trained
+
+    def _owner(self, name: str) -> tuple[int, int]:
+        """Returns this rank's number among those that have rows of the parameter, and theirs."""
+        return (self._spread[name].rank, self._spread[name].size) if self.is_spread(name) else (0, 1)
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the dtype of the parameter's master, and so of its gradients."""
@@ -390,29 +406,24 @@ class MasterParameters:
 
     def add_whole(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of all rows like `add`."""
-        if self.is_sharded:
+        if self.is_spread(name):
             gradient = take_rows(gradient, self.rows(name)).clone()  # a copy, so that the other rows' memory is freed
         self.add(name, gradient)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copies the masters to the parameters after an optimizer's step. Collective over the replicas when sharded."""
-        if self.is_sharded:
-            for bucket in self._buckets:
-                for name, parameter in bucket:
-                    if name in self._masters:
-                        take_rows(parameter, self.rows(name)).copy_(self._masters[name])
-                gather_rows([parameter for _, parameter in bucket], self._data)
-        else:
-            for name in self._trained:
-                if not self.updates(name, self._parameters[name]):
-                    self._parameters[name].copy_(self._masters[name])
+        for name in self._trained:
+            if name in self._masters and not self.updates(name, self._parameters[name]):
+                take_rows(self._parameters[name], self.rows(name)).copy_(self._masters[name])
+        for group, bucket in self._buckets:
+            gather_rows([parameter for _, parameter in bucket], group)
 
     def check_trained(self) -> None:
         """Raises SlipstreamError where parameters were frozen or unfrozen since the masters were made."""
         for name, parameter in self._parameters.items():
             master = self._masters.get(name, parameter)
-            is_made = self.is_sharded or self.dtype_of(parameter) != parameter.dtype
+            is_made = name in self._spread or self.dtype_of(parameter) != parameter.dtype
             if is_made and {parameter.requires_grad, master.requires_grad} != {name in self._trained}:
                 raise SlipstreamError(
                     f"requires_grad of {name} was changed. With a sharded optimizer or masters of another dtype, "
@@ -421,14 +432,14 @@ class MasterParameters:
 
     def _make(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         dtype = self.dtype_of(parameter)
-        if not parameter.requires_grad or (dtype == parameter.dtype and not self.is_sharded):
+        if not parameter.requires_grad or (dtype == parameter.dtype and name not in self._spread):
             return parameter
         if torch.promote_types(parameter.dtype, dtype) != dtype:
             raise SlipstreamError(
                 f"the masters' dtype {dtype} can't hold the values of {name}, which is {parameter.dtype}. "
                 "Give torch.float32, or none: then the optimizer updates the parameters themselves."
             )
-        rows = rows_of(parameter, *self._owner)
+        rows = rows_of(parameter, *self._owner(name))
         # Its separate version counter lets a save that reads the master see changes: `publish` makes none, though it
         # writes to the parameter.
         return nn.Parameter(take_rows(parameter.data, rows).to(dtype)) if rows else None

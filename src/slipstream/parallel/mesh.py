@@ -49,10 +49,16 @@ class MeshAxis:
 
 PIPELINE = MeshAxis("pp", shares_weights=False, shares_batch=True)  # each rank has other layers
 DATA = MeshAxis("dp", shares_weights=True, shares_batch=False)
+CONTEXT = MeshAxis(  # each rank has some tokens of every slice
+    "cp", shares_weights=True, shares_batch=True, part_of=lambda batch, rank, size: batch.part(rank, size)
+)
 TENSOR = MeshAxis("tp", shares_weights=False, shares_batch=True)  # each rank has a share of every layer
 
-# By name, in the order of ranks: those along tp are neighbours.
-_axes = {axis.name: axis for axis in (PIPELINE, DATA, TENSOR)}
+_EXPERTS = "_num_expert_ranks"  # an attribute of a mesh: ep is no axis, but folded from those that share weights
+
+# By name, in the order of ranks: those along tp are neighbours. A mesh always has the first of these.
+_ALWAYS = (PIPELINE, DATA, TENSOR)
+_axes = {axis.name: axis for axis in (PIPELINE, DATA, CONTEXT, TENSOR)}
 
 
 def add_axis(axis: MeshAxis) -> None:
@@ -68,6 +74,7 @@ def make_mesh(
     tp: int = 1,
     device_type: str = "cpu",
     transport: TransportName = "auto",
+    ep: int = 1,
     **others: int,
 ) -> DeviceMesh:
     """Returns the processes of the default process group as a mesh of pp x dp x tp ranks; in processes that torchrun
@@ -88,7 +95,10 @@ def make_mesh(
         device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
         transport: what connects the processes, as `Runtime(transport=...)` has it, of the group that this makes; of one
             that is there it is only checked.
-        others: the sizes of further axes, by name.
+        ep: the number of ranks over which the experts of a layer are spread; it divides the number of ranks that hold
+            the same weights, such as dp. They are neighbours among these.
+        others: the sizes of further axes: `cp`, the number of ranks that share every slice, each with some of its
+            tokens.
 
     Returns:
         The mesh, for `Pipeline(mesh=...)`.
@@ -107,10 +117,11 @@ def make_mesh(
             "torch.distributed.init_process_group first. One process alone needs no mesh."
         )
     given = {"pp": pp, "dp": dp, "tp": tp} | others
-    names = list(_axes)
-    if unknown := [name for name in others if name not in names]:
+    if unknown := [name for name in others if name not in _axes]:
         raise TypeError(f"make_mesh() got an unexpected keyword argument {unknown[0]!r}")
-    sizes = {name: given[name] for name in names if name in given}
+    sizes = {
+        name: given[name] for name, axis in _axes.items() if name in given and (axis in _ALWAYS or given[name] != 1)
+    }
     world = dist.get_world_size()
     if min(sizes.values()) < 1 or prod(sizes.values()) != world:
         raise SlipstreamError(
@@ -118,12 +129,20 @@ def make_mesh(
             f"ranks, but {world} "
             f"{'processes run' if world != 1 else 'process runs'}. {_what_fits(world, dp, tp)}"
         )
+    num_copies = prod(size for name, size in sizes.items() if _axes[name].shares_weights)
+    if ep < 1 or num_copies % ep:
+        raise SlipstreamError(
+            f"ep={ep}: experts are spread over replicas, of which there are {num_copies}. Choose ep from "
+            f"{divisors_text(num_copies)}, or dp as a multiple of it."
+        )
     _watch_everyone()
     backend = RankGroup(dist.group.WORLD).gpu_backend
     check_transport(transport, torch.device(device_type), backend, option)
     if backend != "nccl":
         device_type = "cpu"  # else torch might choose a GPU for the process, of which there may not be enough
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    setattr(mesh, _EXPERTS, ep)
+    return mesh
 
 
 def _watch_everyone() -> None:
@@ -155,6 +174,10 @@ class Ranks:
     copies: RankGroup
     """The ranks that hold the same weights and see other tokens, by rows or parts of rows: over them gradients and
     losses are summed, and optimizer state is sharded."""
+    experts: RankGroup
+    """The ranks over which the experts of a layer are spread, a part of `copies`."""
+    expert_copies: RankGroup
+    """Those of `copies` that hold the same experts."""
     world: RankGroup
     pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
     groups: Mapping[MeshAxis, RankGroup]  # of each axis of the mesh, in the order of ranks
@@ -167,7 +190,8 @@ class Ranks:
             everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
             data = RankGroup()
             groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
-            return cls(everyone, data, groups[TENSOR], data, everyone, (tuple(everyone.global_ranks),), groups)
+            own = everyone, data, groups[TENSOR], data, RankGroup(), data
+            return cls(*own, everyone, (tuple(everyone.global_ranks),), groups)
         names = mesh.mesh_dim_names or ()
         if "pp" not in names or set(names) - set(_axes):
             raise SlipstreamError(
@@ -177,20 +201,36 @@ class Ranks:
         groups = {
             axis: RankGroup(mesh.get_group(name)) if name in names else RankGroup()
             for name, axis in _axes.items()
-            if name in names or axis in (PIPELINE, DATA, TENSOR)
+            if name in names or axis in _ALWAYS
         }
         alike = [axis for axis in groups if axis.shares_weights]
         if all(groups[axis].size == 1 for axis in alike if axis is not DATA):
             copies = groups[DATA]
         else:
-            copies = _joined(mesh, [axis.name for axis in alike])
-        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies
+            copies = _joined(_lines(mesh, [axis.name for axis in alike]))
+        experts, expert_copies = RankGroup(), copies
+        if (size := getattr(mesh, _EXPERTS, 1)) > 1:
+            every = _lines(mesh, [axis.name for axis in alike])
+            experts = _joined([line[a : a + size] for line in every for a in range(0, len(line), size)])
+            expert_copies = _joined([line[place::size] for line in every for place in range(size)])
+        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies
         return cls(*own, _whole(mesh), _lines(mesh, ["pp"]), groups)
 
     @cached_property
     def token_axes(self) -> list[tuple[MeshAxis, RankGroup]]:
         """The axes whose ranks work on parts of the tokens of a batch that they share."""
         return [(axis, group) for axis, group in self.groups.items() if axis.part_of is not None and group.size > 1]
+
+    @property
+    def context(self) -> RankGroup:
+        """The ranks that each have some tokens of every slice."""
+        return self.groups.get(CONTEXT) or RankGroup()
+
+    @property
+    def by_name(self) -> dict[str, RankGroup]:
+        """The groups of the axes by name, and of ep where experts are spread."""
+        spread = {"ep": self.experts} if self.experts.size > 1 else {}
+        return {axis.name: group for axis, group in self.groups.items()} | spread
 
     @property
     def device(self) -> torch.device:
@@ -246,16 +286,20 @@ class Ranks:
 def _lines(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the global ranks of every group along some axes together."""
     every = mesh.mesh_dim_names or ()
-    along = [every.index(name) for name in names]
+    along = [every.index(name) for name in names if name in every]
     last = mesh.mesh.movedim(along, list(range(-len(along), 0)))
     return tuple(map(tuple, last.reshape(-1, prod(last.shape[-len(along) :])).tolist()))
 
 
-def _joined(mesh: DeviceMesh, names: Sequence[str]) -> RankGroup:
-    """Returns this rank's group along some axes together. Collective: all ranks make all groups, in one order."""
-    here = [name for name in names if name in (mesh.mesh_dim_names or ())]
-    made = {members: dist.new_group(list(members), timeout=NO_LIMIT) for members in _lines(mesh, here)}
+def _joined(lines: Sequence[tuple[int, ...]]) -> RankGroup:
+    """Returns this rank's group of some that have every rank once. Collective: all ranks make all, in one order."""
+    made = {members: dist.new_group(list(members), timeout=NO_LIMIT) for members in lines}
     return RankGroup(next(group for members, group in made.items() if dist.get_rank() in members))
+
+
+def divisors_text(number: int) -> str:
+    """Returns the divisors of a number, such as "1, 2, 4"."""
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 def _whole(mesh: DeviceMesh) -> RankGroup:

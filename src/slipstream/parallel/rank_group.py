@@ -19,11 +19,13 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from slipstream.errors import LostRankError, SlipstreamError
 from slipstream.watchdog import explain_loss, finished_ranks, waiting
 
 _Result = TypeVar("_Result")
+TensorFunction = Callable[..., tuple[Tensor, ...]]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -69,8 +71,8 @@ class RankGroup:
     """A process group, or this process alone: then nothing is sent and every result is the argument.
 
     `calls` and `payload` count the collectives by name and the bytes that each of them processed: the whole tensor of
-    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter. Every method that
-    exchanges tensors or values is collective over the group.
+    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter, what comes from
+    other ranks in an all-to-all. Every method that exchanges tensors or values is collective over the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -114,7 +116,7 @@ class RankGroup:
         """Returns every rank's tensor, all of one shape, in order: (size, *shape). Collective."""
         gathered, work = self.start_all_gather(tensor)
         if work is not None:
-            with self._loss_named("an all-gather"):
+            with self.loss_named("an all-gather"):
                 work.wait()
         return gathered
 
@@ -125,14 +127,14 @@ class RankGroup:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self._count("all_gather", gathered)
         flat = tensor.contiguous().view(-1)
-        with self._loss_named("an all-gather"):
+        with self.loss_named("an all-gather"):
             return gathered, _start(_all_gather, gathered.view(-1), flat, self.process_group)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Returns this rank's part (*shape) of the sum over the ranks of (size, *shape). Collective."""
         mine, work = self.start_reduce_scatter(tensor)
         if work is not None:
-            with self._loss_named("a reduce-scatter"):
+            with self.loss_named("a reduce-scatter"):
                 work.wait()
         return mine
 
@@ -145,12 +147,30 @@ class RankGroup:
         flat = tensor.contiguous().view(-1)
         return mine, _start(_reduce_scatter, mine.view(-1), flat, self.process_group)
 
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Returns the rows (dim 0) that all ranks have for this one, in order. Collective.
+
+        `sent` has the number of rows for each rank, which lie one after the other in `tensor`, and `received` how many
+        come from each; both may be 0.
+        """
+        if self.size == 1:
+            return tensor
+        result = tensor.new_empty(sum(received), *tensor.shape[1:])
+        self.calls["all_to_all"] += 1
+        self.payload["all_to_all"] += (result.nbytes - result[: received[self.rank]].nbytes) if len(result) else 0
+        is_staged = _is_staged(tensor, self.process_group)
+        host = _host_memory(result) if is_staged else result
+        flat = _on_host(tensor) if is_staged else tensor.contiguous()
+        with self.loss_named("an all-to-all"):
+            dist.all_to_all_single(host, flat, [*received], [*sent], group=self.process_group)
+        return result.copy_(host) if is_staged else result
+
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any type that pickles, in order, on every rank. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._loss_named("an exchange of values"):
+        with self.loss_named("an exchange of values"):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -184,7 +204,7 @@ class RankGroup:
     def barrier(self) -> None:
         """Waits until all ranks are here. Collective."""
         if self.size > 1:
-            with self._loss_named("a barrier"):
+            with self.loss_named("a barrier"):
                 dist.barrier(group=self.process_group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankGroup:
@@ -194,7 +214,7 @@ class RankGroup:
         if self.size == 1:
             return None
         self._count("all_reduce", tensor)
-        with self._loss_named("an all-reduce"):
+        with self.loss_named("an all-reduce"):
             if not wait:
                 return start_all_reduce(tensor, op, self.process_group)
             all_reduce(tensor, op, self.process_group)
@@ -215,7 +235,7 @@ class RankGroup:
         return f"rank {me} waited in {what} for {missing} ({reason})"
 
     @contextmanager
-    def _loss_named(self, what: str) -> Iterator[None]:
+    def loss_named(self, what: str) -> Iterator[None]:
         """Turns an error of gloo or NCCL, which the end of another rank causes, into one that says so."""
         try:
             with waiting(what.encode()):
@@ -226,6 +246,38 @@ class RankGroup:
     def _count(self, name: str, tensor: Tensor) -> None:
         self.calls[name] += 1
         self.payload[name] += tensor.nbytes
+
+
+class _Exchange(torch.autograd.Function):
+    """One function of tensors forward, another one of their gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: TensorFunction, backward: TensorFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.of_gradients = backward
+        return forward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.of_gradients(*gradients)
+
+
+def exchanged(forward: TensorFunction, backward: TensorFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns what `forward` makes of tensors, whose gradients `backward` makes of those of its results: two exchanges
+    between ranks, each another's backward. Collective, as is the backward."""
+    results: tuple[Tensor, ...] = _Exchange.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
+    return results
+
+
+def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
+    """Returns the sum of the ranks' tensors, on all ranks; each gets the gradient of the sum. Collective."""
+    # in new memory, as a recomputation may have kept what goes in
+    return exchanged(lambda each: (group.sum(copied(each)),), lambda gradient: (gradient,), tensor)[0]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Returns the tensor in new memory, contiguous."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 # torch 2.13's names, and the older ones that it deprecates

@@ -242,7 +242,7 @@ def padded_as(outputs: Tensor | list[Tensor], inputs: Inputs) -> Tensor | list[T
 def _refuse_twice(**others: object) -> None:
     for name, given in others.items():
         if given is not None:
-            raise SlipstreamError(f"{name}=... beside a mapping, which has its own. Give one of the two.")
+            raise SlipstreamError(f"{name}=... given together with a mapping, which has its own. Give one of the two.")
 
 
 def _agreed(ranks: Ranks, batch: Mapping[str, Any], lengths: Lengths, needs_labels: bool) -> CollatedBatch:
@@ -254,7 +254,9 @@ def _agreed(ranks: Ranks, batch: Mapping[str, Any], lengths: Lengths, needs_labe
     try:
         found = CollatedBatch.of(batch, needs_labels)
         if lengths is not None and found.lengths is not None:
-            raise SlipstreamError("lengths=... beside an attention_mask, which says them. Give one of the two.")
+            raise SlipstreamError(
+                "lengths=... given together with an attention_mask, which says the same. Give one of the two."
+            )
     except SlipstreamError as error:
         problem = error
     state = torch.tensor([found is not None and found.has_padding, problem is not None], device=ranks.device)

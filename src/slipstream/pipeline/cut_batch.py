@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
 from slipstream.model.hooks import TokenSlice
+from slipstream.parallel import part_bounds
 from slipstream.pipeline.batch import Sequences, WholeBatch, document_numbers
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.schedule import SlicedMicrobatch
@@ -50,6 +51,7 @@ class SplitBatch:
     loss_scale: float = 1.0
     num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
     sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
+    whole_targets: list[list[Tensor]] | None = None  # where ranks share slices, and `targets` are this one's
 
     @property
     def seed(self) -> int:
@@ -83,6 +85,23 @@ class SplitBatch:
         """The weight of each valid target's loss in what gradients are of: its part of the global mean."""
         return 1.0 / (self.divisor / self.loss_scale)
 
+    def part(self, rank: int, size: int) -> SplitBatch:
+        """Returns what one of `size` ranks has that share every slice of a causal LM: consecutive tokens of it, at most
+        one more than another rank.
+
+        A model can't run without tokens: where a slice has fewer than there are ranks, those that get none have one
+        whose target doesn't count, and that attention doesn't see.
+        """
+
+        slices = [[_shared(piece, rank, size) for piece in pieces] for pieces in self.slices]
+        targets = [[_tokens(each, rank, size) for each in labels] for labels in self.targets]
+        for pieces, own in zip(slices, targets, strict=True):
+            own[:] = [t if piece.num_own else torch.full_like(t, IGNORED) for piece, t in zip(pieces, own, strict=True)]
+        sequences = [
+            replace(each, numbers=[_tokens(numbers, rank, size) for numbers in each.numbers]) for each in self.sequences
+        ]
+        return replace(self, slices=slices, targets=targets, sequences=sequences, whole_targets=self.targets)
+
     def twice(self, number: int) -> SplitBatch:
         """Returns a batch of two microbatches that are equal to this one's microbatch `number`."""
         slices, targets, sequences = self.slices[number], self.targets[number], self.sequences[number : number + 1]
@@ -91,11 +110,35 @@ class SplitBatch:
     def with_loss_shares(self) -> SplitBatch:
         """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""
         slices = []
-        for pieces, targets in zip(self.slices, self.targets, strict=True):
+        for pieces, targets in zip(self.slices, self.whole_targets or self.targets, strict=True):
             num_valid = sum(int((each != IGNORED).sum()) for each in targets)
             share = self.loss_scale * num_valid / self.divisor
             slices.append([replace(piece, loss_share=share) for piece in pieces])
         return replace(self, slices=slices)
+
+
+def _shared(piece: TokenSlice, rank: int, size: int) -> TokenSlice:
+    """Returns a rank's part of a slice that several ranks share."""
+    length = piece.input_ids.shape[1]
+    return replace(
+        piece,
+        input_ids=_tokens(piece.input_ids, rank, size),
+        position_ids=_tokens(piece.position_ids, rank, size),
+        lone_sequences=_within(piece.lone_sequences, *_computed(length, rank, size)),
+        parts=tuple(part_bounds(length, size, number) for number in range(size)),
+        part=rank,
+    )
+
+
+def _computed(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Returns the tokens that a rank computes: its own, or the slice's last one where it has none."""
+    begin, end = part_bounds(length, size, rank)
+    return (begin, end) if begin < end else (length - 1, length)
+
+
+def _tokens(each: Tensor, rank: int, size: int) -> Tensor:
+    begin, end = _computed(each.shape[1], rank, size)
+    return each[:, begin:end]
 
 
 def counted(targets: Tensor) -> int:

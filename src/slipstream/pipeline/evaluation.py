@@ -179,8 +179,9 @@ class _CollectedTokens:
 
     def on_every_rank(self, pipeline: RankGroup) -> SliceOutputs:
         """Returns what the last stage's rank has, (b, T) float64 of each slice. Collective over the pipeline."""
-        targets = {(m, i): each for m, row in enumerate(self.batch.targets) for i, each in enumerate(row)}
+        whole = self.batch.whole_targets or self.batch.targets
+        targets = {(m, i): each for m, row in enumerate(whole) for i, each in enumerate(row)}
         mine = [self.outputs.get(key, each.new_zeros(each.shape, dtype=torch.float64)) for key, each in targets.items()]
-        whole = pipeline.sum(torch.cat([each.flatten() for each in mine]))
-        parts = torch.split(whole, [each.numel() for each in mine])
+        found = pipeline.sum(torch.cat([each.flatten() for each in mine]))
+        parts = torch.split(found, [each.numel() for each in mine])
         return {key: part.view_as(each) for (key, each), part in zip(targets.items(), parts, strict=True)}

@@ -19,6 +19,7 @@ from slipstream.planner.steps import StageRates
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryTable
 from slipstream.timeline import Timeline
+from slipstream.units import numbers_text, plural
 
 
 class PipelineFacts:
@@ -101,8 +102,9 @@ class PipelineFacts:
 
     @property
     def axes(self) -> dict[str, RankGroup]:
-        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp."""
-        return {axis.name: group for axis, group in self._runtime.ranks.groups.items()}
+        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp; and ep, where experts
+        are spread over a part of the ranks that hold the same other weights."""
+        return self._runtime.ranks.by_name
 
     @property
     def bytes_sent(self) -> int:
@@ -168,18 +170,17 @@ def _layers(runtime: PipelineRuntime) -> str:
     layout = runtime.layout
     counts = " + ".join(f"{each.stop - each.start:g}" for each in layout.layers)
     num_stages = len(layout.layers)
-    stages = "1 stage" if num_stages == 1 else f"{num_stages} stages"
     numbers = ", ".join(map(str, layout.order.placement))
     ranks = f"rank {numbers}" if num_stages == 1 else f"ranks {numbers}"
     head = "; the head's rows are spread over all ranks" if layout.spreads_vocabulary else ""
-    return f"{counts} in {stages}, on {ranks}{head}"
+    return f"{counts} in {plural(num_stages, 'stage')}, on {ranks}{head}"
 
 
 def _schedule(runtime: PipelineRuntime) -> str:
     layout, settings = runtime.layout, runtime.settings
     number = layout.order.num_microbatches
-    microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
-    slices = settings.slices if isinstance(settings.slices, int) else ", ".join(map(str, settings.slices))
+    microbatches = plural(number, "microbatch")
+    slices = settings.slices if isinstance(settings.slices, int) else numbers_text(settings.slices)
     name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
     still = '; "auto" is still to be planned' if settings.is_tuning else ""
     return f"{layout.order.name}, {microbatches}, {name}: {slices}{still}"
@@ -189,8 +190,8 @@ def _mesh(runtime: PipelineRuntime) -> str:
     ranks = runtime.ranks
     if ranks.world.size == 1:
         return f"one process, on {runtime.device}"
-    sizes = ", ".join(f"{axis.name}={group.size}" for axis, group in ranks.groups.items())
-    mine = ", ".join(f"{group.rank} of {axis.name}" for axis, group in ranks.groups.items())
+    sizes = ", ".join(f"{name}={group.size}" for name, group in ranks.by_name.items())
+    mine = ", ".join(f"{group.rank} of {name}" for name, group in ranks.by_name.items())
     return f"{sizes}; this is rank {mine}, on {runtime.device}"
 
 

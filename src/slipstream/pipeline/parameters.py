@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.model import PipelineStage, storage_id
-from slipstream.parallel import ParameterShard, ParameterShare, Ranks, all_reduce
+from slipstream.parallel import ParameterShard, ParameterShare, RankGroup, Ranks, all_reduce
 from slipstream.parallel.gradients import GradientReduction, MasterParameters
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.zero import ShardedParameters
@@ -37,7 +37,7 @@ class Parameters:
         with `shard_parameters` there is none."""
         self._stages, self._ranks, self._tensor = stages, ranks, tensor
         shards_optimizer, shards_parameters = options.parallel.shard_optimizer, options.parallel.shard_parameters
-        self._is_sharded = shards_optimizer or shards_parameters
+        self._experts = next((stage.experts for stage in stages.values()), None)
         self._tied = TiedGradients([*stages.values()], ranks, holders)
         self._masters: MasterParameters | ShardedParameters
         self._gradients: GradientReduction | ShardedParameters
@@ -46,10 +46,10 @@ class Parameters:
             self._masters = self._gradients = ShardedParameters(modules, ranks.copies)
         else:
             dtype = torch_dtype(options.precision.master_dtype)
-            self._masters = MasterParameters(list(self._own()), ranks.copies, shards_optimizer, dtype)
+            self._masters = MasterParameters(list(self._own()), self.copies_of, shards_optimizer, dtype)
             trained = {number: list(_trained_by(stage)) for number, stage in stages.items()}
             self._gradients = GradientReduction(
-                trained, ranks.copies, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
+                trained, self.copies_of, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
             )
         # The part of each of the unsplit model's parameters that this rank holds
         self.shares = {name: self._share(name, parameter) for name, parameter in self._own()}
@@ -120,9 +120,17 @@ class Parameters:
         """Yields what `named` does, each with its place in the unsplit model's parameter."""
         for name, parameter in self.named():
             rows = self._masters.rows(name)
-            is_copy = self.shares[name].copy > 0 or name in self._tied.copies
-            is_own = self._ranks.copies.rank == 0 or self._masters.is_spread(name)
-            yield ParameterShard(name, parameter, self.shares[name], rows.start, is_own and not is_copy)
+            yield ParameterShard(name, parameter, self.shares[name], rows.start, self._counts(name))
+
+    def copies_of(self, name: str) -> RankGroup:
+        """Returns the ranks that hold what this one holds of a parameter, and see other tokens."""
+        is_spread = self._experts is not None and self._experts.has(name)
+        return self._ranks.expert_copies if is_spread else self._ranks.copies
+
+    def _counts(self, name: str) -> bool:
+        """Returns whether this rank counts for what it updates of a parameter: one of those that do so alike."""
+        is_own = self.copies_of(name).rank == 0 or self._masters.is_spread(name)
+        return is_own and self.shares[name].copy == 0 and name not in self._tied.copies
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
         """Returns the bytes of the optimizer's copies of those tensors that are parameters, and of all that it updates
@@ -142,8 +150,7 @@ class Parameters:
         named = [(name, p.grad) for name, p in self.named() if p.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for name, gradient in named:
-            is_copy = name in self._tied.copies or self.shares[name].copy > 0
-            if not is_copy and (self._is_sharded or self._ranks.copies.rank == 0):
+            if self._counts(name):
                 square += gradient.double().square().sum().to(square.device)
         found = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
         if found:  # of all ranks, where this process isn't alone
@@ -169,12 +176,19 @@ class Parameters:
             rows = stage.vocabulary
             if rows is not None and any(parameter is each for each in rows.parameters()):
                 return ParameterShare((rows.num_ids, *parameter.shape[1:]), 0, ((rows.held.start, rows.held.stop),))
+        if self._experts is not None and self._experts.has(name):
+            share: ParameterShare = self._experts.share(name, parameter)
+            return share
         if self._tensor is None:
             return ParameterShare.whole(tuple(parameter.shape), self._ranks.tensor.rank)
         return self._tensor.share(name)
 
     def _added_over(self, name: str) -> tuple[int, ...]:
-        return () if self._tensor is None else self._tensor.added_over(name)
+        if self._tensor is None:
+            return ()
+        if self._experts is not None and self._experts.has(name):  # of which each rank has seen other tokens
+            return tuple(range(self._ranks.tensor.size))
+        return self._tensor.added_over(name)
 
 
 def _trained_by(stage: PipelineStage) -> Iterator[tuple[str, nn.Parameter]]:

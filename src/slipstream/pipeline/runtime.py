@@ -397,7 +397,18 @@ class PipelineRuntime:
         run_together(executors, self.layout.evaluation, batch)
         for executor in executors:
             executor.finish()
-        return collected.outputs
+        if self.ranks.context.size == 1:
+            return collected.outputs
+        return {key: self._gathered(collected.outputs[key], batch, *key) for key in sorted(collected.outputs)}
+
+    def _gathered(self, own: Tensor, batch: SplitBatch, m: int, i: int) -> Tensor:
+        """Returns what was found of all tokens of a slice that ranks share, of this one's. Collective over these."""
+        parts = batch.slices[m][i].parts
+        most = max(1, *(end - begin for begin, end in parts))
+        padded = own.new_zeros(own.shape[0], most, *own.shape[2:])
+        padded[:, : own.shape[1]] = own
+        every = zip(self.ranks.context.all_gather(padded), parts, strict=True)
+        return torch.cat([each[:, : end - begin] for each, (begin, end) in every], dim=1)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch.

@@ -61,11 +61,19 @@ class WeightSource(NamedTuple):
 
 
 def pretrained_source(
-    path: str, freeze: Sequence[str], lora: Any = None, lora_seed: int = 0, beside: Path | None = None
+    path: str,
+    freeze: Sequence[str],
+    lora: Any = None,
+    lora_seed: int = 0,
+    beside: Path | None = None,
+    config: PretrainedConfig | None = None,
 ) -> WeightSource:
     """Returns the model of a folder or of a name on the hub as a source, as `Pipeline.from_pretrained` takes it; what
-    lies beside its weights is in that folder, or in `beside`. Raises SlipstreamError where it can't be trained so."""
-    config = load_config(path)
+    lies beside its weights is in that folder, or in `beside`. `config` may have more tokens than the folder's.
+
+    Raises SlipstreamError where it can't be trained so.
+    """
+    config = load_config(path) if config is None else config
     source = WeightSource(config, partial(pretrained_model, path, config), beside=beside or Path(path))
     source = with_frozen(source, freeze)
     return source if lora is None else _with_adapter(source, lora, lora_seed, path)
@@ -289,7 +297,7 @@ def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Para
     mine = []
     for name, tensor in own.items():
         share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
-        if ranks.copies.rank == 0 and share.copy == 0:
+        if parameters.copies_of(name).rank == 0 and share.copy == 0:
             mine.append(_Part(name, share, tensor.shape, tensor.dtype))
     others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
     if not ranks.leads:

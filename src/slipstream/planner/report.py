@@ -14,7 +14,7 @@ from slipstream.html_parts import Bar, NumberText, bar_chart, details, fact_tile
 from slipstream.planner.plans import Alternative, Configuration, Plan, Prediction
 from slipstream.simulator import MemoryKind
 from slipstream.timeline import Timeline, TimelineWindow, draw_timelines
-from slipstream.units import bytes_text, count_text, seconds_text, share_text
+from slipstream.units import bytes_text, count_text, numbers_text, plural, seconds_text, share_text
 
 _SMALL = 0.05  # of the largest change: smaller ones aren't named as reasons,
 _TINY = 5e-4  # nor those below this share of the step
@@ -55,14 +55,9 @@ def configuration_text(configuration: Configuration) -> str:
     return ", ".join(filter(None, parts))
 
 
-def plural(number: int, noun: str) -> str:
-    """Returns a number and its noun: 2 slices, 1 slice."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
-
-
 def slices_text(slices: Sequence[int]) -> str:
     """Returns the number of slices and their lengths."""
-    lengths = f"{slices[0]:,}" if len(set(slices)) == 1 else ", ".join(f"{length:,}" for length in slices)
+    lengths = f"{slices[0]:,}" if len(set(slices)) == 1 else numbers_text(slices)
     return f"{plural(len(slices), 'slice')} of {lengths} tokens"
 
 
@@ -328,7 +323,7 @@ def _cuts(plan: Plan) -> str:
     best = plan.best
     stages = enumerate(zip(best.placement, best.partition, strict=True))
     rows = [(f"stage {stage}", f"rank {rank}", f"{layers:g}") for stage, (rank, layers) in stages]
-    layers = details(f"Layers of {len(rows)} stages", table(["", "on", "layers"], rows))
+    layers = details(f"Layers of {plural(len(rows), 'stage')}", table(["", "on", "layers"], rows))
     sequences = plural(best.configuration.microbatch_size, "sequence")
     batch = f"{plural(best.num_microbatches, 'microbatch')} of {sequences} in each pipeline"
     texts = [f"{batch}.", *cut_lines(best)]

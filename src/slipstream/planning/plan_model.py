@@ -21,12 +21,13 @@ from slipstream.cost import (
     load_cluster,
     load_profile,
 )
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.model import check_length, config_from_settings, load_config, meta_model, trust_remote_code
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.profile import count_model, identify_model, newest_costs
+from slipstream.units import plural
 
 
 def plan(
@@ -250,7 +251,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise SlipstreamError(f"can't read the model's configuration {path}: {error.strerror}.") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise SlipstreamError(f"{path} isn't valid {path.suffix[1:].upper()}: {error}.") from error
+        raise SlipstreamError(f"{path} isn't valid {path.suffix[1:].upper()}: {syntax_text(error)}.") from error
     return values if isinstance(values, dict) else {}
 
 
@@ -276,5 +277,5 @@ def model_config(
 def model_name(model: str | Path | PretrainedConfig, config: PretrainedConfig) -> str:
     """Returns the model's file or folder, its architecture and size."""
     text = config.get_text_config()
-    shape = f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}"
+    shape = f"{config.model_type}, {plural(text.num_hidden_layers, 'layer')} of {text.hidden_size}"
     return shape if isinstance(model, PretrainedConfig) else f"{model} ({shape})"

@@ -105,7 +105,8 @@ class Timeline:
         """The share of all ranks' time in which they don't compute: the bubble fraction of the step."""
         if not self.makespan:
             return 0
-        return 1 - sum(span.seconds for span in self.compute_spans) / (self.num_ranks * self.makespan)
+        computing = sum(span.seconds for span in self.compute_spans) / (self.num_ranks * self.makespan)
+        return max(1 - computing, 0)  # sums of rounded seconds may be more than the whole
 
     @property
     def peak_memory(self) -> tuple[float, ...]:

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.launch import reported_to_the_launcher
-from slipstream.model import trust_remote_code
+from slipstream.model import trust_remote_code, whole_pretrained_model
 from slipstream.model.adapters import find_frozen, freeze
 from slipstream.pipeline import Pipeline
 from slipstream.train.config import Config, load_config
-from slipstream.train.configured_pipeline import make_pipeline
+from slipstream.train.configured_pipeline import config_of_run, make_pipeline
 from slipstream.train.data import load_texts, sequences_of
 from slipstream.train.device_choice import choose_device
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.optimizers import make_optimizer, make_scheduler
 from slipstream.train.run_folder import RunFolder, read_lines
 from slipstream.train.training_step import train_step
-from slipstream.units import seconds_text
+from slipstream.units import plural, seconds_text
 
 _WARM_UP = 2  # steps that pay for first touches of memory
 
@@ -40,8 +40,8 @@ class UnslicedModel(torch.nn.Module):
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__()
         if config.model.pretrained:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                config.model.path, dtype=torch.float32, trust_remote_code=False
+            self.model: PreTrainedModel = whole_pretrained_model(
+                str(config.model.path), config_of_run(config), torch.float32
             )
         else:
             model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
@@ -108,7 +108,7 @@ def compare(folder: RunFolder) -> str:
         part.write_text(json.dumps(result, indent=2) + "\n")
     others = ", ".join(f"{name} {seconds_text(value)}" for name, value in alone.items())
     return (
-        f"{num_ranks} ranks: {seconds_text(together)} per step; one process: {others}\n"
+        f"{plural(num_ranks, 'rank')}: {seconds_text(together)} per step; one process: {others}\n"
         f"{alone[best] / together:.2f}x the best single process ({best})"
     )
 

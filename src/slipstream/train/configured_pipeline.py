@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from slipstream.model import load_config, set_vocab_size
 from slipstream.parallel import make_mesh
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.weights import pretrained_source
@@ -33,10 +34,19 @@ def make_pipeline(config: Config, device: torch.device, **changes: Any) -> Pipel
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
         adapter = None if lora is None else lora.source(path)
-        source = pretrained_source(path, config.model.freeze, adapter, config.training.seed, config.folder.beside)
+        freeze, seed, beside = config.model.freeze, config.training.seed, config.folder.beside
+        source = pretrained_source(path, freeze, adapter, seed, beside, config_of_run(config))
         return Pipeline(source, **settings)
     model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
     return Pipeline.from_config(model_config, seed=config.training.seed, freeze=config.model.freeze, **settings)
+
+
+def config_of_run(config: Config) -> PretrainedConfig:
+    """Returns the configuration of the pretrained model, with the vocabulary and the end of text that the run has."""
+    found, kept = load_config(str(config.model.path)), load_config(str(config.folder.inputs))
+    set_vocab_size(found, kept.get_text_config().vocab_size)
+    found.eos_token_id = kept.eos_token_id
+    return found
 
 
 def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:

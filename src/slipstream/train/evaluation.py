@@ -22,14 +22,15 @@ from slipstream.train.config import Config, SourceSection, precision_named
 from slipstream.train.config.run_config import parse_config, set_override
 from slipstream.train.data import (
     BatchSize,
+    HeldOutBatches,
     TokenBatch,
     TokenisedText,
     TrainingSequences,
     load_texts,
     sequences_of,
 )
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import OpenSource
-from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.tokenised_text import Array
 from slipstream.train.export import OpenedModel
 from slipstream.train.preferences import (
@@ -41,6 +42,7 @@ from slipstream.train.preferences import (
 )
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_step import Evaluator
+from slipstream.units import plural
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
         known = of_answers(name_reference(config, opened.run, request.reference), "computing the reference")
     found = of_answers(opened.path, "evaluating")
     now, before = (torch.from_numpy(np.concatenate(values)) for values in (found, known))
-    sums = sums_of_pairs(now, before, config.preference)
+    pairs = sequences_of(texts, "none", config.training.seq_len, seed=None)
+    chosen = {*_chosen(pairs, config, progress)}
+    sums = sums_of_pairs(now, before, config.preference, [index in chosen for index in range(len(now) // 2)])
     return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
 
 
@@ -159,8 +163,7 @@ def _check_vocabulary(text: TokenisedText, model: str) -> None:
 
 # What an evaluation takes over from a run; it has one process, and trains nothing.
 _TAKEN_OVER = ("model", "data", "preference", "training")
-_TYPED = ("data", "preference")
-_ABSENT: dict[str, Any] = {"steps": 1, "epochs": None, "eval_every": 0, "batch_size": 1, "batch_tokens": None}
+_OF_A_VALIDATION = ("batch_size", "batch_tokens", "eval_batches")  # which say of what it takes the loss
 
 
 def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed: Sequence[str]) -> Config:
@@ -178,7 +181,7 @@ def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed
     # The template of the run is in its tokenizer; the file may be gone.
     data |= {"streaming": False, "chat_template": None}
     values["data"] = data | ({} if file is None else {"validation": file})
-    return _parse(values, seq_len, typed)
+    return _parse(values, seq_len, typed, has_file=file is not None)
 
 
 def settings_of_model(model: str, file: str, seq_len: int, typed: Sequence[str]) -> Config:
@@ -192,23 +195,18 @@ def settings_of_model(model: str, file: str, seq_len: int, typed: Sequence[str])
         "data": {"files": [file], "packing": "none", "validation_fraction": 0},
         "training": {"output": "unused", "seq_len": seq_len},
     }
-    return _parse(values, None, typed)
+    return _parse(values, None, typed, has_file=True)
 
 
-def _parse(values: dict[str, Any], seq_len: int | None, typed: Sequence[str]) -> Config:
+def _parse(values: dict[str, Any], seq_len: int | None, typed: Sequence[str], has_file: bool) -> Config:
     kept: dict[str, Any] = {name: values[name] for name in _TAKEN_OVER if values.get(name) is not None}
     for setting in typed:
-        name = setting.removeprefix("--").partition("=")[0]
-        if not name.startswith(tuple(f"{section}." for section in _TYPED)):
-            raise SlipstreamError(
-                f"`slipstream eval` doesn't take {setting}: give settings of data and preference, such as "
-                "--data.loss=all, or see `slipstream eval --help`"
-            )
         set_override(kept, setting)
     training: Mapping[str, Any] = kept["training"]
+    names = ("output", "seq_len", "precision", "seed", *(() if has_file else _OF_A_VALIDATION))
     kept["training"] = {
-        **{name: training[name] for name in ("output", "seq_len", "precision", "seed") if name in training},
-        **_ABSENT,
+        **{name: training[name] for name in names if name in training},
+        "steps": 1,
         **({} if seq_len is None else {"seq_len": seq_len}),
     }
     kept["pipeline"] = {"num_ranks": 1, "slices": 1}
@@ -261,26 +259,42 @@ def measure_text_loss(
     """Returns the loss on all sequences of the texts, as validations have them by `data.packing`: on each document, or
     its part in a sequence, by itself. Short ones are computed together, up to `room` tokens."""
     sequences = sequences_of(texts, config.data.packing, config.training.seq_len, seed=None, pads=True)
-    number = sum(len(text.tokens) for text in texts)
+    documents = [part for index in _chosen(sequences, config, progress) for part in sequences.row(index).parts()]
+    number = sum(len(tokens) for tokens, _ in documents)
     with progress.counting("evaluating", total=number) as show:
         total, num_predicted = evaluator.sum_losses(
-            (batch, batch.num_predicted) for batch in _batches(sequences, room, show)
+            (batch, batch.num_predicted) for batch in _batches(documents, room, show)
         )
     return TextLoss(number, num_predicted, total / max(num_predicted, 1))
 
 
-def _batches(sequences: TrainingSequences, room: int, show: Callable[[float], None]) -> Iterator[TokenBatch]:
-    """Yields the documents of all sequences, several together where they have at most `room` tokens. `show` gets the
-    number of tokens that are done."""
+def _chosen(sequences: TrainingSequences, config: Config, progress: Progress) -> Sequence[int]:
+    """Returns the numbers of the sequences that a validation takes, which may be some of them."""
+    limit, number = config.training.eval_batches, sequences.num_sequences
+    if limit is None:
+        return range(number)
+    batches = HeldOutBatches(sequences, BatchSize.of(config.training)).chosen(limit)
+    chosen = [index for first, size in batches for index in range(first, min(first + size, number))]
+    progress.say(
+        f"training.eval_batches={limit} in the run: {len(chosen):,} of {plural(number, 'held-out sequence')} count, as "
+        "in its validations"
+    )
+    return chosen
+
+
+def _batches(
+    all_documents: Sequence[tuple[Array, Array]], room: int, show: Callable[[float], None]
+) -> Iterator[TokenBatch]:
+    """Yields the documents, several together where they have at most `room` tokens. `show` gets the number of tokens
+    that are done."""
     documents, size, done = list[tuple[Array, Array]](), 0, 0
-    for index in range(sequences.num_sequences):
-        for document in sequences.row(index).parts():
-            if documents and size + len(document[0]) > room:
-                yield TokenBatch.of_documents(documents)
-                show(done := done + size)
-                documents, size = [], 0
-            documents.append(document)
-            size += len(document[0])
+    for document in all_documents:
+        if documents and size + len(document[0]) > room:
+            yield TokenBatch.of_documents(documents)
+            show(done := done + size)
+            documents, size = [], 0
+        documents.append(document)
+        size += len(document[0])
     if documents:
         yield TokenBatch.of_documents(documents)
         show(done + size)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, TensorShard, require_best, step_named
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, temporary_folder
-from slipstream.model import check_length, load_config, meta_model, trust_remote_code
+from slipstream.model import check_length, load_config, meta_model, trust_remote_code, whole_pretrained_model
 from slipstream.model.adapters import Adapter
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel import ParameterShare, RankGroup
@@ -26,6 +26,7 @@ from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, tied_names, write_model
 from slipstream.train.config import LoraSection, ModelSection, precision_named
 from slipstream.train.data import load_tokenizer
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import differs
 
@@ -119,7 +120,7 @@ def _merged_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConf
     lora = LoraSection.model_validate(saved.facts["settings"]["lora"])
     trained = _in_dtype(saved, _read_parameters(run, saved))
     dtype = next(iter(trained.values())).dtype
-    model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, trust_remote_code=False)
+    model = whole_pretrained_model(path, config, dtype)
     return merged_with_base(model, Adapter("default", lora.peft_config(path)), trained)
 
 
@@ -149,9 +150,7 @@ def _fixed_buffers(section: Mapping[str, Any], config: PretrainedConfig, names: 
         return {}
     is_pretrained = ModelSection.model_validate(section).pretrained
     source: nn.Module = (
-        AutoModelForCausalLM.from_pretrained(section["path"], trust_remote_code=False)
-        if is_pretrained
-        else AutoModelForCausalLM.from_config(config)
+        whole_pretrained_model(section["path"]) if is_pretrained else AutoModelForCausalLM.from_config(config)
     )
     state = source.state_dict()
     return {name: state[name] for name in wanted}
@@ -315,18 +314,29 @@ class TextWriter:
             raise SlipstreamError(f"can't load the model {opened.path}: {error}") from error
         return cls(model.to(device), opened.tokenizer)
 
-    def check(self, prompt: str, max_new_tokens: int) -> None:
+    def check(self, prompt: str, max_new_tokens: int, is_chat: bool = False) -> None:
         """Raises SlipstreamError where the prompt has no tokens, or the text may become longer than the model takes."""
-        num_tokens = len(self.tokenizer(prompt)["input_ids"])
+        num_tokens = len(self._tokens(prompt, is_chat))
         if num_tokens == 0:
             raise SlipstreamError(f"the prompt {prompt!r} has no tokens; give a text to continue")
         check_length(self.model.config, num_tokens + max_new_tokens, "the prompt's tokens and --max-new-tokens")
 
-    def write(self, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-        """Returns the prompt and its continuation: of the likeliest tokens with `temperature` 0, else drawn."""
-        inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(self.model.device)
+    def write(self, prompt: str, max_new_tokens: int, temperature: float, seed: int, is_chat: bool = False) -> str:
+        """Returns the prompt and its continuation, or what the assistant answers to it in a chat: of the likeliest
+        tokens with `temperature` 0, else drawn."""
+        given = self._tokens(prompt, is_chat)
+        inputs = torch.tensor([given], device=self.model.device)
         torch.manual_seed(seed)
         how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        end = self.tokenizer.eos_token_id
-        tokens = self.model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=end, **how)
-        return str(self.tokenizer.decode(tokens[0], skip_special_tokens=True))
+        how |= {"attention_mask": torch.ones_like(inputs), "pad_token_id": self.tokenizer.eos_token_id}
+        tokens = self.model.generate(inputs, max_new_tokens=max_new_tokens, **how)[0]
+        return str(self.tokenizer.decode(tokens[len(given) if is_chat else 0 :], skip_special_tokens=True))
+
+    def _tokens(self, prompt: str, is_chat: bool) -> list[int]:
+        """Returns the tokens of a prompt, or of a chat in which a user says it and the assistant is to answer.
+
+        Raises SlipstreamError where the tokenizer has no chat template.
+        """
+        if is_chat:
+            return ChatTemplate(self.tokenizer).tokens([{"role": "user", "content": prompt}], prompt=True)
+        return list(self.tokenizer(prompt)["input_ids"])

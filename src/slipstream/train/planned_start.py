@@ -131,7 +131,7 @@ def _expected(config: Config, sequences: TrainingSequences, progress: Progress) 
     pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
     dtype, say = _DTYPES.get(training.precision, "float32"), progress.say
     if sequences.packing == "fixed":
-        rows = -(-(training.batch_size // replicas) // pipeline.num_microbatches)
+        rows = -(-training.batch_size // (replicas * pipeline.num_microbatches))
         return ExpectedBatch(training.seq_len, rows, dtype=dtype, say=say)
     step = granularity_for(training.seq_len)
     typical = max(1, round(sequences.typical_length / step)) * step

@@ -24,6 +24,7 @@ from slipstream.train.data.tokenised_text import Array
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_state import describe_base, describe_text
 from slipstream.train.training_step import Evaluator
+from slipstream.units import plural
 
 
 def preference_loss(section: PreferenceSection) -> SequenceLoss:
@@ -116,7 +117,7 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
                 "its weights, or give another --training.precision"
             )
     _write(run, values, _describe(config, texts))
-    progress.say(f"computed the reference of {total:,} pairs, kept in {folder.reference}")
+    progress.say(f"computed the reference of {plural(total, 'pair')}, kept in {folder.reference}")
     return _with_values(texts, values)
 
 

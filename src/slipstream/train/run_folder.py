@@ -2,7 +2,8 @@
 
 output/
   slipstream-run/      the list of the files that runs made here, whose folder it is while a run is going on, what that
-                       run is writing, and the lines of its terminal since nobody reads them there any more
+                       run is writing, the lines of its terminal since nobody reads them there any more, and in lost/
+                       a file for each local rank that is lost
   config.yaml          the settings it ran with
   reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
   inputs/              the tokens, the tokenizer and the model's configuration; beside/, what lay beside the weights of
@@ -47,6 +48,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.log = path / FOLDER / "output.log"
+        self.lost = path / FOLDER / "lost"
         self.config = path / "config.yaml"
         self.inputs = path / "inputs"
         self.beside = self.inputs / "beside"

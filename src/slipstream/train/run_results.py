@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from transformers.utils import GENERATION_CONFIG_NAME
+
 from slipstream.checkpoint import describe_non_finite, is_finite
 from slipstream.errors import NonFiniteError
 from slipstream.pipeline import Pipeline
+from slipstream.pipeline.weights import read_generation, write_generation
 from slipstream.timeline import Timeline, draw_timelines, save_trace
 from slipstream.train.data import load_tokenizer
 from slipstream.train.export import OpenedModel, TextWriter
@@ -98,6 +101,9 @@ def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_cod
     """Adds the tokenizer, and gives the folder its name; what had it is `before` until then."""
     if run.inputs.exists():  # else somebody has removed the folder while the run was at work
         load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
+        kept = read_generation(run.inputs)
+        if kept is not None and (part / GENERATION_CONFIG_NAME).exists():  # where it isn't an adapter alone
+            write_generation(part, kept)
     for file in filter(Path.is_file, part.rglob("*")):
         with file.open("rb") as written:
             os.fsync(written.fileno())

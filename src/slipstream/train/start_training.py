@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -12,13 +12,23 @@ from typing import Any
 
 from slipstream.checkpoint import CheckpointFolder
 from slipstream.errors import InterruptedRunError, RankFailedError
-from slipstream.launch import ForkServer, Progress, ended_by_requests, fork_server, has_launcher, launch_ranks
+from slipstream.launch import (
+    ForkServer,
+    Progress,
+    RegroupedError,
+    ended_by_requests,
+    fork_server,
+    has_launcher,
+    launch_ranks,
+)
 from slipstream.terminal import go_on_in, make_console
 from slipstream.train.config import Config
 from slipstream.train.device_choice import check_machine, choose_backends, sharing_here
+from slipstream.train.elastic_mesh import LocalPlaces, choose_mesh, mesh_settings
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, memory_account, preflight
 from slipstream.train.run_folder import RunFolder, read_lines
+from slipstream.units import plural
 
 _RUN_BY_RANKS = (
     "slipstream.train.training_rank",
@@ -54,12 +64,14 @@ def start_training(config: Config) -> None:
         with FolderLock(folder.path, progress.warn) as lock, _said_how_to_go_on(config, inputs.model_config):
             inputs.write()
             go_on_in(folder.log)
-            ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-            progress.say(f"starting {ranks}" + ("" if server else ", which import torch and transformers first"))
+            progress.say(
+                f"starting {plural(num_ranks, 'rank')}"
+                + ("" if server else ", which import torch and transformers first")
+            )
             if sharing := sharing_here(config):
                 way = "NCCL and sockets" if "nccl" in choose_backends(config) else "gloo and pinned host memory"
                 progress.say(f"{sharing}: messages go through {way}")
-            launch_with_restarts(folder, lock.key, num_ranks, config.training.max_restarts, progress, server)
+            launch_with_restarts(config, lock.key, progress, server)
             if config.training.single_process_steps:
                 _compare(folder, lock.key, progress, server)
 
@@ -104,27 +116,40 @@ _RANK = "slipstream.train.training_rank"
 _LONGEST_WAIT = 60.0  # seconds between a crash and the next start
 
 
-def launch_with_restarts(
-    folder: RunFolder, owner: str, num_ranks: int, max_restarts: int, progress: Progress, server: ForkServer | None
-) -> None:
-    """Runs the ranks of the folder's `owner`, at most `max_restarts` times again after one has crashed, with a wait
-    that doubles while the run gets no further.
+def launch_with_restarts(config: Config, owner: str, progress: Progress, server: ForkServer | None) -> None:
+    """Runs the ranks of a run as the folder's `owner`, at most `training.max_restarts` times again after one has
+    crashed, with a wait that doubles while the run gets no further.
+
+    With `training.min_ranks` a process that was killed is lost: the run goes on with those that are left, however
+    often, and is started again with more once lost ones are back.
 
     Raises:
-        RankFailedError: if a step has failed twice, or a rank has crashed once more than it is started again.
+        RankFailedError: if a step has failed twice, a rank has crashed once more than it is started again, or too few
+            are left.
         SlipstreamError, NonFiniteError, StoppedRunError: of a rank; another start would end likewise.
     """
-    arguments, failed_step = [str(folder.config), owner], None
-    without_progress = 0
-    for restart in range(1, max_restarts + 2):
-        before = _contents(folder.metrics)
+    folder, max_restarts, min_ranks = config.folder, config.training.max_restarts, config.training.min_ranks
+    places, num_processes = LocalPlaces(folder.lost, config.num_processes), config.num_processes
+    resume, failed_step = list[str](), None
+    restart = without_progress = 0
+    while True:
+        before, mesh = _contents(folder.metrics), choose_mesh(config, num_processes)
+        used, settings = places.there[: mesh.num_processes], [] if mesh is config else mesh_settings(mesh)
+
+        def regroups(mesh: Config = mesh) -> bool:
+            return choose_mesh(config, len(places.there)).num_processes > mesh.num_processes
+
         try:
-            launch_ranks(_RANK, arguments, num_ranks, server)
+            launch_ranks(_RANK, [str(folder.config), owner, *resume, *settings], used, server, regroups)
             return
+        except RegroupedError:
+            why, wait, lost = "processes that were lost are back", 0.0, [*range(config.num_processes)]
         except RankFailedError as error:
             after = _contents(folder.metrics)
             last = max((int(line.get("step", 0)) for line in read_lines(folder.metrics)), default=0)
             step = None if after == before else last + 1  # None: it failed before the first step
+            lost = [used[rank] for rank in error.lost] if min_ranks is not None else []
+            restart += not lost
             if restart > max_restarts:
                 raise
             if step is not None and step == failed_step:
@@ -132,12 +157,41 @@ def launch_with_restarts(
                     f"{error}; step {step} has failed twice, so the run is not started again"
                 ) from None
             without_progress = 0 if step is not None and step > (failed_step or 0) else without_progress + 1
-            failed_step, wait = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress)
-            progress.warn(
-                f"{error}\nrestart {restart} of {max_restarts} in {wait:.0f} s, from the last good checkpoint"
-            )
-            time.sleep(wait)
-            arguments = [str(folder.config), owner, "--checkpoint.resume=last-good"]
+            failed_step, wait, why = step or failed_step, min(_LONGEST_WAIT, 2.0**without_progress), str(error)
+            if lost:
+                places.lose(lost, str(error).splitlines()[-1])
+                if len(places.there) < (min_ranks or 0):
+                    raise RankFailedError(
+                        f"{error}; {len(places.there)} of {config.num_processes} processes are left, fewer than "
+                        f"training.min_ranks={min_ranks}"
+                    ) from None
+        counted = f"{restart} of {max_restarts} " if not lost else ""
+        num_processes, resume = len(places.there), ["--checkpoint.resume=last-good"]
+        progress.warn(
+            f"{why}\nrestart {counted}in {wait:.0f} s, from the last good checkpoint{_describe_mesh(config, places)}"
+        )
+        time.sleep(wait)
+
+
+def _describe_mesh(config: Config, places: LocalPlaces) -> str:
+    """Returns the end of a sentence about the processes of the next start, which are named where not all are used."""
+    if config.training.min_ranks is None:
+        return ""
+    there, number = places.there, config.num_processes
+    mesh = choose_mesh(config, len(there))
+    idle, lost = there[mesh.num_processes :], [place for place in range(number) if place not in there]
+    parts = [f", with {mesh.num_processes} of {number} processes as {mesh.mesh_text}"]
+    if idle:
+        parts.append(f"; {_named(idle)} without work")
+    if lost:
+        files = " ".join(str(places.file(place)) for place in lost)
+        parts.append(f"; {_named(lost)} lost: once that is over, type rm {files}")
+    return "".join(parts)
+
+
+def _named(places: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, places))
+    return f"process {numbers} is" if len(places) == 1 else f"processes {numbers} are"
 
 
 def _contents(metrics: Path) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 from slipstream.errors import RankFailedError, StoppedRunError
 from slipstream.launch import StopRequest
@@ -15,17 +17,23 @@ from slipstream.train.configured_pipeline import make_pipeline
 from slipstream.train.corruption import StateCheck
 from slipstream.train.data import BatchSize, TokenBatch, TokenisedText, load_texts, sequences_of
 from slipstream.train.data.streams import load_sequences
+from slipstream.train.elastic_mesh import described_change, with_mesh_of
 from slipstream.train.metrics import Reporter, StepRecord
 from slipstream.train.optimizers import make_optimizer, make_scheduler
 from slipstream.train.planned_start import record_plan, start_settings
 from slipstream.train.preferences import load_with_reference, mean_rewards, reward_sums
+from slipstream.train.preflight import simulated_ratio
 from slipstream.train.run_checkpoints import CheckpointedParts, RunCheckpoints
 from slipstream.train.run_context import RunContext
+from slipstream.train.run_folder import read_lines
 from slipstream.train.run_results import draw_last_step, export_model, has_room, write_sample
 from slipstream.train.run_state import RunState
 from slipstream.train.training_step import count_steps, train_step
 from slipstream.train.validation import Validator
+from slipstream.units import numbers_text, plural
 from slipstream.watchdog import counted_off
+
+_RECENT = 20  # steps, of which the median is said
 
 
 class Trainer:
@@ -63,6 +71,8 @@ class Trainer:
         self._state_check = StateCheck(run, self._parts.shards)
         if saved is not None:
             self._checkpoints.resume(saved, self._parts)
+            if self._pipe.leads:
+                self._say_what_changed(saved.facts)
         # 5. What tells of the steps.
         self._reporter = Reporter(
             run, self._pipe, self._mean_sequences(), self._state.step, plan=None if by_step else plan
@@ -91,14 +101,14 @@ class Trainer:
                 show(step, record.texts())
                 if was_tuning and not self._is_tuning:
                     slices = pipe.slices(run.config.training.seq_len)
-                    run.progress.say(f"step {step}: auto has settled on slices of {slices} tokens")
+                    run.progress.say(f"step {step}: auto has settled on slices of {numbers_text(slices)} tokens")
                 if self._reporter.asked_to_stop:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
             self._checkpoints.close()
         # 3. What there is to say of all of them.
         if numbers := self._bad_steps.steps:
-            run.progress.warn(f"{len(numbers)} steps did not update: {', '.join(map(str, numbers))}")
+            run.progress.warn(f"{plural(len(numbers), 'step')} did not update: {numbers_text(numbers)}")
         if best := self._validator.history.describe_best():
             run.progress.say_result(best)
         self._reporter.close()
@@ -115,6 +125,24 @@ class Trainer:
             ) from error
         with counted_off("writing a sample"):
             write_sample(run, pipe)
+
+    def _say_what_changed(self, facts: Mapping[str, Any]) -> None:
+        """Says as which mesh the run goes on, where that is another one, and how long its steps will take."""
+        run, config, pipe = self._run, self._run.config, self._pipe
+        mesh = {axis: group.size for axis, group in pipe.axes.items()}
+        if facts["mesh"] == mesh:
+            return
+        took = [line["step_seconds"] for line in read_lines(run.folder.metrics) if "step_seconds" in line][-_RECENT:]
+        ratio = None
+        if took and config.training.batch_tokens is None:
+            with counted_off("simulating steps of the meshes"):
+                ratio = simulated_ratio(with_mesh_of(config, facts), config, pipe.config)
+        before = f"{statistics.median(took):.3g}, measured" if took else "unknown"
+        now = "unknown" if ratio is None else f"{ratio * statistics.median(took):.3g}, predicted"
+        slices = pipe.slices(config.training.seq_len) if self._sequences.packing == "fixed" else config.pipeline.slices
+        run.progress.say(
+            f"the mesh is another one than before:{described_change(config, facts, mesh, slices, (before, now))}"
+        )
 
     def _load_held_out(self, resumes: bool) -> list[TokenisedText]:
         """Returns the held-out text; of preferences with the reference, which the training text then has, too.

@@ -31,10 +31,12 @@ from slipstream.train.device_choice import (
     describe_device,
     sharing_here,
 )
+from slipstream.train.elastic_mesh import choose_mesh
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.preflight import less_memory, preflight
 from slipstream.train.run_context import RunContext
 from slipstream.train.trainer import Trainer
+from slipstream.units import plural
 from slipstream.watchdog import counted_off
 
 _log = logging.getLogger("slipstream.train.training_rank")  # a launched rank runs this module as __main__
@@ -54,19 +56,29 @@ def join_run(config: Config) -> None:
     config = _resumed_after_restart(config, os.environ)
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(launch.local_ranks.torchrun_variables(os.environ))
+    is_elastic = config.training.min_ranks is not None
+    if is_elastic:
+        config = _mesh_of_those_there(config, os.environ)
     problem = None  # what keeps this rank from taking part, though others may be ready
     try:
         check_machine(config)
     except SlipstreamError as error:
         problem = str(error)
     if os.environ["RANK"] == "0":
-        launch.Progress(make_console()).say(f"connecting {config.num_processes} ranks")
-    ranks = launch.connect_ranks(_describe(config), problem)
-    check_world_size(config)
+        launch.Progress(make_console()).say(f"connecting {plural(config.num_processes, 'rank')}")
+    ranks = launch.connect_ranks(_describe(config), problem, is_elastic)
+    if not is_elastic:
+        check_world_size(config)
     ranks.store.set_timeout(NO_LIMIT)
     place, limit = ranks.place, config.training.stall_limit
+    if place.rank >= config.num_processes:
+        ranks.wait_for_the_end(stop)
+        return
     try:
-        with launch.watched_run(ranks.store, place.rank, place.world_size, limit, ranks.address):
+        with (
+            ranks.end_told_to_idle_ones(config.num_processes),
+            launch.watched_run(ranks.store, place.rank, config.num_processes, limit, ranks.address),
+        ):
             _join(config, ranks, stop)
     except torch.OutOfMemoryError as error:  # no launcher of ours adds this
         error.args = (". ".join([str(error), *less_memory(str(error), config)]),)
@@ -75,7 +87,7 @@ def join_run(config: Config) -> None:
 
 def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest) -> None:
     """Trains with the ranks that are connected. Collective."""
-    device = _init_process_group(config, rank=ranks.place.rank, world_size=ranks.place.world_size, store=ranks.store)
+    device = _init_process_group(config, rank=ranks.place.rank, world_size=config.num_processes, store=ranks.store)
     progress = launch.Progress(make_console() if ranks.place.rank == 0 else None)
     lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes, and the others join
     try:
@@ -99,6 +111,40 @@ def _resumed_after_restart(config: Config, environment: Mapping[str, str]) -> Co
         return config
     checkpoint = config.checkpoint.model_copy(update={"resume": "last-good"})
     return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def _mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Config:
+    """Returns the configuration with the mesh of as many processes as torchrun has started.
+
+    Raises:
+        SlipstreamError: where the launcher can't change their number, a later start couldn't go on, or too few are
+            there.
+    """
+    world_size, least = int(environment["WORLD_SIZE"]), config.training.min_ranks or 1
+    given = f"training.min_ranks={least}"
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        launcher = "srun" if "SLURM_PROCID" in environment else "this launcher"
+        raise SlipstreamError(
+            f"{given}, but {launcher} starts a fixed number of processes and ends with the first that is lost. Start "
+            "one torchrun --nnodes=MIN:MAX --rdzv-backend=c10d on each node (under Slurm: srun --ntasks-per-node=1 "
+            "torchrun ...), or leave training.min_ranks out"
+        )
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise SlipstreamError(
+            f"{given}: a node that joins later doesn't find the store that torchrun's agents share over all starts. "
+            "Type export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node first, so that each start has its own"
+        )
+    if config.checkpoint.resume == "no":
+        raise SlipstreamError(
+            f"{given} under torchrun, where a node that joins can't tell a first start from a later one: give "
+            "--checkpoint.resume=last-good, which begins where there is no checkpoint yet"
+        )
+    if world_size < least:
+        raise SlipstreamError(
+            f"the launcher started {world_size} {'process' if world_size == 1 else 'processes'}, fewer than {given}; "
+            f"start more, as by torchrun --nnodes=MIN:MAX with a larger MIN, or give --training.min_ranks={world_size}"
+        )
+    return choose_mesh(config, world_size)
 
 
 def check_world_size(config: Config, environment: Mapping[str, str] = os.environ) -> None:

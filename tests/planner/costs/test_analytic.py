@@ -117,6 +117,17 @@ def test_tensor_parallelism_halves_products_and_adds_two_all_reduces(cluster: Cl
     assert two.num_parameters(LAYER) == one.num_parameters(LAYER) / 2 == 250
 
 
+def test_a_sharded_optimizer_sends_six_bytes_of_a_parameter_and_not_eight(cluster: Cluster) -> None:
+    """bfloat16 trains with float32 gradients: a reduce-scatter of four bytes and an all-gather of two."""
+    costs = AnalyticCosts(replace(MODEL, dtype="bfloat16"), cluster)
+    whole, scattered = (costs.gradient_seconds(LAYER, 2, shards) for shards in (1, 2))
+    gathered = costs.gather_seconds(LAYER, 2)
+    assert scattered == pytest.approx(500 * 4 / 2 / 1e8)
+    assert gathered == pytest.approx(500 * 2 / 2 / 1e8)
+    assert scattered + gathered == pytest.approx(6 / 8 * whole)
+    assert costs.gradient_seconds(LAYER, 1) == costs.gather_seconds(LAYER, 1) == 0
+
+
 def test_kernels_have_a_shortest_time(cluster: Cluster) -> None:
     slow = replace(cluster, device=replace(cluster.device, kernel_seconds=1.0))
     assert AnalyticCosts(MODEL, slow).seconds(LAYER, Op.F, 1, 0) == 1.0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.cost import cluster as cluster_module
 from slipstream.cost.cluster import SHIPPED, Cluster, load_cluster, parse_cluster
 from slipstream.errors import SlipstreamError
 
@@ -45,14 +47,38 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_descriptions_say_where_their_numbers_come_from(name: str) -> None:
     cluster = load_cluster(name)
-    assert (cluster.name, cluster.devices_per_node) == (name, 8)
+    assert (cluster.name, cluster.devices_per_node) == (name, 4 if "nvl72" in name else 8)
+    assert cluster.devices_per_domain == (72 if "nvl72" in name else 8)
     assert len(cluster.sources) >= 2
+    lines = Path(cluster_module.__file__).with_name("clusters").joinpath(f"{name}.yaml").read_text().splitlines()
+    given = ("name:", "num_nodes:", "devices_per_node:", "nodes_per_domain:", "device:", "sources:", "-", "#")
+    for before, line in pairwise(lines):  # each number with its source, behind it or above
+        assert line.strip().startswith(given) or "#" in line or before.strip().startswith("#"), line
     assert cluster.inside.bandwidth > cluster.between.bandwidth
 
 
 def test_shipped_peaks() -> None:
-    peaks = [(load_cluster(name).device.flops["float16"], load_cluster(name).device.memory) for name in SHIPPED]
-    assert peaks == [(125e12, 16e9), (312e12, 80e9), (312e12, 80e9), (989.4e12, 80e9), (989.4e12, 141e9)]
+    found = {name: load_cluster(name).device for name in SHIPPED}
+    peaks = {name: (round(each.flops["float16"] / 1e12, 1), each.memory / 1e9) for name, each in found.items()}
+    assert peaks == {
+        "v100-p3.16xlarge": (125, 16),
+        "a100-dgx": (312, 80),
+        "a100-selene": (312, 80),
+        "h100-dgx": (989.4, 80),
+        "h200-hgx": (989.4, 141),
+        "a100-40gb-dgx": (312, 40),
+        "h100-96gb": (989.4, 96),
+        "h100-pcie": (756, 80),
+        "b200-hgx": (2250, 180),
+        "b300-hgx": (2250, 270),
+        "gb200-nvl72": (2500, 186),
+        "gb300-nvl72": (2500, 279),
+        "mi300x-oam": (1307.4, 192),
+        "l40s-pcie": (362.1, 48),
+        "a6000-pcie": (154.8, 48),
+        "rtx4090-pcie": (165.2, 24),
+        "rtx5090-pcie": (209.5, 32),
+    }
 
 
 def test_yaml_and_json_files_are_read_alike(tmp_path: Path) -> None:
@@ -129,9 +155,28 @@ def test_a_ring_within_a_node_moves_its_bytes_over_the_inner_link(cluster: Clust
 
 
 def test_rings_across_nodes_share_what_leads_out_of_the_node(cluster: Cluster) -> None:
-    """Four rings, each with one device of a node: a quarter of the bandwidth each; one ring of all has it alone."""
+    """Four groups, each with one device of a node: a quarter of the bandwidth each; one group of all has it alone."""
     assert cluster.all_reduce_seconds(8e9, 2, stride=4) == pytest.approx(2 * 1e-5 + 8e9 / (10e9 / 4))
-    assert cluster.all_reduce_seconds(8e9, 8) == pytest.approx(14 * 1e-5 + 14 / 8 * 8e9 / 10e9)
+    hops = 2 * (1e-5 + 6 * 1e-6)  # one of the seven leads out of the node
+    assert cluster.all_reduce_seconds(8e9, 8) == pytest.approx(hops + 14 / 8 * 8e9 / 10e9)
+
+
+@pytest.mark.parametrize(("stride", "size", "cards"), [(1, 8, 4), (2, 4, 2), (4, 2, 1)])
+def test_a_group_uses_the_cards_of_all_its_devices_of_a_node(stride: int, size: int, cards: int) -> None:
+    """With a card for each device a group of four of a node has four rings; none is faster than the links inside."""
+    cluster = parse_cluster(changed("between.shared_by", 1))
+    sent = (size - 1) / size * 8e9
+    assert cluster.exchange_seconds(8e9, size, stride) == pytest.approx(sent / (cards * 10e9), rel=1e-4)
+    slow = parse_cluster(changed("between", {**DESCRIPTION["between"], "shared_by": 1, "bandwidth": 90e9}))
+    assert slow.exchange_seconds(8e9, 8) == pytest.approx(7 / 8 * 8e9 / 100e9, rel=1e-3)
+
+
+def test_a_rack_that_nvlink_connects_is_one_domain_of_many_nodes(cluster: Cluster) -> None:
+    rack = parse_cluster(changed("nodes_per_domain", 2))
+    assert (rack.devices_per_domain, rack.num_devices) == (8, 8)
+    assert rack.all_reduce_seconds(8e9, 8) == pytest.approx(14 * 1e-6 + 14 / 8 * 8e9 / 100e9)
+    more = rack.with_nodes(4)
+    assert more.exchange_seconds(8e9, 16) == pytest.approx(1e-5 + 14 * 1e-6 + 15 / 16 * 8e9 / (8 * 10e9 / 4))
 
 
 def test_a_link_of_its_own_is_not_shared(cluster: Cluster) -> None:

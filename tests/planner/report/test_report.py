@@ -214,7 +214,8 @@ def test_the_search_says_what_it_may_have_missed(plan: Plan) -> None:
 
 def test_slices_in_words() -> None:
     assert slices_text((8, 8)) == "2 slices of 8 tokens"
-    assert slices_text((1024, 8)) == "2 slices of 1,024, 8 tokens"
+    assert slices_text((1024, 8)) == "2 slices of 1024, 8 tokens"
+    assert slices_text([*range(81, 0, -1)]) == "81 slices of 81, 80, 79, 78, ..., 3, 2, 1 tokens"
 
 
 def test_without_limit_or_peak_nothing_is_made_up(plan: Plan) -> None:

@@ -32,7 +32,8 @@ from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profile import count_model
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
-from slipstream.simulator import MemoryKind, StageSlice, memory_of
+from slipstream.schedule.lowering import add_reductions
+from slipstream.simulator import MemoryKind, StageSlice, memory_of, simulate
 from slipstream.simulator.memory_arrays import order_bytes
 from support.architectures import llama
 from support.examples import examples
@@ -152,6 +153,35 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     assert prediction.peak_memory == pytest.approx(max(candidate.peaks()), rel=1e-12)
     assert sum(prediction.seconds_by_cause.values()) == pytest.approx(prediction.step_seconds)
     assert min(prediction.seconds_by_cause.values()) >= -1e-12
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_per_rank: int, sharded: bool) -> None:
+    """From REDUCE_GRAD's place on, one after the other; so a rank waits for those of its first stage at least."""
+    space, _ = bounds(0)
+    configuration = Configuration(1, 2, 2, stages_per_rank, schedule, 1, 2, "none", 0.0, sharded)
+    candidate = SimulatedConfiguration.of(space, configuration)
+    ends = {span.action: span.end for span in simulate(candidate.schedule, candidate.cost).spans}
+    waits, sums = [], []
+    seconds = [
+        candidate.cut.costs.gradient_seconds(stage, 2, configuration.optimizer_shards) for stage in candidate.cut.stages
+    ]
+    for row in add_reductions(candidate.schedule).actions:
+        now = free = 0.0
+        for action in row:
+            now = ends.get(action, now)
+            if action.op is Op.REDUCE_GRAD:
+                free = max(free, now) + seconds[action.stage]
+        waits.append(free - now)
+        sums.append(sum(seconds[action.stage] for action in row if action.op is Op.REDUCE_GRAD))
+    step, causes = candidate.step()
+    _, gathered, optimizer = space.tails(configuration)
+    last = [max(ends[action] for action in row) for row in candidate.schedule.actions]
+    assert step == pytest.approx(max(np.array(last) + waits + gathered + optimizer))
+    assert any(causes["gradient reduction"] == pytest.approx(wait) for wait in waits)
+    assert (sum(waits) < 0.99 * sum(sums)) == (stages_per_rank > 1)
+    assert (causes["weight gathering"] > 0) == sharded
 
 
 @examples(60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +20,11 @@ ROWS = 2  # of a batch, on each replica
 
 def world() -> RankGroup:
     return RankGroup(dist.group.WORLD)
+
+
+def held_by(group: RankGroup) -> Callable[[str], RankGroup]:
+    """Says of every parameter that all ranks of a group hold it."""
+    return lambda _: group
 
 
 def batch(seed: int, replicas: int) -> tuple[Tensor, Tensor]:
@@ -59,8 +66,8 @@ class Replica:
     ) -> None:
         add_weight_gradients_in_place(model)
         self.model, self.data = model, data
-        self.masters = MasterParameters([*model.named_parameters()], data, shard, dtype, bucket_bytes)
-        self.gradients = GradientReduction(in_stages(model), data, RankGroup(), none_partial, self.masters)
+        self.masters = MasterParameters([*model.named_parameters()], held_by(data), shard, dtype, bucket_bytes)
+        self.gradients = GradientReduction(in_stages(model), held_by(data), RankGroup(), none_partial, self.masters)
 
     def step(self, seed: int, scale: float = 1.0) -> None:
         inputs, labels = batch(seed, self.data.size)

@@ -187,6 +187,70 @@ def test_a_completion_of_messages(tokenise: Tokenise, tokenizer: Any) -> None:
     assert counted(tokenise(rows, loss="assistant"), tokenizer) == f"a fox{END}|an owl{END}"
 
 
+SHAREGPT = [
+    {"from": "human", "value": "what is it"},
+    {"from": "gpt", "value": "a fox"},
+    {"from": "human", "value": "and this"},
+    {"from": "gpt", "value": "an owl"},
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "written"),
+    [
+        ({"conversations": SHAREGPT}, "<user>what is it<assistant>a fox|<user>and this<assistant>an owl|"),
+        ({"conversations": SHAREGPT[:2], "system": "and"}, "<system>and<user>what is it<assistant>a fox|"),
+        ({"conversations": SHAREGPT[:2], "system": ""}, "<user>what is it<assistant>a fox|"),
+        ({"conversations": TURNS[:2]}, "<user>what is it<assistant>a fox|"),
+        ({"messages": SHAREGPT[:2], "conversations": None}, "<user>what is it<assistant>a fox|"),
+        (
+            {"conversations": [{"from": "system", "value": "and"}, {"from": "observation", "value": "it"}, TURNS[1]]},
+            "<system>and<tool>it<assistant>a fox|",
+        ),
+        ({"instruction": "what", "input": "is it", "output": "a fox"}, "<user>what\n\nis it<assistant>a fox|"),
+        ({"instruction": "what", "input": "", "output": "a fox"}, "<user>what<assistant>a fox|"),
+        ({"instruction": "what", "context": "it", "response": "an owl"}, "<user>what\n\nit<assistant>an owl|"),
+        ({"question": "what", "answer": "an owl", "id": 3}, "<user>what<assistant>an owl|"),
+        (
+            {"instruction": "and this", "output": "an owl", "system": "is", "history": [["what", "a fox"]]},
+            "<system>is<user>what<assistant>a fox|<user>and this<assistant>an owl|",
+        ),
+    ],
+)
+def test_rows_of_other_tools_become_conversations(
+    tokenise: Tokenise, tokenizer: Any, row: dict[str, Any], written: str
+) -> None:
+    text = tokenise([row])
+    written = written.replace("|", END)
+    assert tokenizer.decode(text.document(0)) == written
+    answers = [part.partition("<assistant>")[2] for part in written.split("<user>")]
+    assert counted(text, tokenizer) == "|".join(answer for answer in answers if answer)
+
+
+def test_the_first_samples_alone_are_read(tokenise: Tokenise, tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"question": "what", "answer": word} for word in ("a fox", "an owl", "it")]
+    assert tokenise(rows, max_samples=2).num_documents == 2
+    assert tokenise(rows, max_samples=9).num_documents == 3
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    texts = OpenSource.of(SourceSection(files=[tmp_path / "a.txt", tmp_path / "b.txt"], max_samples=1), pytest.fail)
+    assert [*texts.texts()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_the_first_samples_of_a_stream_come_in_every_epoch(suffix: str, tmp_path: Path) -> None:
+    file = write([{"text": str(number)} for number in range(9)], tmp_path / f"rows{suffix}")
+    stream = RowStream(SourceSection(dataset=str(file), max_samples=5), 3)
+    first = [row["text"] for row in stream.next_block()[1]]
+    state = stream.state()
+    rest = [[row["text"] for row in stream.next_block()[1]] for _ in range(3)]
+    assert [first, *rest] == [["0", "1", "2"], ["3", "4"], ["0", "1", "2"], ["3", "4"]]
+    again = RowStream(SourceSection(dataset=str(file), max_samples=5), 3)
+    again.go_to(state)
+    assert [[row["text"] for row in again.next_block()[1]] for _ in range(3)] == rest
+    assert stream.facts != RowStream(SourceSection(dataset=str(file)), 3).facts
+
+
 def test_tokens_with_labels(tokenise: Tokenise) -> None:
     text = tokenise([{"input_ids": [1, 2, 3], "labels": [-100, -100, 7]}, {"input_ids": [4, 5], "labels": [4, 5]}])
     assert text.tokens.tolist() == [1, 2, 3, 4, 5]
@@ -218,17 +282,18 @@ def test_what_is_left_out_or_cut_is_counted(tokenise: Tokenise, tokenizer: Any) 
     assert counted(text, tokenizer) == counted(text, tokenizer, 1) == "a fox" + END
     (line,) = said
     assert line.endswith(
-        "left out 5 of 7 samples: 2 without content (null), 1 empty, 2 in which no token counts (of the first "
-        f"{short}); "
+        "left out 5 of 7 samples: 2 without content (null), 1 empty, 1 in which no turn is the assistant's (the roles "
+        f"are user), 1 in which no token counts (of the first {short}); "
         f"1 of 7 samples have more than training.seq_len={short} tokens: what comes after them is left out"
     )
 
 
 def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
-    with pytest.raises(
-        SlipstreamError, match=r"holds no sample to train on: left out 1 of 1 samples: 1 in which no tok"
-    ):
-        tokenise([{"messages": TURNS[:1]}])
+    none = "holds no sample to train on: left out 1 of 1 samples: 1 in which no "
+    with pytest.raises(SlipstreamError, match=none + r"turn is the assistant's \(the roles are user, narrator\)"):
+        tokenise([{"messages": [TURNS[0], {"role": "narrator", "content": "a fox"}]}])
+    with pytest.raises(SlipstreamError, match=none + r"token counts"):
+        tokenise([{"messages": TURNS[:2]}], seq_len=3)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +305,14 @@ def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
         ({"text": "a"}, {"loss": "assistant"}, "data.loss=assistant for data.dataset="),
         ({"input_ids": [1, 2], "labels": [1, 2]}, {"loss": "completion"}, "the column labels says which tokens count"),
         (
-            {"messages": [{"from": "human", "value": "a"}]},
+            {"messages": [{"speaker": "human", "value": "a"}]},
             {},
             "row 1: each message in messages needs a role and a cont",
         ),
+        ({"messages": [{"from": "me", "value": "a"}]}, {}, "row 1: a message in messages is from 'me', which is none"),
+        ({"question": "a", "answer": ["b"]}, {}, "row 1: question and answer must be texts"),
+        ({"question": "a", "answer": "b", "history": "c"}, {}, "row 1: history must be a list of pairs"),
+        ({"instruction": "a", "output": "b", "text": "c"}, {}, "choose one with data.form: question-answer or text"),
         ({"messages": ["a"]}, {}, "row 1: messages must be a list of messages like {role: user"),
         ({"prompt": "a", "completion": TURNS}, {}, "must both be texts or both lists of messages"),
         ({"prompt": "a", "completion": "b"}, {"loss": "assistant"}, "data.loss=assistant needs messages"),

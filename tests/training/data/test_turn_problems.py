@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from slipstream.cli import main
 from slipstream.launch import Progress
-from slipstream.train.config import Config
+from slipstream.train.config import Config, ModelSection
 from slipstream.train.config.run_config import dump_config, parse_config
 from slipstream.train.data import train_tokenizer
 from slipstream.train.preflight.text_preparation import check_turns, prepare_text
@@ -65,6 +65,31 @@ def warnings(*given: Any, **more: Any) -> list[str]:
 )
 def test_turns_with_an_end(answer: str, tmp_path: Path) -> None:
     assert warnings(tmp_path, answer) == []
+
+
+CHATML = {"chat_template": "chatml"}
+
+
+@pytest.mark.parametrize(
+    ("data", "is_said"),
+    [
+        ({}, True),
+        ({"end_of_text": "<|im_end|>"}, False),
+        (CHATML, False),
+        (CHATML | {"end_of_text": "<|endoftext|>"}, True),
+    ],
+    ids=["another", "made the same", "by name", "by name, but another"],
+)
+def test_turns_whose_end_isnt_that_of_text(data: dict[str, Any], is_said: bool, tmp_path: Path) -> None:
+    more = {"special_tokens": ["<|im_start|>", "<|im_end|>"], **data}
+    config = configured(tmp_path, "{{ message.content }}<|im_end|>", data=more)
+    config = config.model_copy(update={"model": ModelSection(config=tiny_llama(vocab_size=400))})
+    for found in (warnings(tmp_path, "{{ message.content }}<|im_end|>", data=more), check_turns(config)):
+        assert found is not None
+        assert len(found) == is_said
+        if is_said:
+            assert "end with <|im_end|>, but the tokenizer's end of text is <|endoftext|>" in found[0]
+            assert "--data.end_of_text='<|im_end|>'" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +165,7 @@ def test_a_check_of_the_configuration_says_the_same(
     assert [each[:20] for each in found] == [END[:20], THOUGHTS[:20]]
     assert checked(ENDED) == ["those that count have an end, and none has an empty <think> block"]
     (said,) = checked(ENDED, data={"dataset": str(tmp_path / "missing.jsonl")})
-    assert said.startswith("not looked at: ")
+    assert said.startswith("not checked: ")
     (said,) = checked(ENDED, exit_code=1, what="tokenizer", data={"tokenizer": str(tmp_path / "run")})
     assert said.startswith("no tokenizer at ")
 

@@ -12,7 +12,7 @@ from slipstream.schedule import Action, Op, add_communication, add_recompute, ma
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
-from slipstream.train.metrics.flops import StepFigures, TrainingTime
+from slipstream.train.metrics.flops import StepFigures
 from slipstream.train.metrics.records import (
     MetricsFile,
     Phases,
@@ -171,8 +171,3 @@ def test_a_step_in_words() -> None:
     assert "  ".join(STEP.texts()) == "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  idle 25%  3.15 MB"
     expected = "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  MFU 41%  idle 25%  3.15 MB"
     assert "  ".join(FULL.texts()) == expected
-
-
-def test_the_time_to_train_in_words() -> None:
-    text = TrainingTime(36 * 86400, 34 * 86400).describe(300_000_000_000)
-    assert text == "300,000,000,000 tokens take 36 days at this rate (8TP/(nX): 34 days)"

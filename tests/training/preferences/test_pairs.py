@@ -130,7 +130,7 @@ def test_a_source_says_what_it_has(tmp_path: Path) -> None:
     source = OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True)
     assert source.has_messages
     assert source.num_closed == 0
-    assert source.describe().startswith("preferences: 1 pairs of answers to the first messages that both have")
+    assert source.describe().startswith("preferences: 1 pair of answers to the first messages that both have")
     assert [*source.texts()] == ["say", "a", "say", "b"]
     text = source.tokenise(tokenizer(), None, 9, Progress(None))
     assert text.num_documents == 2

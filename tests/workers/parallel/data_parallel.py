@@ -26,7 +26,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.parallel.group_cases import by_name, run_cases
-from support.parallel.replica import ROWS, Replica, batch, local_loss, none_partial, world
+from support.parallel.replica import ROWS, Replica, batch, held_by, local_loss, none_partial, world
 from support.pipelines import make_pipe
 
 
@@ -124,10 +124,12 @@ def tied_weights_are_delivered_whole() -> None:
             embedding = dict(model.named_parameters())[name]
             model.lm_head.weight = head = nn.Parameter(embedding.detach())
             add_weight_gradients_in_place(model)
-            masters = MasterParameters([(n, p) for n, p in model.named_parameters() if n != head_name], data, shard)
+            masters = MasterParameters(
+                [(n, p) for n, p in model.named_parameters() if n != head_name], held_by(data), shard
+            )
             stages = {0: [(name, embedding)], 1: [(n, p) for n, p in model.named_parameters() if n != head_name]}
             stages[1].append((name, head))
-            reduced = GradientReduction(stages, data, RankGroup(), none_partial, masters, whole={name})
+            reduced = GradientReduction(stages, held_by(data), RankGroup(), none_partial, masters, whole={name})
             for seed in range(2):
                 inputs, labels = batch(seed, data.size)
                 unsplit_step(whole, inputs, labels)
@@ -162,9 +164,9 @@ def partial_gradients_are_summed_over_tensor_ranks() -> None:
         for shard in (False, True):
             model = build(ARCHITECTURES["llama"], seed=3)
             named = [*model.named_parameters()]
-            masters = MasterParameters(named, axes.data, shard, bucket_bytes=1000)
+            masters = MasterParameters(named, held_by(axes.data), shard, bucket_bytes=1000)
             axes.tensor.payload.clear()
-            reduced = GradientReduction({0: named}, axes.data, axes.tensor, added_over, masters)
+            reduced = GradientReduction({0: named}, held_by(axes.data), axes.tensor, added_over, masters)
             wanted = {name: torch.zeros_like(parameter) for name, parameter in named}
             for seed in range(2):
                 reduced.begin()
@@ -344,10 +346,10 @@ def short_parameters_are_on_some_replicas() -> None:
     data = world()
     for dtype in (None, torch.float64):
         model, whole = Short(), Short()
-        masters = MasterParameters([*model.named_parameters()], data, True, dtype)
+        masters = MasterParameters([*model.named_parameters()], held_by(data), True, dtype)
         assert ("scalar" in dict(masters.named_parameters())) == (data.rank == 0)
         assert all(master.ndim == whole.get_parameter(name).ndim for name, master in masters.named_parameters())
-        reduced = GradientReduction({0: [*model.named_parameters()]}, data, RankGroup(), none_partial, masters)
+        reduced = GradientReduction({0: [*model.named_parameters()]}, held_by(data), RankGroup(), none_partial, masters)
         optimizers = [
             torch.optim.AdamW([p for _, p in named], lr=1e-2)
             for named in (masters.named_parameters(), whole.named_parameters())

@@ -261,4 +261,4 @@ NOT_REFUSED = frozenset((_WITH_CONDITIONS + _TAKEN + _DETAILS).split())
 """The names of the other arguments."""
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd")
-"""The optimizers by name that treat every parameter, or every element, by itself."""
+"""The names of optimizers that treat every parameter, or every element, by itself."""

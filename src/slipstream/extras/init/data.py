@@ -15,8 +15,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
 from slipstream.train.data import read_rows
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import PAIR_COLUMNS, OpenSource, columns_of
-from slipstream.train.data.samples import ChatTemplate
 from slipstream.train.data.sources import Documents
 from slipstream.train.data.tokenised_text import Array
 
@@ -93,7 +93,7 @@ def _source(settings: Mapping[str, Any]) -> SourceSection:
 def _names_of_columns(source: SourceSection, rows: Any) -> dict[str, Any]:
     """Returns the setting that tells the form of rows where their columns alone don't, or have other names."""
     columns = rows.column_names
-    fitting = [form for form, needed in columns_of(source).items() if {*needed} <= {*columns}]
+    fitting = [form for form, needed in columns_of(source, columns).items() if {*needed} <= {*columns}]
     if source.form is not None or len(fitting) == 1:
         return {}
     if fitting:  # the richest comes first
@@ -108,7 +108,9 @@ def _names_of_columns(source: SourceSection, rows: Any) -> dict[str, Any]:
 
 def _are_messages(values: Any) -> bool:
     first = values[0] if values else None
-    return isinstance(first, list) and bool(first) and isinstance(first[0], dict) and {"role", "content"} <= {*first[0]}
+    if not isinstance(first, list) or not first or not isinstance(first[0], dict):
+        return False
+    return {"role", "content"} <= {*first[0]} or {"from", "value"} <= {*first[0]}
 
 
 _MOST_CHARACTERS = 500_000  # of text that are tokenised

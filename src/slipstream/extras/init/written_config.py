@@ -24,23 +24,24 @@ from slipstream.extras.init.choices import (
 from slipstream.extras.init.data import DataChoice, DataSizes, choose_data, count_tokens, place_of, some_of
 from slipstream.launch import Progress
 from slipstream.model import MANY_TOKENS, check_length, check_sliceable, longest_sequence, meta_model
-from slipstream.option_problems import records_in
 from slipstream.options import Runtime
 from slipstream.planning.plan_model import model_section
 from slipstream.train.config import Config, ModelSection
-from slipstream.train.config.run_config import parse_config, set_override
+from slipstream.train.config.run_config import SMALLEST, parse_config
 from slipstream.train.data import has_tokenizer
-from slipstream.train.data.samples import ChatTemplate
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.preflight import load_model_config
 from slipstream.train.preflight.model_checks import check_model
-from slipstream.train.preflight.text_preparation import check_vocabulary, make_tokenizer, named_tokenizer
+from slipstream.train.preflight.text_preparation import (
+    add_vocabulary,
+    check_vocabulary,
+    make_tokenizer,
+    named_tokenizer,
+)
+from slipstream.units import plural
 
 _PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
-_SMALLEST: dict[str, dict[str, Any]] = {
-    "training": {"output": "runs", "seq_len": 1, "steps": 1},
-    "pipeline": {"num_ranks": 1, "slices": 1},
-}
 
 
 @dataclass(frozen=True)
@@ -75,33 +76,9 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
         known = {part.name for part in parts}
         parts += [ConfigPart(name, "As given.", ()).with_values(given[name]) for name in given if name not in known]
         _check(parts, first.model_config)
-    head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: take away"]
-    head += ["the #. All are in docs/configuration.md.", "", f"slipstream train {output}"]
+    head = [f"Written by `slipstream init {model} {data}`. Lines such as `# key: value` are settings to try: uncomment"]
+    head += ["one to use it. All settings are in docs/configuration.md.", "", f"slipstream train {output}"]
     return WrittenConfig(config_text(head, parts), (*_lines(choices),))
-
-
-def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Returns settings by section, from `section.key=value`.
-
-    Raises:
-        SlipstreamError: for what isn't one, and for settings that there aren't.
-    """
-    given: dict[str, Any] = {}
-    for override in overrides:
-        set_override(given, override)
-    _check_names(given)
-    return given
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-    """Raises SlipstreamError for a section or setting that there isn't, before anything is read."""
-    smallest: dict[str, dict[str, Any]] = {**_SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
-    for name, values in given.items():
-        section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
-        if section is None or not isinstance(values, dict):
-            parse_config({**smallest, name: values})
-        elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
-            parse_config({**smallest, name: smallest.get(name, {}) | unknown})
 
 
 @dataclass(frozen=True)
@@ -120,7 +97,8 @@ class _FirstReading:
         model_config = load_model_config(ModelSection(**section))
         if _lacks_tokenizer(section) and not {"tokenizer", "vocab_size"} & settings.keys():
             settings["vocab_size"] = model_config.get_text_config().vocab_size
-        config = parse_config({**_SMALLEST, "model": section, "data": place_of(data) | settings})
+        config = parse_config({**SMALLEST, "model": section, "data": place_of(data) | settings})
+        add_vocabulary(config, model_config, Progress(None))
         number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
         return cls(config, section, settings, model_config, number)
 
@@ -194,11 +172,11 @@ def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
 def _lines(choices: Choices) -> Sequence[str]:
     """Returns lines on what was found and chosen."""
     training, purpose = choices.training, choices.purpose
-    rows = "pairs" if purpose.are_pairs else "sequences"
+    rows = plural(training.batch_size, "pair" if purpose.are_pairs else "sequence")
     what = "an adapter" if purpose.is_adapter else "all weights"
     lines = [
         choices.data.opened.describe(),
-        f"training {what}: {training.steps:,} steps of {training.batch_size} {rows} of {training.seq_len:,} tokens, "
+        f"training {what}: {plural(training.steps, 'step')} of {rows} of {training.seq_len:,} tokens, "
         f"learning rate {purpose.learning_rate:g}",
         "pipeline: " + choices.pipeline.reason.partition(".\n")[0],
     ]
@@ -256,7 +234,7 @@ def _used(values: dict[str, Any], **comments: str) -> Iterator[Setting]:
 def _model(choices: Choices) -> ConfigPart:
     settings = [*_used(choices.model, init="random weights; give a folder with .safetensors files to fine-tune it")]
     if not (choices.purpose.from_random or choices.purpose.is_adapter):
-        settings.append(_tip("init", "random", "random weights in place of the trained ones"))
+        settings.append(_tip("init", "random", "random weights instead of the trained ones"))
     return ConfigPart("model", f"The model: {choices.purpose.num_parameters:,} parameters.", tuple(settings))
 
 
@@ -269,7 +247,7 @@ def _data(choices: Choices) -> ConfigPart:
     settings.append(Setting("validation_fraction", training.held_out, share))
     settings.append(_tip("validation", "held-out.jsonl", "a file that is held out in place of that share"))
     if data.opened.has_messages:
-        settings.append(_tip("chat_template", "chat.jinja", "in place of the tokenizer's"))
+        settings.append(_tip("chat_template", "chat.jinja", "instead of the tokenizer's"))
     if not (data.is_text or data.are_pairs):
         settings.append(_tip("loss", "all", "every token counts, not the answers alone"))
     return ConfigPart("data", f"What it is trained on. {data.opened.describe().capitalize()}.", tuple(settings))
@@ -312,7 +290,7 @@ def _lora(choices: Choices) -> Iterator[ConfigPart]:
         Setting("alpha", 32.0, "an update is scaled by alpha / r", is_used),
         Setting("target_modules", "all-linear", "or a list, such as [q_proj, v_proj]", is_used),
     )
-    yield ConfigPart("lora", f"An adapter in place of the weights, {why}.", settings)
+    yield ConfigPart("lora", f"An adapter instead of the weights, {why}.", settings)
 
 
 def _optimizer(choices: Choices) -> ConfigPart:
@@ -389,9 +367,11 @@ class ConfigPart:
     settings: tuple[Setting, ...]
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigPart:
-        """Returns the section with these values: in the place of its own, or after them."""
-        known = {setting.name for setting in self.settings}
-        kept = (Setting(each.name, values[each.name]) if each.name in values else each for each in self.settings)
+        """Returns the section with these values: in the place of its own, or after them. Each comes once."""
+        known: dict[str, Setting] = {}
+        for each in self.settings:  # of one that is used and also a tip, the first stays
+            known.setdefault(each.name, each)
+        kept = (Setting(name, values[name]) if name in values else each for name, each in known.items())
         more = (Setting(name, value) for name, value in values.items() if name not in known)
         return replace(self, settings=(*kept, *more))
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.timeline import Timeline, load_trace
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.run_folder import RunFolder
+from slipstream.units import plural
 
 Record = dict[str, Any]
 
@@ -69,7 +70,7 @@ class RunRecord:
             return f"failed: the numbers of step {self.failures[-1]['step']:,} aren't finite"
         has_patience = bool((self.settings.get("training") or {}).get("patience"))  # and may have ended before
         if self.has_model and (self.last_step >= (self.num_steps or 1) or has_patience):
-            return f"finished: {self.last_step:,} steps"
+            return f"finished: {plural(self.last_step, 'step')}"
         return f"ended early: {at}" if self.steps else "ended before its first step"
 
 
@@ -90,7 +91,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
         name=name,
         settings=_settings(text, unread),
         settings_text=text,
-        starts=[line for line in lines if "started_after" in line],
+        starts=_starts(lines),
         figures=next((line for line in reversed(lines) if "num_parameters" in line), {}),
         steps=[steps[number] for number in sorted(steps)],
         validations=list({line["step"]: line for line in lines if "validation_loss" in line}.values()),
@@ -121,6 +122,17 @@ def _lines(path: Path, unread: list[str]) -> Iterator[Record]:
         unread.append(f"{damaged:,} {'line' if damaged == 1 else 'lines'} of {path.name} can't be read")
 
 
+def _starts(lines: list[Record]) -> list[Record]:
+    """Returns the starts, each with how long the run stood still before its first step."""
+    starts: list[Record] = []
+    for line in lines:
+        if "started_after" in line:
+            starts.append(line)
+        elif "change_seconds" in line and starts:
+            starts[-1] = starts[-1] | line
+    return starts
+
+
 def _has_its_step(record: Record) -> bool:
     needs_one = {"step_seconds", "validation_loss", "save_seconds"} & record.keys()
     return not needs_one or isinstance(record.get("step"), int)
@@ -130,7 +142,7 @@ def _settings(text: str, unread: list[str]) -> Record:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        unread.append(f"config.yaml isn't valid YAML: {error}")
+        unread.append(f"config.yaml isn't valid YAML: {syntax_text(error)}")
         return {}
     return values if isinstance(values, dict) else {}
 

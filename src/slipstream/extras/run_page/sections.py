@@ -191,9 +191,16 @@ def _environment(run: RunRecord) -> str:
         places = ", ".join(f"{host} ({number} {'rank' if number == 1 else 'ranks'})" for host, number in hosts.items())
         versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
         rows.append(
-            (str(start.get("time", "-")), str(start["started_after"]), places, str(start.get("device")), versions)
+            (
+                str(start.get("time", "-")),
+                str(start["started_after"]),
+                _mesh_text(start) or "-",
+                places,
+                str(start.get("device")),
+                versions,
+            )
         )
-    return section("Environment", table(["start", "after step", "ranks", "device", "versions"], rows))
+    return section("Environment", table(["start", "after step", "mesh", "ranks", "device", "versions"], rows))
 
 
 _HEADINGS = ("run", "state", "loss", "validation", "tokens/s", "idle", "memory", "started")
@@ -249,7 +256,7 @@ def happenings(run: RunRecord) -> list[Mark]:
 def _happenings(run: RunRecord) -> Iterator[Mark]:
     for start in run.restarts:
         after = start.get("started_after", 0)
-        yield Mark(after, "restart", f"started again after step {after:,}{_when(start)}")
+        yield Mark(after, "restart", f"started again after step {after:,}{_when(start)}{_change(start)}")
     for step in run.steps:
         number = step["step"]
         if bad := step.get("bad"):
@@ -272,6 +279,20 @@ def listed(marks: Sequence[Mark]) -> list[str]:
         if len(texts) > MOST_LISTED:
             lines.append(f"... and {len(texts) - MOST_LISTED:,} more of the kind {name!r}")
     return lines
+
+
+def _mesh_text(start: Record) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in (start.get("mesh") or {}).items())
+
+
+def _change(start: Record) -> str:
+    """Returns what a start cost, and as which mesh the run went on."""
+    repeated, seconds, parts = start.get("repeated_steps"), finite(start.get("change_seconds")), [_mesh_text(start)]
+    if repeated is not None:
+        parts.append(f"{repeated:,} {'step' if repeated == 1 else 'steps'} repeated")
+    if seconds is not None:
+        parts.append(f"{long_duration_text(seconds)} until the next step")
+    return "".join(f"; {part}" for part in parts if part)
 
 
 def _when(start: Record) -> str:

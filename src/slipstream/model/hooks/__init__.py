@@ -2,4 +2,4 @@
 
 from slipstream.model.hooks.length_dependent_rope import kept_frequencies
 from slipstream.model.hooks.router_loss import RouterLoss
-from slipstream.model.hooks.token_slice import TokenSlice, note_output
+from slipstream.model.hooks.token_slice import TokenSlice, note_output, running_alone, runs_alone

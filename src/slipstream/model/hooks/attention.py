@@ -67,6 +67,10 @@ def sliced_attention(
     call, scale = context.next_call(module), query.shape[-1] ** -0.5 if scaling is None else scaling
     random = (dropout, context.attention_seed(), current_draws()) if dropout else ()
     site = AttentionSite(context.store, call, attention_mask, scale, softcap, *random)
+    if context.exchange is not None:
+        if indices is not None:
+            context.refuse_shared("a selection of keys")
+        site = site._replace(exchange=context.exchange)
     return attend(query, key, value, site, s_aux, indices).transpose(1, 2), None
 
 

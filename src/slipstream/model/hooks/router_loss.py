@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class RouterLoss:
         before = context.router_sums.get(call)
         if before is None:
             before = context.store.carried.read(call, context.token_slice.start)
-        sums = _sums(logits.flatten(0, -2), self.top_k)
+        sums = _sums(logits.flatten(0, -2), self.top_k) * (context.token_slice.num_own > 0)
         context.router_sums[call] = sums if before is None else before + sums
 
     def finish_slice(self, context: SliceContext, hidden: Tensor) -> Tensor:
@@ -86,11 +86,14 @@ class RouterLoss:
         """
         tokens, sums = context.token_slice, context.router_sums
         if sums and tokens.end == tokens.length:
-            loss = self._loss(sums.values(), tokens.length * len(tokens.input_ids)) * tokens.loss_share
+            every = torch.stack([*sums.values()])
+            if context.exchange is not None:
+                every = context.exchange.sum(every)
+            loss = self._loss(every, tokens.length * len(tokens.input_ids)) * tokens.loss_share
             hidden = begin_with(hidden, lambda: [torch.ones_like(loss)], loss)
         return context.leave(sums, hidden)
 
-    def _loss(self, sums: Iterable[Tensor], num_tokens: int) -> Tensor:
+    def _loss(self, sums: Tensor, num_tokens: int) -> Tensor:
         each = [len(choices) * (choices @ chances) / num_tokens**2 for chances, choices in sums]
         return self.weight * torch.stack(each).sum()
 

@@ -83,7 +83,7 @@ class IndexerKeys(NamedTuple):
 
 
 class SliceCache(Cache):  # type: ignore[misc]
-    """The past of a slice that begins at token `start`.
+    """The past of a slice whose first token here is `start`.
 
     Unless the model attends by code of its own, the slice's tokens alone are its keys: masks are made elsewhere.
     """
@@ -95,7 +95,7 @@ class SliceCache(Cache):  # type: ignore[misc]
 
     def __init__(self, context: SliceContext) -> None:
         self._context = context  # without super().__init__(), which makes a list of layers
-        self.start = context.token_slice.start
+        self.start = context.token_slice.first
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of tokens before the slice."""
@@ -119,6 +119,7 @@ class SliceCache(Cache):  # type: ignore[misc]
         context = self._context
         if not context.reads_prefixes:
             return key_states, value_states
+        context.refuse_shared("keys and values that its own code attends to")
         call = CachedAttention(*context.next_call(layer_idx))
         return read_prefix(key_states, value_states, context.store, call, context.prefix_ranges)
 
@@ -177,6 +178,7 @@ class SliceCache(Cache):  # type: ignore[misc]
         that aren't there yet: among equal scores it depends on their number which are selected.
         """
         context = self._context
+        context.refuse_shared(_INDEXER)
         tokens, keys = context.token_slice, indexer_key_states.detach()[:, None]  # (b, 1, T, d)
         ranges = KeyRanges.causal(tokens.start, tokens.end)
         buffer, _ = context.store.write(IndexerKeys(layer_idx), keys, keys[..., :0], ranges)

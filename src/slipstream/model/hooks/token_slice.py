@@ -12,21 +12,25 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from slipstream.attention import ContextStore, KeyRanges
+from slipstream.attention import ContextStore, HeadExchange, KeyRanges
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
 from slipstream.model.hooks.masks import MaskTables, NotCausalError
 
 _Caller = TypeVar("_Caller", bound=Hashable)
+TokenParts = tuple[tuple[int, int], ...]  # [begin, end) of each rank's tokens within a slice
 
 
 @dataclass(frozen=True)
 class TokenSlice:
-    """The inputs of one slice: tokens [start, start + T) of one microbatch of b sequences of `length` tokens."""
+    """The inputs of one slice: tokens [start, end) of one microbatch of b sequences of `length` tokens.
+
+    They are the T tokens of `input_ids` or, where several ranks each have a part of them, those of all ranks.
+    """
 
     input_ids: Tensor  # (b, T)
     position_ids: Tensor  # (b, T), restarting with every document
-    document_start: Tensor | None  # (b, T) where each token's document begins; None: one document a sequence
+    document_start: Tensor | None  # (b, end - start) where each token's document begins; None: one a sequence
     start: int
     length: int
     max_position: int  # that the unsplit model would see in the batch, which rope of type dynamic and longrope reads
@@ -35,10 +39,23 @@ class TokenSlice:
     index: int = 0
     seed: int = 0  # the step's seed
     loss_share: float = 0.0  # of the step's scaled loss, the microbatch's: what layers add to it counts as much
+    parts: TokenParts = ()  # [begin, end) within the slice of each rank's tokens; none: all are here
+    part: int = 0  # this rank's number among them
 
     @property
     def end(self) -> int:
-        return self.start + self.input_ids.shape[1]
+        return self.start + (self.parts[-1][1] if self.parts else self.input_ids.shape[1])
+
+    @property
+    def first(self) -> int:
+        """The first token that is here."""
+        return self.start + (self.parts[self.part][0] if self.parts else 0)
+
+    @property
+    def num_own(self) -> int:
+        """How many of the slice's tokens are this rank's; 0 where it computes one for nothing."""
+        begin, end = self.parts[self.part] if self.parts else (0, self.input_ids.shape[1])
+        return end - begin
 
     @property
     def is_cut(self) -> bool:
@@ -65,6 +82,7 @@ class SliceContext:
     received: Sequence[Tensor] = ()  # from the stage before, besides the hidden states
     taken: dict[int, Tensor] = field(default_factory=dict)  # of what the stage sends, by number; computed here
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
+    exchange: HeadExchange | None = None  # with the ranks that have other tokens of the slice
     layer: int = -1  # the layer that runs, counted over the whole model
     calls_in_layer: int = 0
     parts_of_layer: int = 0  # how often its tensor ranks began or ceased to compute different things
@@ -105,8 +123,15 @@ class SliceContext:
         tokens = self.token_slice
         return self.tables.ranges(self.num_masks - 1, tokens.start, tokens.end, tokens.length, tokens.document_start)
 
+    def refuse_shared(self, what: str) -> None:
+        """Raises SlipstreamError for what goes from token to token besides attention's keys and values, where ranks
+        share slices."""
+        if self.exchange is not None:
+            raise SlipstreamError(f"layer {self.layer} carries {what} from token to token, through the tokens in order")
+
     def state(self, call: Hashable, empty: float = 0.0) -> Tensor | None:
         """Returns the state that `call` carries, (b, ...), `empty` for fresh rows; None where all rows begin."""
+        self.refuse_shared("a state")
         if call not in self.states:
             left = self.store.carried.read(call, self.token_slice.start)
             if left is None:
@@ -119,6 +144,7 @@ class SliceContext:
 
     def change_state(self, call: Hashable, state: Tensor) -> None:
         """Replaces the state that `call` carries."""
+        self.refuse_shared("a state")
         self.states[call] = state
         self.changed_states.add(call)
 
@@ -192,6 +218,25 @@ def noting_outputs(note: Callable[[str, object], None] | None) -> Iterator[None]
         yield
     finally:
         _note = before
+
+
+_is_alone = False
+
+
+@contextmanager
+def running_alone() -> Iterator[None]:
+    """Makes forwards from here on exchange no tokens with ranks that run other batches: these don't run them too."""
+    global _is_alone
+    before, _is_alone = _is_alone, True
+    try:
+        yield
+    finally:
+        _is_alone = before
+
+
+def runs_alone() -> bool:
+    """Returns whether what runs now runs on this rank alone."""
+    return _is_alone
 
 
 def note_output(layer: str, output: object) -> None:

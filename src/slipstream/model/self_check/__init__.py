@@ -8,4 +8,4 @@ from slipstream.model.self_check.comparison import (
     check_sliceable,
     find_label_loss,
 )
-from slipstream.model.self_check.toy_runs import check_carried_state
+from slipstream.model.self_check.toy_runs import TokenCuts, check_carried_state

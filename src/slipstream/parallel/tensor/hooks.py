@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import adapter_dropouts, dora_layers, inner_modules
 from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
-from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.rank_group import RankGroup, copied, exchanged, sum_over_ranks
 from slipstream.parallel.tensor.plan import COLUMNS, ROWS, TensorRegion, TensorStyle
 
 TOKENS = 1  # the dimension: hidden states are (b, T, features)
@@ -159,12 +158,7 @@ class RegionHooks:
 
 def copy_to_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
     """Applies f: what all ranks have is used by each separately; the gradients of these uses are summed. Collective."""
-    return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: _sum(gradient, group))
-
-
-def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
-    """Applies g: returns the sum of the ranks' tensors, on all ranks. Collective."""
-    return _apply(tensor, lambda part: _sum(part, group), lambda gradient: gradient)
+    return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: group.sum(copied(gradient)))
 
 
 def gather(tensor: Tensor, group: RankGroup, dim: int, length: int, is_partial: bool = False) -> Tensor:
@@ -199,36 +193,14 @@ def part_length(length: int, num_parts: int) -> int:
     return ceil(length / num_parts)
 
 
-class _Operator(torch.autograd.Function):
-    """One function of a tensor forward, another one of its gradient backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.of_gradient = backward
-        return forward(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.of_gradient(gradient), None, None
-
-
 def _apply(tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    result: Tensor = _Operator.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _sum(tensor: Tensor, group: RankGroup) -> Tensor:
-    """Returns the sum in new memory: a recomputation may have kept the tensor that goes in."""
-    return group.sum(tensor.clone(memory_format=torch.contiguous_format))
+    return exchanged(lambda whole: (forward(whole),), lambda gradient: (backward(gradient),), tensor)[0]
 
 
 def _part(tensor: Tensor, group: RankGroup, dim: int, is_partial: bool) -> Tensor:
     """Returns this rank's part along `dim`, in new memory: of the tensor or, if it `is_partial`, of the ranks' sum."""
     parts = _cut(tensor, dim, group.size)
-    return group.reduce_scatter(parts) if is_partial else parts[group.rank].clone(memory_format=torch.contiguous_format)
+    return group.reduce_scatter(parts) if is_partial else copied(parts[group.rank])
 
 
 def _cut(tensor: Tensor, dim: int, num_parts: int) -> Tensor:

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from slipstream.errors import SlipstreamError
 from slipstream.model import ModelAnatomy
 from slipstream.model.adapters import AdaptedName, features_of, is_wrapper, own_module, parse_name
+from slipstream.model.anatomy import expert_modules
 from slipstream.parallel.parameter_share import ParameterCut
 
 
@@ -211,7 +212,12 @@ class TensorPlan:
 
 
 def find_tensor_plan(
-    model: nn.Module, config: Any, tensor_ranks: int, anatomy: ModelAnatomy, given: Mapping[str, str] | None = None
+    model: nn.Module,
+    config: Any,
+    tensor_ranks: int,
+    anatomy: ModelAnatomy,
+    given: Mapping[str, str] | None = None,
+    cuts_experts: bool = True,
 ) -> TensorPlan:
     """Returns the plan of `model`, a causal LM of transformers, for `tensor_ranks` ranks.
 
@@ -223,6 +229,7 @@ def find_tensor_plan(
             the head.
         given: styles by patterns of names, such as {"model.layers.*.mlp.up_proj": "colwise"}, instead of the model's
             plan.
+        cuts_experts: whether ranks share every expert; else each has whole ones, as with expert parallelism.
 
     Raises:
         SlipstreamError: the model has no plan, the plan has an unsupported style, or the ranks can't share heads,
@@ -241,7 +248,8 @@ def find_tensor_plan(
         )
     embedding = _name_of(model, model.get_input_embeddings(), anatomy.before, "embedding")  # type: ignore[operator]
     head = _name_of(model, model.get_output_embeddings(), anatomy.after, "head")  # type: ignore[operator]
-    styles = _resolve(model, config, given, embedding, head)
+    whole = () if cuts_experts else tuple(name for name, _ in expert_modules(model))
+    styles = _resolve(model, config, given, embedding, head, whole)
     layers = _common_list(styles)
     cuts = cut_vocabulary(model, (embedding, head), tensor_ranks)
     attributes: dict[str, Mapping[str, int]] = {}
@@ -279,9 +287,10 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 
 def _resolve(
-    model: nn.Module, config: Any, given: Mapping[str, str] | None, embedding: str, head: str
+    model: nn.Module, config: Any, given: Mapping[str, str] | None, embedding: str, head: str, whole: Sequence[str]
 ) -> dict[str, TensorStyle]:
-    """Returns the style of every module, or parameter of experts, that a pattern is meant for."""
+    """Returns the style of every module, or parameter of experts, that a pattern is meant for, but for those in
+    `whole` modules."""
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
     base = "" if given is not None else r"(?:.+\.)?"
     found: dict[str, TensorStyle] = {}
@@ -293,6 +302,7 @@ def _resolve(
                 f"tensor_plan names {pattern!r}, which this model doesn't have. Its linear layers are "
                 f"{', '.join(_linear_layers(model))}."
             )
+        matches = [name for name in matches if not f"{name}.".startswith(tuple(f"{each}." for each in whole))]
         of_vocabulary = style in _VOCABULARY_STYLES and set(matches) <= {embedding, head}
         if matches and not of_vocabulary and style != "replicate":
             if style not in _STYLES:

@@ -24,7 +24,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import inner_modules, own_module
 from slipstream.model.hooks.crossing_tensors import Arguments, hidden_states, with_hidden_states
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
-from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.rank_group import RankGroup, sum_over_ranks
 from slipstream.parallel.tensor.hooks import (
     TOKENS,
     RegionHooks,
@@ -33,7 +33,6 @@ from slipstream.parallel.tensor.hooks import (
     gather,
     part_length,
     split,
-    sum_over_ranks,
     sum_up_norms,
 )
 from slipstream.parallel.tensor.plan import TensorPlan

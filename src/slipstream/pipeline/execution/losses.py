@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import kept_random_states
 from slipstream.model import IGNORED, Tensors
+from slipstream.parallel import RankGroup
 from slipstream.pipeline.cut_batch import SplitBatch, counted
 from slipstream.pipeline.execution.rank_program import SliceKey
 from slipstream.pipeline.execution.step_state import StepState
@@ -52,11 +53,13 @@ class SequenceLosses:
     """A loss that is a function of sums over whole sequences.
 
     No backward of a microbatch begins on the last stage before its last forward (rule 2), and so the gradient of every
-    sum is known by then, and is what all slices' backwards begin with.
+    sum is known by then, and is what all slices' backwards begin with. Ranks that share slices add up their sums, so
+    that all have the loss, which counts on the first.
     """
 
     loss: SequenceLoss
     token_losses: TokenLosses
+    sharing: RankGroup
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
         """Returns a slice's sums of log-probabilities, (n,) for the n sequences of its microbatch."""
@@ -78,13 +81,14 @@ class SequenceLosses:
         return sums
 
     def _finish(self, state: StepState, m: int, has_backward: bool) -> None:
-        found = state.log_probabilities[m] = state.sequence_sums.pop(m)
+        found = state.log_probabilities[m] = self.sharing.sum(state.sequence_sums.pop(m))
         log_probabilities = found.clone().requires_grad_(has_backward)
         with torch.set_grad_enabled(has_backward):
             losses = self._losses(log_probabilities, state.batch.sequences[m].values)
             total = losses.sum()
-        state.loss += total.detach()
-        state.count += len(losses)
+        if self.sharing.rank == 0:
+            state.loss += total.detach()
+            state.count += len(losses)
         if has_backward:
             (gradient,) = torch.autograd.grad(total * state.batch.loss_scale / state.batch.num_valid, log_probabilities)
             state.loss_gradients[m] = gradient
@@ -154,10 +158,13 @@ class GivenLosses(SliceLosses):
     as the sum of the weights of classes; it is known only once all parts have run.
     """
 
-    def __init__(self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False) -> None:
+    def __init__(
+        self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False, shares_slices: bool = False
+    ) -> None:
         super().__init__(function)
         self.says_divisor = False  # in some call so far
         self._has_replicas, self._adds_router_loss = num_replicas > 1, adds_router_loss
+        self._shares_slices = shares_slices  # with ranks that have other tokens of them
         self._tried: set[object] = set()
 
     def compute(self, outputs: Any, state: StepState, key: SliceKey) -> Tensors:
@@ -175,7 +182,7 @@ class GivenLosses(SliceLosses):
         that are joined aren't those of each. Not of functions that fail on made-up outputs, nor of those that return
         something else in a second call.
         """
-        cut = [1] if any(len(slices) > 1 for slices in batch.slices) else []
+        cut = [1] if self._shares_slices or any(len(slices) > 1 for slices in batch.slices) else []
         cut += [0] if len(batch.slices) > 1 or self._has_replicas else []
         key = *cut, has_backward
         if key in self._tried:

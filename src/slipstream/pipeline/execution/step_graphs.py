@@ -179,8 +179,11 @@ class StepGraphs:
 
 def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
     """Returns why the steps of a pipeline can't be recorded as CUDA graphs; None where they may."""
-    if ranks.tensor.size > 1:
-        return "ranks of the tensor axis exchange tensors inside of layers"
+    for name, group in (("tensor", ranks.tensor), ("context", ranks.context)):
+        if group.size > 1:
+            return f"ranks of the {name} axis exchange tensors inside of layers"
+    if ranks.experts.size > 1:
+        return "how many tokens go to each expert is read on the host"
     if options.parallel.shard_parameters:
         return "sharded parameters lie elsewhere in every step"
     if options.loss_fn is not None:

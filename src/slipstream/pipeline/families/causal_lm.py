@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Never
 
@@ -36,7 +36,8 @@ from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
-from slipstream.parallel import Ranks
+from slipstream.parallel import Ranks, SliceExchange
+from slipstream.parallel.experts import ExpertParallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import (
@@ -53,8 +54,9 @@ from slipstream.pipeline.cut_batch import (
     with_sequences,
 )
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SequenceLosses, SliceLosses
-from slipstream.pipeline.families.causal_lm_checks import ChangedModel, check_tensor_parallel
+from slipstream.pipeline.families.causal_lm_checks import ChangedModel, check_context_parallel, check_tensor_parallel
 from slipstream.pipeline.families.causal_lm_layout import (
+    check_expert_parallel,
     find_router_loss,
     load_layers,
     plan_layout,
@@ -110,12 +112,22 @@ class CausalLMFamily:
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
             check_compiler(device.type)
+        if (size := ranks.experts.size) > 1:
+            ranks.decided(lambda: check_expert_parallel(self.config, self.adapter, size, options, f"ep={size}"))
+            if device.type == "cuda" and ranks.world.gpu_backend != "nccl":
+                raise SlipstreamError(
+                    f"ep={size}: between GPUs tokens go to their experts by NCCL alone, and gloo connects these. Give "
+                    "transport='nccl', or use ep=1."
+                )
         self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
             self._self_check = ranks.decided(lambda: check_sliceable(self.config))
             if ranks.tensor.size > 1:
                 parallel = options.parallel
-                check_tensor_parallel(self.config, parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel)
+                cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, ranks.experts.size == 1
+                check_tensor_parallel(self.config, *cut)
+        if ranks.context.size > 1:
+            self._shares_slices(options)
         self._anatomy = find_anatomy(self.config)
         self._changed: ChangedModel | None = None
         if source.given is not None:
@@ -125,6 +137,13 @@ class CausalLMFamily:
         self._head_names: HeadNames | None = None  # of a head that is spread
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
         self._longest = longest_sequence(self.config) or inf
+
+    def _shares_slices(self, options: PipelineOptions) -> None:
+        """Checks that ranks can share slices. Collective."""
+        size, tensor_ranks = self._ranks.context.size, self._ranks.tensor.size
+        self._ranks.decided(lambda: check_context_parallel(self.config, size, tensor_ranks))
+        if not options.runtime.self_check:
+            self._ranks.decided(lambda: check_carried_state(self.config))
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns what the changes of a model in memory keep from being computed apart. Collective."""
@@ -261,14 +280,28 @@ class CausalLMFamily:
         tensor = None
         if self._ranks.tensor.size > 1:
             parallel = self._options.parallel
-            plan = plan_shares(self.config, self._anatomy, self._ranks.tensor.size, parallel.tensor_plan, self.adapter)
+            cut = self._ranks.tensor.size, parallel.tensor_plan, self.adapter, self._ranks.experts.size == 1
+            plan = plan_shares(self.config, self._anatomy, *cut)
             tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
             tensor.shard(model)
+        experts = ExpertParallel.of(meta_model(self.config), self._ranks, tensor)
+        if experts is not None:
+            experts.shard(model)
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
-        stages = {}
+        stages, context = {}, self._ranks.context
+        exchange = partial(SliceExchange, context) if context.size > 1 else None
         for g in here:
-            of_stage = layout.layers[g], self._device, tensor, heads.get(g), self._router_loss, layout.recompute
+            of_stage = (
+                layout.layers[g],
+                self._device,
+                tensor,
+                heads.get(g),
+                self._router_loss,
+                layout.recompute,
+                exchange,
+                experts,
+            )
             stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
         return stages, tensor
 
@@ -284,11 +317,13 @@ class CausalLMFamily:
         given = self._options.loss_fn
         part = None if tensor is None else (self._ranks.tensor, tensor.first_id, IGNORED)
         if isinstance(given, SequenceLoss):
-            return SequenceLosses(given, token_cross_entropy if part is None else vocabulary_token_losses(*part))
+            of_tokens = token_cross_entropy if part is None else vocabulary_token_losses(*part)
+            return SequenceLosses(given, of_tokens, self._ranks.context)
         if part is not None:
             return SliceLosses(vocabulary_cross_entropy(*part))
         if given is not None:
-            return GivenLosses(given, self._ranks.data.size, self._options.router_loss != "none")
+            replicas, shares = self._ranks.data.size, self._ranks.context.size > 1
+            return GivenLosses(given, replicas, self._options.router_loss != "none", shares)
         return SliceLosses(causal_cross_entropy)
 
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:

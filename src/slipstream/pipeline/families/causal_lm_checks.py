@@ -11,18 +11,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from slipstream.attention import ContextStore
 from slipstream.errors import RankFailedError, SlipstreamError
-from slipstream.model import IGNORED, TOLERANCE, ModelAnatomy, SelfCheck, causal_cross_entropy, find_anatomy
+from slipstream.model import (
+    IGNORED,
+    TOLERANCE,
+    CausalLMStage,
+    LayerRange,
+    ModelAnatomy,
+    SelfCheck,
+    TokenCuts,
+    causal_cross_entropy,
+    find_anatomy,
+)
+from slipstream.model.anatomy import anatomy_of_size
 from slipstream.model.given_model import GivenModel
 from slipstream.model.self_check.instance_trial import TrialResult, try_changes
-from slipstream.model.toy import full_precision, perturb_parameters, reference_model, toy_config, toy_tokens
-from slipstream.parallel import RankGroup, Ranks
+from slipstream.model.toy import full_precision, perturb_parameters, reference_model, toy_config, toy_model, toy_tokens
+from slipstream.parallel import RankGroup, Ranks, SliceExchange, check_heads
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan, vocabulary_cross_entropy
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.families.stage_layout import StageLayout
@@ -39,6 +52,7 @@ class ChangedModel:
     result: TrialResult
     layers: str  # the name of the list of layers
     num_replicas: int
+    shares_slices: bool  # whether other ranks have other tokens of every slice
 
     @classmethod
     def tried(
@@ -63,6 +77,11 @@ class ChangedModel:
                     f"{first}: tensor parallelism cuts the weights that the configuration describes, by code of its "
                     "own. Use tp=1, or undo the change."
                 )
+            if ranks.experts.size > 1:
+                raise SlipstreamError(
+                    f"{first}, which hasn't been shown to be exact where experts are spread over ranks. Use ep=1, or "
+                    "undo the change."
+                )
             if options.parallel.shard_parameters:
                 raise SlipstreamError(
                     f"{first}, which hasn't been shown to be exact with parallel.shard_parameters=True. Use "
@@ -75,7 +94,7 @@ class ChangedModel:
                 f"{given.renumbered[0]} has another layer_idx than its place in {anatomy.layers}, by which layers of "
                 "this architecture find what earlier tokens left. Set layer_idx to the place, in every layer."
             )
-        return cls(given, result, anatomy.layers, ranks.data.size)
+        return cls(given, result, anatomy.layers, ranks.data.size, ranks.context.size > 1)
 
     def outlined(self, anatomy: ModelAnatomy) -> ModelAnatomy:
         """Returns the anatomy with the weights that layers share, and with what mustn't be cut in this model."""
@@ -125,10 +144,11 @@ class ChangedModel:
         self._check_pieces(2 if cut else 1, 2 if is_ragged else len(batch.slices))
 
     def _check_pieces(self, num_slices: int, num_microbatches: int) -> None:
+        num_slices = max(num_slices, 1 + self.shares_slices)
         if self.result.tokens and num_slices > 1:
             raise SlipstreamError(
                 f"{self.result.tokens}, so token slices, packed documents and sequences of different lengths wouldn't "
-                "be exact. Give whole sequences of one length: slices=1."
+                "be exact. Give whole sequences of one length: slices=1, without cp."
             )
         if self.result.rows and (num_microbatches > 1 or self.num_replicas > 1):
             raise SlipstreamError(
@@ -139,8 +159,33 @@ class ChangedModel:
             raise SlipstreamError(
                 f"{self.given.gradient_hooks[0]} has a hook on its gradient, which would run once for each slice and "
                 "microbatch, on a part of the gradient. Change .grad after step instead, or give slices=1 and "
-                "num_microbatches=1 without dp."
+                "num_microbatches=1 without dp and cp."
             )
+
+
+def check_context_parallel(config: PretrainedConfig, num_ranks: int, tensor_ranks: int = 1) -> None:
+    """Checks that `num_ranks` can share every slice, each with some of its tokens, by a toy of the architecture. Not
+    collective.
+
+    Raises SlipstreamError where its layers exchange more between tokens than attention does, or its heads don't divide.
+    """
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    try:
+        if isinstance(heads, int):
+            check_heads(heads // tensor_ranks, num_ranks)
+        with torch.no_grad(), full_precision():
+            model, cuts = toy_model(config), TokenCuts((0, 5, 12), (0, 12))
+            anatomy = anatomy_of_size(find_anatomy(config), model.config)
+            owned, alone = LayerRange(0, len(anatomy.layers_of(model))), partial(SliceExchange, RankGroup())
+            stage = CausalLMStage(model, anatomy, owned, torch.device("cpu"), exchange=alone)
+            store = ContextStore(cuts.length)
+            for piece in cuts.token_slices(toy_tokens(config, cuts.length)):
+                stage.forward(piece, None, store)
+    except SlipstreamError as error:
+        raise SlipstreamError(
+            f"model_type {config.model_type!r} can't be trained with cp={num_ranks}, where ranks share every slice: "
+            f"{str(error).removesuffix('.')}. Use cp=1, and more of pp, dp or tp."
+        ) from error
 
 
 _INTERMEDIATE_SIZES = (
@@ -154,7 +199,11 @@ _INTERMEDIATE_SIZES = (
 
 
 def check_tensor_parallel(
-    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
+    config: PretrainedConfig,
+    given_plan: Mapping[str, str] | None,
+    group: RankGroup,
+    sequence: bool,
+    cuts_experts: bool = True,
 ) -> None:
     """Compares the loss and all gradients of the toy in float64. Collective over the tensor axis.
 
@@ -162,7 +211,7 @@ def check_tensor_parallel(
     """
     try:
         with torch.random.fork_rng(devices=[]), full_precision():
-            wrong = _first_wrong(config, given_plan, group, sequence)
+            wrong = _first_wrong(config, given_plan, group, sequence, cuts_experts)
     except (SlipstreamError, RankFailedError):  # a rank that has ended says nothing about the model
         raise
     except Exception as error:  # the model's own code
@@ -173,7 +222,11 @@ def check_tensor_parallel(
 
 
 def _first_wrong(
-    config: PretrainedConfig, given_plan: Mapping[str, str] | None, group: RankGroup, sequence: bool
+    config: PretrainedConfig,
+    given_plan: Mapping[str, str] | None,
+    group: RankGroup,
+    sequence: bool,
+    cuts_experts: bool,
 ) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device()) if group.uses_nccl else torch.device("cpu")
     whole = reference_model(_toy_config(config, group.size))
@@ -183,7 +236,7 @@ def _first_wrong(
     labels = inputs.masked_fill(torch.arange(inputs.shape[1], device=device) % 7 == 3, IGNORED)
     anatomy = find_anatomy(config)
     shared = copy.deepcopy(whole)
-    plan = find_tensor_plan(shared, shared.config, group.size, anatomy, given_plan)
+    plan = find_tensor_plan(shared, shared.config, group.size, anatomy, given_plan, cuts_experts)
     parallel = TensorParallel(plan, group, sequence)
     parallel.shard(shared)
     parallel.install(shared, lambda: None, lambda: None)

@@ -14,14 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
-    ALLOWED_LAYER_COUNTS,
     HalfLayer,
     LayerPart,
     LayerRange,
     ModelAnatomy,
     ModelEnd,
     StagePart,
-    are_allowed_layer_counts,
     check_router_loss,
     find_halves,
     fuse_kernels,
@@ -31,7 +29,9 @@ from slipstream.model.adapters import Adapter, adapted_model, is_wrapper
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import RouterLoss
 from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_spreadable_head
+from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.parallel import part_bounds
+from slipstream.parallel.experts import check_experts
 from slipstream.parallel.tensor import TensorPlan, adapted_plan, find_tensor_plan
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.families.weighed_model import FlopEstimate
@@ -197,12 +197,31 @@ def plan_shares(
     tensor_ranks: int,
     tensor_plan: Mapping[str, str] | None,
     adapter: Adapter | None = None,
+    cuts_experts: bool = True,
 ) -> TensorPlan:
     """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
-    plan = find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan)
+    plan = find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan, cuts_experts)
     if adapter is None:
         return plan
     return adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())
+
+
+def check_expert_parallel(
+    config: PretrainedConfig, adapter: Adapter | None, size: int, options: PipelineOptions, option: str
+) -> None:
+    """Raises SlipstreamError, the same on every rank, where experts can't be spread over `size` ranks, as the `option`
+    asks."""
+    if size == 1:
+        return
+    whole = meta_model(config)
+    if adapter is not None:
+        whole = adapted_model(whole, adapter).get_base_model()
+    check_experts(whole, config.model_type, size, option)
+    if options.parallel.shard_parameters:
+        raise SlipstreamError(
+            f"{option} with parallel.shard_parameters=True, which gathers parameters over ranks that hold other "
+            "experts. Use parallel.shard_optimizer=True."
+        )
 
 
 def load_layers(

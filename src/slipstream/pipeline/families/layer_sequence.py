@@ -70,7 +70,7 @@ class SequenceFamily:
 
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         check_runs_its_children(model)
-        check_options(model, options, ranks.tensor.size)
+        check_options(model, options, ranks)
         self._options, self._ranks = options, ranks
         self._has_segments = options.memory.recompute == "segments"
         self._layers, self._sequences = flatten_layers(model), nested_sequences(model)
@@ -461,12 +461,23 @@ def balance_of(
     return Balance(totals[slowest] / mean, slowest, str(layers[dearest]), costs[dearest] / mean)
 
 
-def check_options(model: nn.Sequential, options: PipelineOptions, tensor_ranks: int) -> None:
+def check_options(model: nn.Sequential, options: PipelineOptions, ranks: Ranks) -> None:
     """Raises SlipstreamError for options that an nn.Sequential doesn't have, and for a model without weights."""
     _check_options_of_causal_lms(options)
-    if tensor_ranks > 1:
+    if ranks.tensor.size > 1:
         raise SlipstreamError(
-            f"an nn.Sequential on a mesh with tp={tensor_ranks}: nothing says how its layers could be shared. Use tp=1."
+            f"an nn.Sequential on a mesh with tp={ranks.tensor.size}: nothing says how its layers could be shared. "
+            "Use tp=1."
+        )
+    if ranks.context.size > 1:
+        raise SlipstreamError(
+            f"an nn.Sequential on a mesh with cp={ranks.context.size}: nothing says which of its layers mix tokens, so "
+            "ranks can't share slices. Use cp=1; CutTokens() cuts sequences into slices, and dp gives ranks other rows."
+        )
+    if ranks.experts.size > 1:
+        raise SlipstreamError(
+            f"an nn.Sequential on a mesh with ep={ranks.experts.size}: nothing says which weights are experts. "
+            "Use ep=1."
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")

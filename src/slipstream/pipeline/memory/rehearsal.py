@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.comm import HEADER_BYTES, FakeTransport, SkipSend, Transport, message_bytes, part_size
 from slipstream.model import CausalLMStage, PipelineStage, Tensors, storage_bytes, storage_id, storage_ids
 from slipstream.model.autograd_memory import RecomputePolicy
-from slipstream.model.hooks import kept_frequencies
+from slipstream.model.hooks import kept_frequencies, running_alone
 from slipstream.model.weight_gradients import factors_of
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import Executor, Losses, RankStep, StepState, key_of, run_together, vocabulary_specs
@@ -53,7 +53,8 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
     """
     batch, transport = step.batch, step.scatter(FakeTransport(step.device))
     step = replace(step, batch=batch.twice(number))
-    runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
+    with running_alone():
+        runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
     owned = _owned_tensors(step.stages)
     updated = {number: step.parameters.bytes_of(tensors) for number, tensors in owned.items()}
     table = MemoryTable(

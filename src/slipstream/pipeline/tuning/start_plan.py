@@ -216,7 +216,7 @@ def _of_what_is_trained(
     below = max(0, part.num_frozen_parts - 1) / part.units_per_layer
     say(
         f"it is planned for {part.num_trained:,} trained parameters of {part.num_parameters:,}: {below:g} layers below "
-        "them have forwards alone, and measured times are scaled to what is computed"
+        "them run forward only, and measured times are scaled to what is computed"
     )
     return trains_a_part(units, whole, part)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
 from slipstream.pipeline.cut_batch import even_microbatches, slice_lengths
-from slipstream.pipeline.pipeline_options import PipelineOptions, check_microbatches
+from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
 from slipstream.schedule import (
@@ -15,6 +15,7 @@ from slipstream.schedule import (
     Schedule,
     SliceCounts,
     SlicedMicrobatch,
+    check_microbatches,
     check_name,
     in_flushes,
     join_backwards,

@@ -17,6 +17,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
 from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost, simulate
+from slipstream.units import numbers_text
 
 # From the layers of each stage, the slices, the compute actions and what is computed again: bytes of each rank.
 MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, str], Sequence[float]]
@@ -142,9 +143,8 @@ class JointPlan:
         if self.exact is not None:
             longer = f"take {self.exact.seconds:.4g} s: {self.exact.seconds / self.seconds - 1:.1%} longer"
             same = self.exact.slices == self.slices
-            lines.append(
-                f"The slices of the dynamic program, {_short(self.exact.slices)}, {'are these' if same else longer}."
-            )
+            slices = numbers_text(self.exact.slices, " ")
+            lines.append(f"The slices of the dynamic program, {slices}, {'are these' if same else longer}.")
         if self.other_head is not None:
             more = self.other_head.seconds / self.seconds - 1
             what = {"spread": "with its rows spread over the ranks", "whole": "whole, on one rank,"}
@@ -155,17 +155,12 @@ class JointPlan:
 
     def _row(self) -> tuple[str, ...]:
         return (
-            _short(self.schedule.placement),
-            _short(self.partition),
-            _short(self.slices),
+            numbers_text(self.schedule.placement, " "),
+            numbers_text(self.partition, " "),
+            numbers_text(self.slices, " "),
             f"{self.seconds:.4g} s",
             f"{self.seconds / self.ideal:.3f}",
         )
-
-
-def _short(numbers: Sequence[float]) -> str:
-    words = [f"{number:g}" for number in numbers]
-    return " ".join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
 
 
 _MOST_SIMULATIONS = 200

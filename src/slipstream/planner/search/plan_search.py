@@ -31,7 +31,7 @@ from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
-from slipstream.units import bytes_text
+from slipstream.units import bytes_text, plural
 
 ProgressReport = Callable[[str, int, int], None]  # what is done, how many are done, out of how many (0: unknown)
 BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
@@ -276,11 +276,12 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     source, options = space.source, space.options
     given = {each.name: getattr(options, each.name) for each in fields(Configuration)}
     allowed = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in given.items() if values is not None)
+    devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
     return SlipstreamError(
-        f"no configuration divides: {source.num_devices} devices, {len(source.kinds)} layers, a global batch of "
-        f"{space.global_batch} sequences. The data-parallel degree must divide the batch, the pipeline's be at most "
-        f"the layers, and their product with the tensor-parallel degree (of {source.tensor_parallel_degrees}) be the "
-        f"devices. Change the batch or the number of nodes{', or allow more than ' + allowed if allowed else ''}."
+        f"no configuration divides: {devices}, {layers}, a global batch of {plural(space.global_batch, 'sequence')}. "
+        "The data-parallel degree must divide the batch, the pipeline's be at most the layers, and their product "
+        f"with the tensor-parallel degree (of {source.tensor_parallel_degrees}) be the devices. Change the batch or "
+        f"the number of nodes{', or allow more than ' + allowed if allowed else ''}."
     )
 
 
@@ -332,7 +333,7 @@ def _changes(space: PlanSpace) -> Iterator[str]:
     for more in source.larger(_MOST_NODES):
         found = _fitting(options, PlanSpace(more, space.seq_len, space.global_batch, options))
         if found is not None:
-            yield f"{more.num_devices} devices instead of {source.num_devices} ({configuration_text(found)})"
+            yield f"{plural(more.num_devices, 'device')} instead of {source.num_devices} ({configuration_text(found)})"
     length = space.seq_len // 2
     while length >= 256:
         if _fitting(options, PlanSpace(source, length, space.global_batch, options)):

@@ -69,6 +69,7 @@ class PlanSpace:
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
         self._row, self._tails, self.sizes = cache(self._compute_row), cache(self._compute_tails), cache(self._sizes)
+        self._gradients = cache(self._compute_gradients)
         self._alike: dict[tuple[int, ...], Stage] = {}
         self.found: dict[Configuration, FoundPlan] = {}  # by the joint search
 
@@ -220,13 +221,24 @@ class PlanSpace:
         return self._alike.setdefault(tuple(sorted(source.parts[part] for part in own)), stage)
 
     def tails(self, configuration: Configuration) -> Floats:
-        """Returns each rank's seconds after its last action, of gradients between replicas and of the optimizer."""
+        """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,
+        of gathering weights, and of the optimizer."""
         return self._tails(self.cut(configuration), configuration.data_parallel, configuration.optimizer_shards)
 
+    def gradient_seconds(self, configuration: Configuration) -> Floats:
+        """Returns the seconds in which each stage's gradients are reduced over the replicas."""
+        c = configuration
+        return self._gradients(self.cut(c), c.data_parallel, c.optimizer_shards)
+
+    def _compute_gradients(self, cut: PlacedPartition, data: int, shards: int) -> Floats:
+        return cut.per_stage(partial(cut.costs.gradient_seconds, data_parallel=data, shards=shards))
+
     def _compute_tails(self, cut: PlacedPartition, data: int, shards: int) -> Floats:
-        gradients = cut.per_stage(partial(cut.costs.gradient_seconds, data_parallel=data))
+        firsts = [cut.placement.index(rank) for rank in range(cut.num_ranks)]
+        gathered = cut.per_stage(partial(cut.costs.gather_seconds, shards=shards))
         optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, shards=shards))
-        return np.stack([cut.per_rank(gradients), cut.per_rank(optimizer)])
+        gradients = self._gradients(cut, data, shards)[firsts]
+        return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
 
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
         costs, length = cut.costs, self.seq_len

@@ -78,12 +78,32 @@ class SimulatedConfiguration:
 
     def step(self) -> tuple[float, dict[str, float]]:
         """Returns the seconds of the step, optimizer included, and where they go on the rank that ends last."""
-        gradients, optimizer = tails = self.space.tails(self.configuration)
+        _, gathered, optimizer = self.space.tails(self.configuration)
         ends = self.run[0][self.arrays.firsts[1:] - 1]
-        rank = int(np.argmax(ends + tails.sum(axis=0)))
+        gradients = self._reduced() - ends
+        total = ends + gradients + gathered + optimizer
+        rank = int(np.argmax(total))
         causes = self._causes(rank, float(ends[rank]))
-        causes |= {"gradient reduction": float(gradients[rank]), "optimizer": float(optimizer[rank])}
-        return self._with_host(float((ends + tails.sum(axis=0))[rank]), causes)
+        after = {"gradient reduction": gradients, "weight gathering": gathered, "optimizer": optimizer}
+        causes |= {cause: float(seconds[rank]) for cause, seconds in after.items()}
+        return self._with_host(float(total[rank]), causes)
+
+    def _reduced(self) -> Floats:
+        """Returns when each rank's gradients are reduced: those of its stages one after the other, from the last stage
+        to the first, each from the stage's last backward on (`add_reductions`). So of several stages on a rank all but
+        the first may be reduced while others still compute."""
+        arrays, seconds = self.arrays, self.space.gradient_seconds(self.configuration)
+        done: Floats = self.run[0][arrays.firsts[1:] - 1].copy()
+        if not seconds.any():
+            return done
+        backward = np.isin(arrays.op, [OPS.index(op) for op in (Op.B, Op.I, Op.W)])
+        last = np.zeros(len(seconds))
+        np.maximum.at(last, arrays.stage[backward], self.run[0][backward])
+        free = np.zeros(len(done))
+        for stage in reversed(range(len(seconds))):
+            rank = self.schedule.placement[stage]
+            free[rank] = max(free[rank], last[stage]) + seconds[stage]
+        return np.maximum(done, free)
 
     def _causes(self, rank: int, end: float) -> dict[str, float]:
         """Returns the causes of one rank's seconds until its last action ends."""
@@ -150,7 +170,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         step_seconds=step,
         tokens_per_second=space.global_batch * space.seq_len / step,
         mfu=None if peak is None else peak / (step * num_devices),
-        idle_fraction=float(1 - seconds.sum() / (schedule.num_ranks * ends.max())),
+        idle_fraction=max(0.0, float(1 - seconds.sum() / (schedule.num_ranks * ends.max()))),
         seconds_by_cause=causes,
         memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
         memory_limit=space.memory,

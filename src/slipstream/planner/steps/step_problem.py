@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, sqrt
@@ -14,6 +14,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.errors import SlipstreamError
 from slipstream.planner.steps.stage_rates import StageRates
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch
+from slipstream.units import numbers_text
 
 _SHORTEST = 1 / 256  # of a step's work: the shortest slices, where slices cost nothing besides their tokens
 
@@ -140,15 +141,15 @@ class StepPlan:
             tokens = sum(lengths[sequence] for sequence in group)
             if sum(slices) != tokens or min(slices, default=0) < 1:
                 raise SlipstreamError(
-                    f"the plan cuts microbatch {number} into slices of {_short(slices)} tokens, {sum(slices)} in all, "
-                    f"but its sequences {_short(group)} have {tokens}: it was made for other lengths. Make a plan for "
-                    "these."
+                    f"the plan cuts microbatch {number} into slices of [{numbers_text(slices)}] tokens, {sum(slices)} "
+                    f"in all, but its sequences [{numbers_text(group)}] have {tokens}: it was made for other lengths. "
+                    "Make a plan for these."
                 )
         counts = [len(slices) for slices in self.slices]
         if counts != [*self.schedule.slice_counts]:
             raise SlipstreamError(
-                f"the plan has microbatches of {_short(counts)} slices, but its schedule {self.schedule.name!r} of "
-                f"{_short(self.schedule.slice_counts)}. Make them equal."
+                f"the plan has microbatches of [{numbers_text(counts)}] slices, but its schedule "
+                f"{self.schedule.name!r} of [{numbers_text([*self.schedule.slice_counts])}]. Make them equal."
             )
 
     def _check_groups(self, num_sequences: int) -> None:
@@ -168,9 +169,3 @@ class StepPlan:
             f"the plan's microbatches don't add up to the batch of {num_sequences} sequences: {problem}. Make a plan "
             "for this batch."
         )
-
-
-def _short(numbers: Iterable[int]) -> str:
-    """Returns the first numbers of a list."""
-    listed = [*numbers]
-    return f"[{', '.join(map(str, listed[:8]))}{', ...' if len(listed) > 8 else ''}]"

@@ -2,7 +2,17 @@
 
 from slipstream.train.config.data_section import DataSection, PreferenceSection, SourceSection
 from slipstream.train.config.rules import named_schedule
-from slipstream.train.config.run_config import DECIDED_BY_PLAN, Config, dump_config, load_config, precision_named
+from slipstream.train.config.run_config import (
+    DECIDED_BY_PLAN,
+    SMALLEST,
+    Config,
+    dump_config,
+    load_config,
+    parse_config,
+    precision_named,
+    read_settings,
+    set_override,
+)
 from slipstream.train.config.sections import (
     LoraSection,
     ModelSection,

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from slipstream.options import Record
 from slipstream.train.config.sections import PipelineSection
 
-Form = Literal["text", "messages", "prompt-completion", "tokens"]
+Form = Literal["text", "messages", "prompt-completion", "question-answer", "tokens"]
 Loss = Literal["all", "assistant", "completion"]
 _SOURCES = ("corpus", "files", "dataset")
 TABLES = (".json", ".jsonl", ".csv", ".parquet")
@@ -37,15 +37,20 @@ class SourceSection(Record):
     form: Form | None = None
     """What a row of the data set is. text: a document, in `text_column`. messages: a conversation, in
     `messages_column`. prompt-completion: the columns `prompt` and `completion`, both texts or both lists of messages.
-    tokens: the columns `input_ids` and, where there is one, `labels`, of which -100 doesn't count. Default: what the
-    columns say."""
+    question-answer: a conversation of two turns, in columns such as `question` and `answer`, or Alpaca's
+    `instruction`, `input` and `output`. tokens: the columns `input_ids` and, where there is one, `labels`, of which
+    -100 doesn't count. Default: what the columns say."""
     text_column: str = "text"
     """The column that holds the documents."""
     messages_column: str = "messages"
-    """The column that holds the conversations: lists of messages, each with a role and a content."""
+    """The column that holds the conversations: lists of messages, each with a role and a content, or as ShareGPT has
+    them, with `from` and `value`. Where no column is called messages, one called `conversations` is it."""
     loss: Loss | None = None
     """The tokens that count. all; assistant: those of the assistant's turns; completion: those of `completion`, or of
-    a conversation's last turn. Default: assistant for messages, completion for prompt-completion, else all."""
+    a conversation's last turn. Default: assistant for messages and questions, completion for prompt-completion, else
+    all."""
+    max_samples: PositiveInt | None = None
+    """How many rows or documents are read: the first ones. Default: all."""
 
     @field_validator("suffixes")
     @classmethod
@@ -123,8 +128,15 @@ class DataSection(SourceSection):
     """A folder or hub name. Default: the one of `model.path`; without one, a BPE is trained on the text."""
     vocab_size: PositiveInt | None = None
     """Tokens of the tokenizer that is trained here. Default: the model's vocabulary."""
-    chat_template: Path | None = None
-    """A file with the Jinja template by which messages become text. Default: the tokenizer's own."""
+    chat_template: Literal["chatml", "gemma", "llama3", "zephyr"] | Path | None = None
+    """The template by which messages become text: a file in Jinja, or a name, whose special tokens the tokenizer then
+    gets and whose end of a turn becomes the end of text. Default: the tokenizer's own."""
+    special_tokens: list[str] = Field(default=[])
+    """Tokens that the tokenizer gets in addition, such as `['<|im_start|>', '<|im_end|>']`. Where the model has no rows
+    for them, its embedding and head get new ones, each the mean of the others."""
+    end_of_text: str | None = None
+    """The token that ends a text, at which the exported model stops: one of the tokenizer's or of `special_tokens`.
+    Default: the tokenizer's own."""
     streaming: bool = False
     """Read rows while training, and keep neither their text nor their tokens; for files or data sets of the hub that
     are too large for that. Needs `training.steps` and a tokenizer."""

@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
-from slipstream.options import Memory
-from slipstream.pipeline.pipeline_options import check_microbatches, given_microbatches
-from slipstream.schedule import AUTOMATIC, Schedule, ScheduleError, check_name, make_schedule, placed_as, validate
+from slipstream.options import ALLOWED_LAYER_COUNTS, Memory, are_allowed_layer_counts
+from slipstream.schedule import (
+    AUTOMATIC,
+    Schedule,
+    ScheduleError,
+    check_microbatches,
+    check_name,
+    given_microbatches,
+    make_schedule,
+    placed_as,
+    validate,
+)
 from slipstream.train.config.data_section import DataSection
 from slipstream.train.config.sections import (
     CheckpointSection,
@@ -131,13 +139,14 @@ def check_batch(
 ) -> None:
     """Raises ValueError where the rows or the tokens of a step can't be divided into those of all replicas."""
     if training.batch_tokens is None:
-        _check_rows(training.batch_size, parallel.data, pipeline.num_microbatches)
+        _check_rows(training.batch_size, parallel.data, pipeline.num_microbatches, training.min_ranks is not None)
     else:
         _check_batch_tokens(training.batch_tokens, training.seq_len, parallel.data, data.packing, are_pairs)
 
 
-def _check_rows(batch_size: int, replicas: int, num_microbatches: int) -> None:
-    if batch_size % replicas:
+def _check_rows(batch_size: int, replicas: int, num_microbatches: int, may_differ: bool) -> None:
+    """Raises ValueError where replicas don't have rows for each microbatch; `may_differ` where their number changes."""
+    if batch_size % replicas and not may_differ:
         below = batch_size - batch_size % replicas
         raise ValueError(
             f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
@@ -233,7 +242,8 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "datasets": ("data.sources", "a list of {dataset: NAME, weight: 1}; data.dataset for one"),
     "dataset_name": ("data.dataset", "a name on the hub, a folder or a table"),
     "dataset_text_field": ("data.text_column", ""),
-    "max_samples": ("", "there is no such setting: write the first rows to a file of their own, as head -n 1000 does"),
+    "max_samples": ("data.max_samples", "the first rows of a source"),
+    "max_train_samples": ("data.max_samples", "the first rows of a source"),
     "val_set_size": ("data.validation_fraction", "a share of the documents, not a number of rows"),
     "sample_packing": ("data.packing", "fixed packs samples into sequences of training.seq_len tokens; none doesn't"),
     "template": ("data.chat_template", "a file; by default the tokenizer's own"),

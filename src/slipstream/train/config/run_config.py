@@ -7,15 +7,14 @@ import tomllib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import yaml
 from pydantic import ValidationError, model_validator
 
-from slipstream.errors import SlipstreamError
-from slipstream.option_problems import describe_problems
+from slipstream.errors import SlipstreamError, syntax_text
+from slipstream.option_problems import describe_problems, records_in
 from slipstream.options import Memory, Precision, Record, Runtime
-from slipstream.planner.steps import StageRates
 from slipstream.train.config import sections
 from slipstream.train.config.data_section import DataSection, PreferenceSection, check_preference
 from slipstream.train.config.rules import (
@@ -33,6 +32,9 @@ from slipstream.train.config.rules import (
 )
 from slipstream.train.config.sections import LoraSection, OptimizerSection
 from slipstream.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from slipstream.planner.steps import StageRates
 
 _LEAST_MEMORY = 10_000  # bytes; a smaller number was meant as megabytes or gigabytes
 # Of a section and of a Pipeline
@@ -184,6 +186,8 @@ class Config(Record):
         """Returns what the stages cost, where the configuration is a plan for documents of any length."""
         if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.schedule.endswith(".txt"):
             return None
+        from slipstream.planner.steps import StageRates  # which takes a second, as numba does
+
         try:
             return StageRates.from_json(self.plan.rates)
         except SlipstreamError as error:
@@ -249,7 +253,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as error:
         raise SlipstreamError(f"can't read the configuration {path}: {error.strerror}") from error
     except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SlipstreamError(f"{path} isn't valid YAML: {error}") from error
+        kind = "TOML" if path.suffix == ".toml" else "YAML"
+        raise SlipstreamError(f"{path} isn't valid {kind}: {syntax_text(error)}") from error
     if not isinstance(values, dict):
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
     check_is_ours(path, values)
@@ -333,7 +338,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
     """Sets `--a.b=value` or `a.b=value` in nested dictionaries. Raises SlipstreamError where it can't be read."""
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
-        raise SlipstreamError(f"can't read the override {override!r}; write it as --training.steps=100")
+        raise SlipstreamError(f"{override!r} is no setting with its value; write it as --training.steps=100")
     *path, key = _MESH.get(name) or name.split(".")
     section = values
     for part in path:
@@ -343,4 +348,30 @@ def set_override(values: dict[str, Any], override: str) -> None:
     try:
         section[key] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {error}") from error
+        raise SlipstreamError(f"the value of {name}={text!r} isn't valid YAML: {syntax_text(error)}") from error
+
+
+SMALLEST: dict[str, dict[str, Any]] = {
+    "training": {"output": "runs", "seq_len": 1, "steps": 1},
+    "pipeline": {"num_ranks": 1, "slices": 1},
+}
+"""Settings that a configuration needs besides its model and data."""
+
+
+def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns settings by section, from `section.key=value`.
+
+    Raises:
+        SlipstreamError: for what isn't one, and for settings that there aren't.
+    """
+    given: dict[str, Any] = {}
+    for override in overrides:
+        set_override(given, override)
+    smallest: dict[str, dict[str, Any]] = {**SMALLEST, "model": {"path": "model"}, "data": {"files": ["text"]}}
+    for name, values in given.items():
+        section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
+        if section is None or not isinstance(values, dict):
+            parse_config({**smallest, name: values})
+        elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
+            parse_config({**smallest, name: smallest.get(name, {}) | unknown})
+    return given

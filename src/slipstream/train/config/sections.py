@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.model.adapters import read_adapter_config
 from slipstream.options import Parallelism, Record
 
 
@@ -20,13 +19,14 @@ class ModelSection(Record):
     config: dict[str, Any] | None = None
     """A transformers configuration, `model_type` first: `{model_type: llama, hidden_size: 256, ...}`."""
     init: Literal["pretrained", "random"] | None = None
-    """Weights of `path`, or random ones from `training.seed`. Default: `pretrained` with a path."""
+    """Load the weights of `path` (`pretrained`), or draw random ones from `training.seed` (`random`). Default:
+    `pretrained` with a path."""
     freeze: list[str] = Field(default=[])
-    """Patterns of parameters' names, such as `[model.embed_tokens*, model.layers.0.*]`, that aren't trained. `*` stands
-    for anything. The backward ends at the lowest layer that has a trained one."""
+    """Patterns of parameters' names, such as `[model.embed_tokens*, model.layers.0.*]`, that aren't trained. `*`
+    matches anything. The backward ends at the lowest layer with a trained parameter."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with `path`, for a model that isn't part of transformers. It runs on every
-    rank and can do whatever you can: read it first."""
+    rank with all your permissions: read it first."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -50,29 +50,29 @@ class PipelineSection(Record):
     """The split of the model and its sequences, and the order in which the slices run."""
 
     num_ranks: PositiveInt = 2
-    """Processes the layers are spread over."""
+    """Processes that the layers are spread over."""
     stages_per_rank: PositiveInt = 1
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
     """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own), whose folder is
-    this configuration's where none is given. auto: the best order that is found by what stages cost; auto-v: the
+    this configuration's where none is given. auto: the best order found for the stages' costs; auto-v: the
     same in a V-shaped placement, with 2 stages per rank. Where schedule, slices, partition and stages_per_rank are all
     left out, they are planned from measured costs."""
     num_microbatches: PositiveInt = 1
-    """Parts of a batch that go through the pipeline one after the other."""
+    """Parts of a batch that go through the pipeline one after another."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
-    """Token slices of a sequence: how many, or the length of each. auto: those that are found by what stages cost."""
+    """Token slices of a sequence: how many, or the length of each. auto: the best ones found for the stages' costs."""
     microbatches: list[tuple[PositiveInt, list[PositiveInt]]] | None = None
-    """In place of `num_microbatches` and `slices`: the rows of each part of a replica's batch, and the lengths of its
+    """Instead of `num_microbatches` and `slices`: the rows of each part of a replica's batch, and the lengths of its
     slices, such as `[[2, [704, 688, 656]], [1, [2048]]]` for 3 sequences of 2048 tokens."""
     partition: Literal["auto"] | list[int | float] = "auto"
     """Layers of each stage; [4.5, 3.5] ends the first one between a layer's attention and its feed-forward half."""
     vocabulary: Literal["auto", "whole", "spread"] = "auto"
-    """spread: every process computes the logits and the loss of its part of the vocabulary; whole: the last stage does
-    that alone. auto: as planned where the rest is planned, else whole."""
+    """Where logits and loss are computed. spread: every process takes a part of the vocabulary; whole: the last stage
+    takes all of it. auto: decided by the plan if there is one, else whole."""
     router_loss: Literal["none", "per_layer"] = "none"
-    """per_layer: adds the load-balancing loss of a mixture of experts, of each layer by itself and averaged over
-    layers, with the model's `router_aux_loss_coef`. The loss that is shown is without it."""
+    """per_layer: adds the load-balancing loss of a mixture of experts, for each layer separately and averaged over
+    layers, weighted by the model's `router_aux_loss_coef`. The reported loss doesn't include it."""
 
     @model_validator(mode="after")
     def _microbatches_alone(self) -> Self:
@@ -88,21 +88,22 @@ class ParallelSection(Parallelism):
     data: PositiveInt = 1
     """Replicas of the pipeline, each with its part of a batch."""
     tensor: PositiveInt = 1
-    """Processes that share every layer, next to each other: keep them within a node."""
+    """Tensor-parallel processes, which share every layer. They have consecutive ranks: keep them within a node."""
 
 
 class TrainingSection(Record):
     """The length of the training, its hardware, and where the results go."""
 
     output: Path
-    """Folder for the metrics, the timeline and the exported model. One run at a time; files of your own in it stay."""
+    """Folder for the metrics, the timeline and the exported model. One run at a time can use it; your own files in it
+    are kept."""
     seq_len: PositiveInt
-    """Tokens of a sequence; with `data.packing: none`, the most."""
+    """Tokens of a sequence; with `data.packing: none`, the maximum."""
     batch_size: PositiveInt = 1
     """Sequences of a step, over all microbatches and replicas."""
     batch_tokens: PositiveInt | None = None
-    """With `data.packing: none`, in place of `batch_size`: the most tokens of a step, over all replicas. A step takes
-    as many whole documents, in their order, as fit."""
+    """With `data.packing: none`, instead of `batch_size`: the maximum number of tokens of a step, over all replicas. A
+    step takes as many whole documents, in order, as fit."""
     steps: PositiveInt | None = None
     """Steps of the optimizer; or give `epochs`."""
     epochs: PositiveFloat | None = None
@@ -110,43 +111,49 @@ class TrainingSection(Record):
     precision: Literal["float32", "bf16", "bf16-weights", "fp16"] = "float32"
     """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, of which the optimizer
     has float32 copies, and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
-    that is found as training goes."""
+    that adapts during training."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU, which several ranks share where there are fewer GPUs than ranks."""
     seed: int = 0
     """The seed of the weights, the order of the documents, dropout and sampling."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between validations (also one at the end); 0 for none."""
+    """Steps between validations; there is also one at the end. 0 for none."""
     patience: PositiveInt | None = None
-    """Validations in a row that aren't better than the best so far, after which the run ends; null for never."""
+    """Early stopping: end the run after this many validations in a row without an improvement; null for never."""
     eval_batches: PositiveInt | None = None
     """Batches of a validation, spread evenly over the held-out text. Default: all of it."""
     export_every: int = Field(default=0, ge=0)
     """Steps between exports to `model-step-N`; 0 for the final one only."""
     export: Literal["last", "best"] = "last"
-    """What the final export has: the model of the last step, or of the best validation (`checkpoint.keep_best`)."""
+    """Which model is exported at the end: that of the last step, or of the best validation (`checkpoint.keep_best`)."""
     overwrite: bool = False
-    """Replace what earlier runs made in `output`, checkpoints too. What no run has listed as its own always stays."""
+    """Remove what earlier runs wrote to `output`, including checkpoints. Files that no run has written are always
+    kept."""
     bad_numbers: Literal["stop", "skip", "rollback"] = "stop"
-    """What becomes of a step whose loss or gradient isn't finite, or a spike. stop: the run ends. skip: its batch
-    changes nothing. rollback: weights, optimizer and learning rate are again those of the last good checkpoint, and the
-    batches since are passed over. Ten such steps in a row end the run in any case."""
+    """What happens after a step whose loss or gradient isn't finite or spikes. stop: the run ends. skip: the
+    update is skipped. rollback: weights, optimizer and learning rate are restored from the last good checkpoint, and
+    the batches since are skipped. Ten such steps in a row always end the run."""
     spike_factor: float | None = Field(default=None, gt=1)
     """A step is a spike where its loss, or the norm of its gradient, is more than this many times the median of the
     last 64 steps; null for none."""
     max_restarts: int = Field(default=0, ge=0)
-    """How often `slipstream train` starts its local ranks again, from the last good checkpoint, after one has crashed,
-    unless one step fails twice. torchrun has --max-restarts."""
+    """How often `slipstream train` restarts its local ranks from the last good checkpoint after one has crashed, unless
+    the same step fails twice. Under torchrun, use --max-restarts."""
+    min_ranks: PositiveInt | None = None
+    """The fewest processes with which the run goes on where others are lost, and takes them in again when they are
+    back: its own local ones, or those of `torchrun --nnodes=MIN:MAX`. The mesh that is given is then the largest. null:
+    always all."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
-    """Seconds that a rank may wait for others, or be stopped, before the run ends and says which one is to blame.
+    """Seconds that a rank may wait for others, or be stopped, before the run ends and names the rank at fault.
     Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the
     longest wait so far, and 600 before the second step as long as a rank computes. off: no process watches the
     ranks."""
     check_replicas_every: int = Field(default=0, ge=0)
-    """Steps between checks of weights and optimizer state for bits that have flipped; 0 for none but a comparison of
-    all copies before each checkpoint."""
+    """Steps between checks of weights and optimizer state for flipped bits; 0 compares copies only before each
+    checkpoint."""
     corrupt_replicas: Literal["stop", "majority"] = "stop"
-    """What happens where copies differ: the run stops, or the majority's of three or more replace the wrong one."""
+    """What happens when copies differ: the run stops, or, with three or more copies, the majority replaces the wrong
+    one."""
     single_process_steps: int = Field(default=0, ge=0)
     """Steps of one process measured at the end for comparison; 0 for none."""
 
@@ -168,8 +175,8 @@ class TrainingSection(Record):
     def _one_batch(self) -> Self:
         if self.batch_tokens is not None and "batch_size" in self.model_fields_set:
             raise ValueError(
-                f"training.batch_size={self.batch_size} and training.batch_tokens={self.batch_tokens} both say what a "
-                "step takes; give one of the two, and null for the other where a file has both"
+                f"training.batch_size={self.batch_size} and training.batch_tokens={self.batch_tokens} both set "
+                "the size of a step; give one of the two, and set the other to null if the file has it"
             )
         return self
 
@@ -178,50 +185,50 @@ class CheckpointSection(Record):
     """The run's state, saved from time to time during training, so that the run can be resumed."""
 
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = 0
-    """Steps between checkpoints, and one at the end; 0 for none. auto: so many that the least time is lost, by what a
-    save costs here and `failures_per_day`."""
+    """Steps between checkpoints; there is also one at the end. 0 for none. auto: the interval that minimises expected
+    lost time, from the measured cost of a save and `failures_per_day`."""
     failures_per_day: PositiveFloat = 1.0
-    """With `every: auto`, how often the whole run is expected to fail, of whatever."""
+    """With `every: auto`, how often the run is expected to fail, for any reason."""
     keep: PositiveInt = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = Field(default=0, ge=0)
-    """Checkpoints whose step is a multiple of it are kept too; 0 for none."""
+    """Also keep checkpoints whose step is a multiple of this; 0 for none."""
     keep_best: bool = False
-    """Save a checkpoint whenever a validation's loss is the lowest so far, and one at the end. The newest of these is
-    kept in addition to `keep`."""
+    """Save a checkpoint whenever the validation loss is the lowest so far, and one at the end. The best one is kept in
+    addition to `keep`."""
     resume: Literal["no", "latest", "last-good", "best"] | PositiveInt = "no"
-    """Go on from the newest checkpoint in the output folder, begin where there is none yet, also in the folder of a run
-    that was killed while it started; last-good passes over a damaged one; best is that of `keep_best`; a number is the
-    step of one. The mesh, the schedule and the slices may be others than before."""
+    """Resume from a checkpoint in the output folder: latest, or start from the beginning if there is none yet, also in
+    the folder of a run that was killed while it started; last-good skips damaged ones; best is that of `keep_best`; a
+    number is a step. The mesh, the schedule and the slices may differ from before."""
 
 
 class TrackingSection(Record):
     """Destinations of a run's figures in addition to metrics.jsonl."""
 
     to: list[str] = Field(default=[])
-    """tensorboard and wandb, each an extra to install: pip install 'slipstream[tensorboard]'."""
+    """tensorboard, wandb or both; each is an extra: pip install 'slipstream[tensorboard]'."""
     tokens: PositiveInt | None = None
-    """Tokens of a training whose time is estimated at the end; default: those of this run."""
+    """Estimate at the end how long training on this many tokens takes. Default: the tokens of this run."""
 
 
 class SampleSection(Record):
     """The text that the trained model writes at the end."""
 
     prompt: str | None = None
-    """The text that the model continues; null for no sample."""
+    """The prompt of a sample at the end; null for no sample."""
     max_new_tokens: PositiveInt = 64
-    """The most tokens that it writes."""
+    """The largest number of tokens to generate."""
     temperature: float = Field(default=0.8, ge=0)
-    """0 for the likeliest token each time."""
+    """Sampling temperature; 0 always takes the most likely token."""
 
 
 class PlanSection(Record):
     """What a plan file says besides its settings."""
 
     predicted: dict[str, Any] = Field(default={})
-    """On what it was planned, how long a step takes, what it holds, with which versions; training doesn't read it."""
+    """What the plan was made for: machine, seconds of a step, memory, versions. Training doesn't read it."""
     rates: dict[str, Any] | None = None
-    """With `data.packing: none`: what the stages cost, as it was measured, by which each step is planned."""
+    """With `data.packing: none`: the measured costs of the stages, from which each step is planned."""
 
 
 # What adamw has where nothing else is given; another optimizer has the defaults of its class.
@@ -249,10 +256,10 @@ class OptimizerSection(Record):
 
     name: str = "adamw"
     """A class of torch.optim in small letters (adamw, sgd, nadam, adafactor), or the import path of an optimizer, such
-    as `package.module.Class`. One that must see more of the gradient than a rank has is refused."""
+    as `package.module.Class`. One that needs more of the gradient than a rank has is refused."""
     lr: PositiveFloat | None = None
-    """Learning rate at the end of the warm-up. Default: 3e-4 for adamw, for others that of their class; likewise for
-    `betas`, `eps` and `weight_decay`."""
+    """Learning rate at the end of the warm-up. Default: 3e-4 for adamw; for other optimizers `lr`, `betas`, `eps` and
+    `weight_decay` have the defaults of their class."""
     betas: tuple[float, float] | None = None
     """Decay of the running mean and of the running square. Default: (0.9, 0.95) for adamw."""
     eps: PositiveFloat | None = None
@@ -264,13 +271,13 @@ class OptimizerSection(Record):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
     schedule: str = "cosine"
-    """The course of the learning rate after the warm-up: cosine, constant, or one of transformers by its name there
+    """Learning-rate schedule after the warm-up: cosine, constant, or the name of one in transformers
     (linear, polynomial, inverse_sqrt, cosine_with_restarts, cosine_with_min_lr, warmup_stable_decay and others), whose
     warm-up begins at 0."""
     schedule_args: Arguments = Field(default={})
     """Arguments of a schedule of transformers, such as `{num_decay_steps: 100}` of warmup_stable_decay."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Where the cosine ends, as a share of `lr`. Default: 0.1."""
+    """Final learning rate of the cosine, as a fraction of `lr`. Default: 0.1."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the whole model's gradient; null for no clipping."""
 
@@ -297,18 +304,18 @@ class OptimizerSection(Record):
                 raise ValueError(f"optimizer.args.{name}={self.args[name]}: give it as optimizer.{name}")
         if self.min_lr_ratio is not None and self.schedule != "cosine":
             raise ValueError(
-                f"optimizer.min_lr_ratio={self.min_lr_ratio} is where schedule=cosine ends, and "
-                f"schedule={self.schedule} has no use for it; leave it out, or give null where a file has it"
+                f"optimizer.min_lr_ratio={self.min_lr_ratio} is the end of schedule=cosine, and "
+                f"schedule={self.schedule} doesn't use it; leave it out, or set it to null if the file has it"
             )
         return self
 
 
 class LoraSection(Record):
-    """An adapter by LoRA that is trained in place of the model's weights, with the settings of PEFT's LoraConfig."""
+    """An adapter by LoRA that is trained instead of the model's weights, with the settings of PEFT's LoraConfig."""
 
     path: str | None = None
-    """A folder of an adapter that PEFT, or an earlier run's export, has saved: it is trained further, with its own
-    settings; of those here only `export` may be given with it."""
+    """Folder of an adapter, saved by PEFT or exported by an earlier run, to train further with its own settings; of the
+    settings here only `export` may be given with it."""
     r: PositiveInt = 8
     """The rank of each update."""
     alpha: PositiveFloat = 16
@@ -319,23 +326,23 @@ class LoraSection(Record):
     """The names of the modules that get an adapter, such as `[q_proj, v_proj]`, or a pattern. all-linear: every linear
     layer but the head."""
     exclude_modules: str | list[str] | None = None
-    """Names of modules, or a pattern, that get none."""
+    """Names of modules, or a pattern, without an adapter."""
     layers_to_transform: list[int] | None = None
     """The layers that get adapters. Default: all. The backward ends at the lowest."""
     modules_to_save: list[str] | None = None
-    """Modules, by the ends of their names, of which a copy is trained as a whole, such as `[lm_head]`."""
+    """Modules that are trained in full beside the adapter, given by the ends of their names, such as `[lm_head]`."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """lora_only: the biases of modules with an adapter are trained too; all: every bias of the model."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r)."""
     use_dora: bool = False
-    """Train the length of each weight's rows apart from their direction."""
+    """DoRA: train the magnitude of each weight's rows apart from their direction."""
     rank_pattern: dict[str, int] = Field(default={})
-    """Other ranks by the modules' names."""
+    """Ranks that differ from `r`, by module name."""
     alpha_pattern: dict[str, float] = Field(default={})
-    """Other alphas by the modules' names."""
+    """Alphas that differ from `alpha`, by module name."""
     init: Literal["default", "gaussian"] = "default"
-    """The distribution from which the first factor is drawn, by `training.seed`; the second is zero."""
+    """Initial distribution of the first factor, drawn with `training.seed`; the second is zero."""
     export: Literal["adapter", "merged", "both"] = "both"
     """What is exported. adapter: the folder `adapter/`, which PEFT loads. merged: the whole model, in `model/`."""
 
@@ -376,6 +383,8 @@ class LoraSection(Record):
         Raises SlipstreamError where that of `path` can't be read.
         """
         from peft import LoraConfig
+
+        from slipstream.model.adapters import read_adapter_config
 
         if self.path is not None:
             return read_adapter_config(self.path, base, "lora.path")

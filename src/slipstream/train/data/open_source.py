@@ -9,9 +9,17 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import SourceSection
-from slipstream.train.data.samples import ChatTemplate, SampleReader, tokenise_samples
+from slipstream.train.data.chat_templates import ChatTemplate
+from slipstream.train.data.samples import (
+    QUESTION_CONTEXTS,
+    SampleReader,
+    conversation_column,
+    question_columns,
+    tokenise_samples,
+)
 from slipstream.train.data.sources import Documents, read_documents, read_rows, with_given_keys
 from slipstream.train.data.tokenised_text import TokenisedText, check_known, tokenise
+from slipstream.units import plural
 
 
 @dataclass(frozen=True)
@@ -52,19 +60,19 @@ class OpenSource:
         if self.form == "pairs":
             has_prompts = "prompt" in self.rows.column_names
             whose = "a prompt of its own" if has_prompts else "the first messages that both have"
-            return f"preferences: {len(self.rows):,} pairs of answers to {whose}, of which the answers count"
+            return f"preferences: {plural(len(self.rows), 'pair')} of answers to {whose}, of which the answers count"
         if isinstance(self.rows, Documents):
-            noun = "document" if len(self.rows) == 1 else "documents"
-            return f"text: {len(self.rows):,} {noun}, {self.rows.num_characters:,} characters"
+            return f"text: {plural(len(self.rows), 'document')}, {self.rows.num_characters:,} characters"
         counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
-        counted |= {"completion": "the completion counts" if self.form != "messages" else "the last turn counts"}
+        last = "the completion counts" if self.form not in CONVERSATIONS else "the last turn counts"
+        counted |= {"completion": last}
         what = "what the labels say counts" if "labels" in self.rows.column_names else counted[self.loss]
-        return f"{self.form}: {len(self.rows):,} samples, of which {what}"
+        return f"{self.form}: {plural(len(self.rows), 'sample')}, of which {what}"
 
     @property
     def has_messages(self) -> bool:
         """Whether rows need a chat template."""
-        return self.form == "messages" or (self.form in _ANSWERS and not self._is_plain)
+        return self.form in CONVERSATIONS or (self.form in _ANSWERS and not self._is_plain)
 
     @property
     def num_closed(self) -> int:
@@ -79,16 +87,14 @@ class OpenSource:
 
     def texts(self) -> Iterator[str]:
         """Yields the texts in all rows, for a tokenizer to be trained on."""
-        columns = {
-            "messages": [self.source.messages_column],
-            "prompt-completion": ["prompt", "completion"],
-            "pairs": ["prompt", *PAIR_COLUMNS],
-        }
-        for row in self.rows:
-            if self.form == "text":
-                yield row
-            for column in columns.get(self.form, ()):
-                yield from texts_in(row.get(column))
+        if self.form == "text":
+            yield from self.rows
+        elif self.form != "tokens":
+            columns = columns_of(self.source, self.rows.column_names) | {"pairs": ("prompt", *PAIR_COLUMNS)}
+            more = ("system", *QUESTION_CONTEXTS) if self.form in CONVERSATIONS else ()
+            for row in self.rows:
+                for column in (*columns[self.form], *more):
+                    yield from texts_in(row.get(column))
 
     def tokenise(
         self, tokenizer: Any, template: ChatTemplate | None, seq_len: int, progress: Progress
@@ -124,20 +130,22 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for message in value if isinstance(value, list) else ():
-        if isinstance(message, dict) and isinstance(message.get("content"), str):
-            yield message["content"]
+        if isinstance(message, dict):
+            yield from (message[name] for name in ("content", "value") if isinstance(message.get(name), str))
 
 
 # Which tokens of a form can count; the first is the default.
 _LOSSES = {
     "text": ("all",),
     "messages": ("assistant", "completion", "all"),
+    "question-answer": ("assistant", "completion", "all"),
     "prompt-completion": ("completion", "assistant", "all"),
     "tokens": ("all",),
 }
 
-# The forms that may be conversations.
-WITH_ANSWERS = ("messages", "prompt-completion")
+# The forms that are conversations, and those that may be.
+CONVERSATIONS = ("messages", "question-answer")
+WITH_ANSWERS = (*CONVERSATIONS, "prompt-completion")
 
 # The columns of pairs of answers, which may have a prompt besides.
 PAIR_COLUMNS = ("chosen", "rejected")
@@ -145,14 +153,13 @@ PAIR_COLUMNS = ("chosen", "rejected")
 # The column that shows whether answers are texts or messages.
 _ANSWERS = {"prompt-completion": "completion", "pairs": "chosen"}
 
-_SHAREGPT = "conversations"
 
-
-def columns_of(source: SourceSection) -> dict[str, tuple[str, ...]]:
-    """Returns the columns that each form needs."""
+def columns_of(source: SourceSection, columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the columns that each form needs: those that are there of those that would do."""
     return {
-        "messages": (source.messages_column,),
+        "messages": (conversation_column(source, columns),),
         "prompt-completion": ("prompt", "completion"),
+        "question-answer": question_columns(columns),
         "tokens": ("input_ids",),
         "text": (source.text_column,),
     }
@@ -164,7 +171,7 @@ def find_form(source: SourceSection, columns: Sequence[str]) -> str:
     Raises:
         SlipstreamError: where they fit no form, or several.
     """
-    wanted = columns_of(source)
+    wanted = columns_of(source, columns)
     if source.form is not None:
         missing = [name for name in wanted[source.form] if name not in columns]
         if missing:
@@ -175,6 +182,12 @@ def find_form(source: SourceSection, columns: Sequence[str]) -> str:
         raise SlipstreamError(
             f"{source.name} has the columns of several forms ({', '.join(columns)}); choose one with data.form: "
             + " or ".join(fitting)
+        )
+    if not fitting and {*PAIR_COLUMNS} <= {*columns}:
+        raise SlipstreamError(
+            f"{source.name} has the columns {' and '.join(PAIR_COLUMNS)}, pairs of answers to prefer one of, for which "
+            "a configuration has the section preference: give --preference.loss=dpo, or choose the column of a text "
+            "with data.text_column"
         )
     if not fitting:
         raise SlipstreamError(_without(source, source.text_column, columns))
@@ -195,14 +208,9 @@ def _without(source: SourceSection, missing: str, columns: Sequence[str]) -> str
         f"{source.name} has no column {missing!r}; choose data.text_column, or --column of `slipstream eval`, from: "
         + ", ".join(columns)
     ]
-    if _SHAREGPT in columns:
+    if source.form is None:
         lines.append(
-            f"The column {_SHAREGPT} may be of ShareGPT's kind, whose turns have from and value: rename these to role "
-            f"and content, with the roles system, user and assistant, and give data.messages_column={_SHAREGPT}"
-        )
-    elif source.form is None:
-        lines.append(
-            "Rows that aren't text have the columns messages (else: data.messages_column), prompt and completion, or "
-            "input_ids"
+            "Rows that aren't text have the columns messages or conversations (else: data.messages_column), prompt and "
+            "completion, question and answer, instruction and output, or input_ids"
         )
     return ". ".join(lines)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import groupby, takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.model import IGNORED
 from slipstream.train.config import SourceSection
+from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.tokenised_text import DocumentWriter, TokenisedText
 
 Sample = tuple[list[int], list[int]]  # tokens and labels
@@ -54,11 +53,15 @@ class SampleReader:
     def _read_document(self, row: Mapping[str, Any]) -> Sample:
         if self._form == "tokens":
             return _given_tokens(row)
-        tokens, counts = self._conversation(row) if self._form == "messages" else self._completion(row)
+        tokens, counts = self._completion(row) if self._form in ("prompt-completion", "pairs") else self._turns(row)
         return tokens, [token if count else IGNORED for token, count in zip(tokens, counts, strict=True)]
 
-    def _conversation(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        messages = _checked_messages(row[self._source.messages_column], self._source.messages_column)
+    def _turns(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        if self._form == "question-answer":
+            messages = _question_and_answer(row)
+        else:
+            column = conversation_column(self._source, row)
+            messages = _checked_messages(row[column], column, row.get("system"))
         return self._counted(messages, len(messages) - 1, _tools(row.get("tools")))
 
     def _completion(self, row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
@@ -77,6 +80,9 @@ class SampleReader:
     def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
         template = self._template = self._template or ChatTemplate(self._tokenizer)
+        roles = dict.fromkeys(str(each.get("role")) for each in messages)
+        if self._loss == "assistant" and "assistant" not in roles:
+            raise UnusableRowError(f"in which no turn is the assistant's (the roles are {', '.join(roles)})")
         if self._loss == "assistant":
             return template.assistant_turns(messages, tools)
         tokens = template.tokens(messages, tools)
@@ -133,8 +139,72 @@ def _tools(given: Any) -> Any:
         raise SlipstreamError(f"tools must be a list of tools, or JSON text of one, and this isn't: {error}") from error
 
 
-def _checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:
-    """Returns messages without their empty fields. Raises UnusableRowError and SlipstreamError as `read` does."""
+def conversation_column(source: SourceSection, columns: Container[str]) -> str:
+    """Returns the column with the conversations: where the usual one isn't there, the one that ShareGPT has."""
+    usual = type(source).model_fields["messages_column"].default
+    is_sharegpt = source.messages_column == usual and usual not in columns and _SHAREGPT in columns
+    return _SHAREGPT if is_sharegpt else source.messages_column
+
+
+def question_columns(columns: Container[str]) -> tuple[str, str]:
+    """Returns the columns with the question and the answer; Alpaca's, where there are none."""
+    return next((both for both in _QUESTIONS if both[0] in columns and both[1] in columns), _QUESTIONS[0])
+
+
+_SHAREGPT = "conversations"
+# Who speaks, as ShareGPT and its kin say it.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant"}
+_ROLES |= {"observation": "tool", "function_response": "tool"}
+_ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
+
+_QUESTIONS = (
+    ("instruction", "output"),  # Alpaca
+    ("instruction", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("prompt", "response"),
+)
+# What a question is asked of, where a row has it.
+QUESTION_CONTEXTS = ("input", "context")
+
+
+def _question_and_answer(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the turns of a row with a question and an answer, after those of its `system` and `history`, if any.
+
+    Raises UnusableRowError and SlipstreamError as `read` does.
+    """
+    columns = question_columns(row)
+    question, answer = (row[name] for name in columns)
+    if question is None or answer is None:
+        raise UnusableRowError(_NULL)
+    contexts = [row[name] for name in QUESTION_CONTEXTS if row.get(name) is not None]
+    if not all(isinstance(each, str) for each in (question, answer, *contexts)):
+        raise SlipstreamError(f"{' and '.join(columns)} must be texts, and so must {' and '.join(QUESTION_CONTEXTS)}")
+    if not answer.strip():
+        raise UnusableRowError(_EMPTY)
+    asked = "\n\n".join(each for each in (question, *contexts) if each.strip())
+    before = row.get("history") or []
+    if not isinstance(before, list) or any(not isinstance(each, list) or len(each) != 2 for each in before):
+        raise SlipstreamError("history must be a list of pairs: a question and its answer")
+    turns = [text for both in (*before, (asked, answer)) for text in both]
+    speakers = ("user", "assistant") * (len(before) + 1)
+    messages = [{"role": who, "content": text} for who, text in zip(speakers, turns, strict=True)]
+    return _after_system(messages, row.get("system"))
+
+
+def _after_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """Returns messages after the text of a row's column `system`, unless they begin with such a message."""
+    if not isinstance(system, str) or not system.strip() or messages[0].get("role") == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _checked_messages(messages: Any, column: str, system: Any = None) -> list[dict[str, Any]]:
+    """Returns messages without their empty fields, and ShareGPT's as any other, after the text of its column `system`.
+
+    Raises UnusableRowError and SlipstreamError as `read` does.
+    """
     if messages is None:
         raise UnusableRowError(_NULL)
     if len(messages) == 0:
@@ -142,15 +212,32 @@ def _checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise SlipstreamError(f"{column} must be a list of messages like {{role: user, content: ...}}")
     given = [{name: value for name, value in each.items() if value is not None} for each in messages]
+    is_sharegpt = "from" in given[0] and "role" not in given[0]
+    if is_sharegpt:
+        given = [_with_role(each, column) for each in given]
     for each in given:
         if "role" not in each:
-            hint = "; rename from and value" if "from" in each else ""
             raise SlipstreamError(
-                f"each message in {column} needs a role and a content, but one has {', '.join(each) or 'nothing'}{hint}"
+                f"each message in {column} needs a role and a content, or from and value, but one has "
+                f"{', '.join(each) or 'nothing'}"
             )
         if len(each) == 1:
             raise UnusableRowError(_NULL)
-    return given
+    return _after_system(given, system) if is_sharegpt else given
+
+
+def _with_role(message: dict[str, Any], column: str) -> dict[str, Any]:
+    """Returns a message of ShareGPT with a role and a content. Raises SlipstreamError where nobody knows who speaks."""
+    names = {"from": "role", "value": "content"}
+    found = {names.get(name, name): value for name, value in message.items()}
+    if "role" not in found:
+        return found
+    if found["role"] not in _ROLES:
+        raise SlipstreamError(
+            f"a message in {column} is from {found['role']!r}, which is none of {', '.join(_ROLES)}; rename it, and "
+            "give calls of tools as messages with role and tool_calls"
+        )
+    return found | {"role": _ROLES[found["role"]]}
 
 
 def _given_tokens(row: Mapping[str, Any]) -> Sample:
@@ -237,141 +324,6 @@ def _report(
             f"{num_cut:,} of {total:,} {noun} have {what} training.seq_len={seq_len} tokens: what comes after them is "
             "left out"
         )
-
-
-Messages = Sequence[Mapping[str, Any]]
-LOOKED_AT = 100  # conversations
-# Or what is left of one whose beginning is in the header.
-_NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
-_MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class ChatTemplate:
-    """The chat template of a tokenizer, or the one of a file, which becomes the tokenizer's."""
-
-    def __init__(self, tokenizer: Any, file: Path | None = None) -> None:
-        """Raises SlipstreamError where there is none, or the file can't be read."""
-        self._tokenizer = tokenizer
-        if file is not None:
-            try:
-                tokenizer.chat_template = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise SlipstreamError(f"can't read data.chat_template={file}: {error}") from error
-        template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        if template is None:
-            raise SlipstreamError(
-                "the tokenizer has no chat template, by which messages become text; give the file of one with "
-                "--data.chat_template=chat.jinja, or name an instruct model's with --data.tokenizer=..."
-            )
-        self._marks_turns = _MARKS_TURNS.search(template) is not None
-
-    def tokens(self, messages: Messages, tools: Any = None, prompt: bool = False) -> list[int]:
-        """Returns the tokens of a conversation; of a `prompt`, with those that begin the assistant's next turn.
-
-        Raises:
-            SlipstreamError: with what the template says, where it refuses the conversation.
-        """
-        return [*self._apply(messages, tools, add_generation_prompt=prompt)["input_ids"]]
-
-    def assistant_turns(self, messages: Messages, tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Returns the tokens of a conversation, and of each whether it is in an assistant's turn.
-
-        The template says which are where it has `{% generation %}`. Else a turn begins where the conversation before
-        it ends, with what asks the assistant to speak, and ends where the conversation with it ends.
-
-        Raises:
-            SlipstreamError: where a conversation doesn't begin with the tokens of its first turns.
-        """
-        if self._marks_turns:
-            found = self._apply(messages, tools, return_assistant_tokens_mask=True)
-            return found["input_ids"], [bool(each) for each in found["assistant_masks"]]
-        tokens = self.tokens(messages, tools)
-        counts = [False] * len(tokens)
-        for place, message in enumerate(messages):
-            if message.get("role") == "assistant":
-                begin = len(self.prefix(tokens, messages[:place], tools, prompt=True))
-                end = len(self.prefix(tokens, messages[: place + 1], tools))
-                counts[begin:end] = [True] * (end - begin)
-        return tokens, counts
-
-    def prefix(self, tokens: Sequence[int], messages: Messages, tools: Any = None, prompt: bool = False) -> list[int]:
-        """Returns the tokens of the first messages. Raises SlipstreamError where `tokens`, of all, don't begin so."""
-        if not messages and not prompt:
-            return []
-        found = self.tokens(messages, tools, prompt)
-        if list(tokens[: len(found)]) != found:
-            written = [self._tokenizer.decode(each) for each in (tokens, found)]
-            raise SlipstreamError(
-                f"in the whole conversation, its first {len(messages)} messages{' and a header' if prompt else ''} "
-                + ("have other tokens" if written[0].startswith(written[1]) else "are written differently")
-                + " than by themselves, so that the assistant's turns can't be found. Give a template that marks them "
-                "by {% generation %} and {% endgeneration %}, or whose headers end with a line break or a special "
-                "token, with --data.chat_template=chat.jinja; or let every token count with --data.loss=all"
-            )
-        return found
-
-    def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
-        try:
-            return self._tokenizer.apply_chat_template([*messages], tools=tools or None, return_dict=True, **options)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise SlipstreamError(f"the chat template can't write this conversation: {error}") from error
-
-
-def find_turn_problems(texts: Sequence[TokenisedText], tokenizer: Any, seq_len: int) -> list[str]:
-    """Returns what is probably wrong with what counts in the first conversations of texts, which were cut after
-    `seq_len` tokens: turns without an end, and empty thoughts. Each is said of the first text that has it."""
-    found = [_problems(text, tokenizer, seq_len) for text in texts]
-    return [said for kind in ("end", "thoughts") if (said := next((each[kind] for each in found if kind in each), ""))]
-
-
-def _problems(text: TokenisedText, tokenizer: Any, seq_len: int) -> dict[str, str]:
-    marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    number = min(LOOKED_AT, text.num_documents)
-    ends, num_thoughtless, last = [], 0, ""
-    for document in range(number):
-        turns = [*_counted_turns(text, document)]
-        ends += [_is_ended(tokens, tokenizer, marks) for tokens, end in turns if end < seq_len]
-        written = [str(tokenizer.decode(tokens)) for tokens, _ in turns]
-        num_thoughtless += any(_NO_THOUGHTS.search(each) for each in written)
-        last = written[-1] if written else last
-    problems = {}
-    if ends and not any(ends):
-        end = tokenizer.eos_token
-        problems["end"] = (
-            f"no turn that counts ends with a special or added token in the first {number:,} conversations (the last "
-            f"ends with {last[-20:]!r}), so the model doesn't learn to stop. Let the chat template close the "
-            "assistant's turns with {{ eos_token }}"
-            + (f" ({end})" if end else ", of a tokenizer that has one (data.tokenizer)")
-            + ", before {% endgeneration %} where it has that, and give its file with --data.chat_template=chat.jinja"
-        )
-    if num_thoughtless:
-        problems["thoughts"] = (
-            f"an empty <think> block counts in {num_thoughtless:,} of the first {number:,} conversations, so the model "
-            "learns to answer without thinking. If it shouldn't, leave the block out of the chat template, or let "
-            "{% generation %} begin after it, and give its file with --data.chat_template=chat.jinja"
-        )
-    return problems
-
-
-def _counted_turns(text: TokenisedText, document: int) -> Iterator[tuple[list[int], int]]:
-    """Yields the tokens of each turn that counts, and where it ends in the document."""
-    tokens = text.document(document).tolist()
-    counts = np.concatenate([[False], text.labels_of(document) != IGNORED, [False]])
-    places = np.flatnonzero(np.diff(counts)).tolist()
-    for begin, end in zip(places[::2], places[1::2], strict=True):
-        yield tokens[begin:end], end
-
-
-def _is_ended(tokens: Sequence[int], tokenizer: Any, marks: set[int]) -> bool:
-    """Returns whether a turn ends with one of the tokens `marks`; white space, such as a line break, may follow."""
-    for token in reversed(tokens):
-        if str(tokenizer.decode([token])).strip():
-            return token in marks
-    return False
 
 
 _MOST = 240  # tokens in a row that count, or don't, of which all are shown

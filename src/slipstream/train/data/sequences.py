@@ -109,7 +109,8 @@ class TrainingSequences(ABC):
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns one replica's part of sequences `first` to `first + size - 1`. Replicas have equally many sequences
-        of one length; of others about as many tokens, and each a sequence at least."""
+        of one length, but for one where these don't divide; of others about as many tokens, and each a sequence at
+        least."""
         rows = [self.row(index) for index in self.share(first, size, replica, num_replicas)]
         if self.packing == "none":
             return _unpacked(rows)
@@ -145,8 +146,8 @@ class TrainingSequences(ABC):
     def share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
         """Returns the numbers of the sequences of a replica's `batch`, in their order."""
         if self.packing == "fixed":
-            each = size // num_replicas
-            return range(first + replica * each, first + (replica + 1) * each)
+            begin, end = (first + size * number // num_replicas for number in (replica, replica + 1))
+            return range(begin, end)
         lengths = [self.length(index) for index in range(first, first + size)]
         return [first + place for place in _dealt(lengths, num_replicas)[replica]]
 

@@ -87,8 +87,9 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
             if streaming and rows.features is None and any(file.suffix == ".json" for file in files):
                 # A list in one file is read whole anyhow, but streamed its columns of mixed types come as JSON text.
                 return read_rows(config).to_iterable_dataset()
-            return rows
-        return load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
+        else:
+            rows = load_dataset(str(config.dataset), config.dataset_config, split=config.split, **options)
+        return rows if config.max_samples is None else rows.take(config.max_samples)
     except Exception as error:  # `datasets` raises many types; all mean that it can't be read
         if where := find_bad_line(files):
             raise SlipstreamError(f"{config.option}={where}") from error
@@ -139,7 +140,7 @@ def _bad_line_of(path: Path) -> str:
             try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError as error:
-                return f"{path}, line {number} isn't JSON ({error}): {shown}. Mend it, or leave it out"
+                return f"{path}, line {number} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
             if not isinstance(row, dict):
                 return f'{path}, line {number} is no row: {shown}. Write each line as {{"text": ...}}'
     return ""
@@ -197,10 +198,10 @@ def read_documents(config: SourceSection, say: Callable[[str], None], rows: Any 
     """
     if config.corpus is not None:
         library = _standard_library()
-        return Documents(config, lambda: map(_read_file, library), say)
+        return Documents(config, lambda: map(_read_file, library[: config.max_samples]), say)
     if not config.has_rows:
         files = find_files(config.files or (), config.suffixes)
-        return Documents(config, lambda: map(_read_file, files), say)
+        return Documents(config, lambda: map(_read_file, files[: config.max_samples]), say)
     rows = read_rows(config) if rows is None else rows
     return Documents(config, lambda: _column(rows, config.text_column), say)
 

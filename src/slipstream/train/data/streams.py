@@ -14,9 +14,10 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.train.config import Config, SourceSection
 from slipstream.train.data import sequences_of
-from slipstream.train.data.open_source import find_form, find_loss
+from slipstream.train.data.chat_templates import ChatTemplate
+from slipstream.train.data.open_source import CONVERSATIONS, find_form, find_loss
 from slipstream.train.data.packing import Mixture, rounded_counts
-from slipstream.train.data.samples import ChatTemplate, SampleReader, read_samples
+from slipstream.train.data.samples import SampleReader, read_samples
 from slipstream.train.data.sequences import Row, TokenBatch, TrainingSequences
 from slipstream.train.data.sources import find_bad_line, read_rows, row_files, with_given_keys
 from slipstream.train.data.tokenised_text import Array, TokenisedText, load_texts, load_tokenizer, tokenise
@@ -43,7 +44,10 @@ class RowStream:
         """What decides which rows come when: of a file its size, too."""
         source, sizes = self._source, [file.stat().st_size for file in row_files(self._source)]
         what = source.dataset if source.files is None else source.name
-        return {"stream": f"{what}/{source.dataset_config}/{source.split}", "bytes": sum(sizes) if sizes else None}
+        stream = f"{what}/{source.dataset_config}/{source.split}"
+        if source.max_samples is not None:
+            stream += f", {source.max_samples} rows"
+        return {"stream": stream, "bytes": sum(sizes) if sizes else None}
 
     def state(self) -> State:
         """Returns what `go_to` needs to go on with the next block, as JSON can hold it."""
@@ -270,7 +274,8 @@ def _stream(config: Config, source: SourceSection, tokenizer: Any, say: Callable
     stream = RowStream(source, section.shuffle_rows)
     form = find_form(source, stream.columns)
     loss = find_loss(source, form)
-    template = ChatTemplate(tokenizer, section.chat_template) if form == "messages" or section.chat_template else None
+    needs_template = form in CONVERSATIONS or section.chat_template
+    template = ChatTemplate(tokenizer, section.chat_template) if needs_template else None
     reader = SampleReader(source, form, loss, tokenizer, template)
 
     def make(name: str, rows: list[dict[str, Any]]) -> TokenisedText:

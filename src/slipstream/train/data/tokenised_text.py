@@ -283,22 +283,28 @@ def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
         )
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int, progress: Progress) -> Any:
-    """Trains a byte-level BPE of at most `vocab_size` tokens, one of which ends a document."""
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, progress: Progress, special_tokens: Sequence[str] = ()
+) -> Any:
+    """Trains a byte-level BPE of at most `vocab_size` tokens, one of which ends a document, with `special_tokens`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= len(alphabet):
+    least = len(alphabet) + 1 + len(special_tokens)
+    if vocab_size < least:
         raise SlipstreamError(
-            f"a byte-level vocabulary needs at least {len(alphabet) + 1} tokens; given: {vocab_size}. "
+            f"a byte-level vocabulary needs at least {least} tokens; given: {vocab_size}. "
             f"Raise data.vocab_size (or model.config.vocab_size)."
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[*dict.fromkeys([END_OF_DOCUMENT, *special_tokens])],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     with progress.waiting("training a tokenizer"):
         tokenizer.train_from_iterator(documents, trainer=trainer)

@@ -1,4 +1,4 @@
-"""The FLOPs of a step, the utilisation of the devices, and the time that training takes.
+"""The FLOPs of a step, and the utilisation of the devices.
 
 FLOPs are those of matrix products, two for a multiplication with its addition (PTD-P appendix A), in any precision.
 They are counted by running the model's code; PTD-P's formulas for a GPT of the same size are given for comparison.
@@ -14,22 +14,25 @@ A part's own I is counted as far down as its lowest trained weight. What an adap
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import torch
 from transformers import PretrainedConfig
 
+from slipstream.attention import cache_folder
 from slipstream.cost import SHIPPED, AttentionCall, ModelCount, PartCount, load_cluster
 from slipstream.model import HalfLayer, LayerHalf, LayerRange, ModelEnd
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.pipeline.families import StageLayout
-from slipstream.profile import count_model
+from slipstream.profile import count_model, identify_hardware
 from slipstream.schedule import Op, SlicedMicrobatch
-from slipstream.units import long_duration_text
 
 _TERA = 1e12
 
@@ -65,19 +68,6 @@ class StepFigures:
     hardware_tflops_per_device: float  # PTD-P's figure, since PTD-P recomputes everything
     mfu: float
     hfu: float
-
-
-@dataclass(frozen=True)
-class TrainingTime:
-    """The seconds that training on some number of tokens takes."""
-
-    measured: float  # at the step's rate
-    ptdp: float | None  # 8TP/(nX), which leaves out attention's scores; None where weights are frozen
-
-    def describe(self, tokens: int) -> str:
-        """Returns a line that says how long training on `tokens` takes, as measured and by the rule of PTD-P."""
-        by_rule = "" if self.ptdp is None else f" (8TP/(nX): {long_duration_text(self.ptdp)})"
-        return f"{tokens:,} tokens take {long_duration_text(self.measured)} at this rate{by_rule}"
 
 
 class FlopsMeter:
@@ -178,19 +168,6 @@ class FlopsMeter:
         scores = replicas * sum(number * self._whole.scores(0, length) for number, length in rows)
         return *recomputed_flops(self.count, layout, microbatches, replicas), scores
 
-    def time_to_train(self, tokens: float, seconds_per_step: float) -> TrainingTime:
-        """Returns the seconds that training on `tokens` takes, at the measured rate and by PTD-P section 5.1, 8TP/(nX).
-
-        The paper's X counts a recomputed forward, four passes for three, and so does this, whether or not there is one.
-        """
-        run = self.run
-        achieved = 4 / 3 * run.model_flops / (run.num_devices * seconds_per_step)
-        by_rule = 8 * tokens * run.num_parameters / (run.num_devices * achieved)
-        return TrainingTime(
-            measured=tokens / run.tokens_per_step * seconds_per_step,
-            ptdp=by_rule if run.num_trained == run.num_parameters else None,
-        )
-
 
 def recomputed_flops(
     count: ModelCount, layout: StageLayout | None, microbatches: Sequence[SlicedMicrobatch], replicas: float
@@ -270,7 +247,7 @@ _SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 _SECONDS = 0.5  # of measuring
 _MOST_PRODUCTS = 50
 # Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
-_LESSER = frozenset({"pcie", "nvl", "mig"})
+_LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})  # of a device's name, where it has other peaks
 
 
 @dataclass(frozen=True)
@@ -300,14 +277,19 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
         return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
     words, kind = set(_words(name)), str(dtype).removeprefix("torch.")
     for each in (load_cluster(shipped).device for shipped in SHIPPED):
-        model = _words(each.name)[1]  # `h100` of NVIDIA H100-SXM5-80GB
-        if model in words and not words & _LESSER and kind in each.flops:
+        described = _words(each.name)
+        model = next(word for word in described if re.search(r"\d{2}", word))  # `h100` of NVIDIA H100-SXM5-80GB
+        if model in words and words & _LESSER == {*described} & _LESSER and kind in each.flops:
             return DevicePeak(each.flops[kind], f"data sheet of {each.name}, {kind}")
     return None
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """Returns the rate of the fastest product of two square matrices; takes half a second or so."""
+    """Returns the rate of the fastest product of two square matrices; takes half a second or so.
+
+    It is kept, and returned where this hardware is slower now: busy with something else, it has no lower peak, against
+    which the same step would look faster.
+    """
     n = _SIZES.get(device.type, _SIZES["cuda"])
     generator = torch.Generator().manual_seed(0)  # training's own random numbers stay as they are
     a, b = (torch.randn(n, n, generator=generator).to(device, dtype) for _ in range(2))
@@ -316,7 +298,23 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
     while runs == 0 or (time.perf_counter() - began < _SECONDS and runs < _MOST_PRODUCTS):
         best, runs = min(best, _seconds(a, b)), runs + 1
     kind = str(dtype).removeprefix("torch.")
-    return DevicePeak(2 * n**3 / best, f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
+    hardware = identify_hardware(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    flops = _fastest(json.dumps([kind, *asdict(hardware).values()]), 2 * n**3 / best)
+    return DevicePeak(flops, f"measured: {n} x {n} by {n} x {n}, {kind}, on this {device.type}")
+
+
+def _fastest(measured_on: str, flops: float) -> float:
+    """Returns the highest rate that was measured on this hardware so far, this one included, and keeps it."""
+    file, kept = cache_folder() / "peaks.json", dict[str, float]()
+    with suppress(OSError, ValueError):
+        kept = {str(name): float(rate) for name, rate in json.loads(file.read_text()).items()}
+    if flops > kept.get(measured_on, 0.0):
+        with suppress(OSError):  # where nothing can be kept, each run has what it measures
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps({**kept, measured_on: flops}))
+            part.replace(file)
+    return max(flops, kept.get(measured_on, 0.0))
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:

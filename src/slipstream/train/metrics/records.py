@@ -27,7 +27,7 @@ from slipstream.schedule import Op
 from slipstream.timeline import Cause, Timeline, idle_by_cause
 from slipstream.train.metrics.flops import RunFigures, StepFigures
 from slipstream.train.preferences import describe_rewards
-from slipstream.train.run_folder import RunFolder
+from slipstream.train.run_folder import RunFolder, read_lines
 from slipstream.units import bytes_text
 from slipstream.version import __version__
 
@@ -108,15 +108,27 @@ class StartRecord:
     hosts: list[str]  # of each rank
     device: str
     versions: dict[str, str]
+    mesh: dict[str, int] | None = None  # the ranks of each axis
+    repeated_steps: int | None = None  # since the checkpoint that the run goes on from, which run again
 
     @classmethod
-    def now(cls, started_after: int, hosts: list[str], device: torch.device) -> StartRecord:
+    def now(
+        cls, started_after: int, hosts: list[str], device: torch.device, mesh: dict[str, int], repeated_steps: int
+    ) -> StartRecord:
         """Returns the record of a start at this moment."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
         versions = {"slipstream": __version__, "python": platform.python_version()}
         versions |= {each: metadata.version(each) for each in ("torch", "transformers")}
         time = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(started_after, time, hosts, name, versions)
+        return cls(started_after, time, hosts, name, versions, mesh, repeated_steps if started_after else None)
+
+
+@dataclass(frozen=True)
+class ChangeRecord:
+    """How long a run that went on from a checkpoint stood still: from the last line of the metrics before to the end of
+    its first step since."""
+
+    change_seconds: float
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ class SaveRecord:
     checkpoint_bytes: int
 
 
-MetricsRecord = StartRecord | RunFigures | StepRecord | ValidationRecord | SaveRecord
+MetricsRecord = StartRecord | ChangeRecord | RunFigures | StepRecord | ValidationRecord | SaveRecord
 
 
 def as_dictionary(record: MetricsRecord) -> dict[str, Any]:
@@ -191,6 +203,14 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def last_of_before(path: Path, step: int) -> tuple[int, float]:
+    """Returns how many steps after this one a metrics file has, and when it was last written."""
+    if not path.exists():
+        return 0, 0.0
+    numbers = [line["step"] for line in read_lines(path) if "loss" in line]
+    return max(max(numbers, default=0) - step, 0), path.stat().st_mtime
 
 
 class MetricsFile:

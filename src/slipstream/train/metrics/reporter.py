@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import statistics
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,17 +21,19 @@ from slipstream.train.data import TokenBatch
 from slipstream.train.device_choice import share_of_gpu
 from slipstream.train.metrics.flops import FlopsMeter, find_peak
 from slipstream.train.metrics.records import (
+    ChangeRecord,
     MetricsRecord,
     Phases,
     StartRecord,
     StepRecord,
     Tracker,
+    last_of_before,
     make_trackers,
     peak_memory,
 )
 from slipstream.train.run_context import RunContext
 from slipstream.train.training_step import StepResult, compute_dtype
-from slipstream.units import bytes_text, times_text
+from slipstream.units import bytes_text, long_duration_text, times_text
 from slipstream.watchdog import counted_off
 
 
@@ -68,6 +71,7 @@ class Reporter:
             except SlipstreamError as error:
                 run.progress.say(f"FLOPs are not shown: {error}")
         self._trackers: list[Tracker] = []  # none on ranks other than the first
+        repeated, self._stood_since = 0, 0.0
         self._stragglers, hosts = self._watch_for_stragglers()
         self._allocators = AllocatorWatch(run.world.gather(GpuMemory.now()), config.memory.recompute)
         self.asked_to_stop = ""  # the signal that has asked any rank to stop
@@ -75,11 +79,14 @@ class Reporter:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by whether "auto" was trying
         if pipe.leads:
             settings, folder = config.model_dump(mode="json"), run.folder
+            if resumed_after:
+                repeated, self._stood_since = last_of_before(folder.metrics, resumed_after)
             folder.listed.add(folder.metrics)
             if "tensorboard" in config.tracking.to:
                 folder.listed.add_folder(folder.tensorboard)
             self._trackers = make_trackers(config.tracking.to, folder.path, settings, resumed_after)
-        self.write(StartRecord.now(resumed_after, hosts, run.device))
+        mesh = {axis: group.size for axis, group in pipe.axes.items()}
+        self.write(StartRecord.now(resumed_after, hosts, run.device, mesh, repeated))
         if self._figures is not None:
             self.write(self._figures.run)
 
@@ -154,6 +161,9 @@ class Reporter:
         )
         for line in [*slow, *self._allocators.lines(step, gpus, trial)]:
             self._run.progress.warn(line)
+        if self._stood_since:
+            self.write(ChangeRecord(round(time.time() - self._stood_since, 3)))
+            self._stood_since = 0.0
         self.write(record)
         self._seconds[trial].append(seconds)
         self._num_tokens += sum(documents)
@@ -173,8 +183,8 @@ class Reporter:
         seconds = self._seconds[False] or self._seconds[True]
         if self._figures is not None and seconds:
             tokens = self._run.config.tracking.tokens or self._num_tokens
-            time = self._figures.time_to_train(tokens, statistics.median(seconds))
-            self._run.progress.say(time.describe(tokens))
+            time = long_duration_text(tokens / self._figures.run.tokens_per_step * statistics.median(seconds))
+            self._run.progress.say(f"{tokens:,} tokens take {time} at this rate")
         for tracker in self._trackers:
             with self._run.writes.of(tracker.name):
                 tracker.close()

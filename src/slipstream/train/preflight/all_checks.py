@@ -12,28 +12,38 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import AutoConfig
 
 from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best, require_best
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress
+from slipstream.launch import Progress, has_launcher
 from slipstream.model import meta_model
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
-from slipstream.train.config import Config, dump_config
+from slipstream.train.config import Config, dump_config, parse_config
 from slipstream.train.data import TrainingSequences, is_of_tokenizer, save_texts
+from slipstream.train.elastic_mesh import choose_mesh, table_of_changes
 from slipstream.train.folder_lock import FolderLock
 from slipstream.train.metrics import check_trackers
 from slipstream.train.optimizers import OptimizerTraits, check_arguments, check_schedule, try_optimizer
 from slipstream.train.planned_start import is_open, plan_obstacle
 from slipstream.train.preferences import check_reference
-from slipstream.train.preflight.memory_check import check_memory
-from slipstream.train.preflight.model_checks import check_model, load_model_config
-from slipstream.train.preflight.text_preparation import PreparedText, check_amount, check_sample, prepare_text
+from slipstream.train.preflight.memory_check import check_memory, memory_account
+from slipstream.train.preflight.model_checks import check_layers, check_model, load_model_config
+from slipstream.train.preflight.text_preparation import (
+    PreparedText,
+    add_vocabulary,
+    check_amount,
+    check_sample,
+    prepare_text,
+    stop_tokens,
+)
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.run_state import check_data, describe_data, differs
 from slipstream.train.training_step import count_steps
 from slipstream.train.validation import is_out_of_patience
+from slipstream.units import bytes_text
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,8 @@ class RunInputs:
                 model = self.config.model
                 if model.pretrained:
                     if (generation := read_generation(str(model.path))) is not None:
+                        stops = [*dict.fromkeys(stop_tokens(self.config, self.model_config))]
+                        generation.eos_token_id = stops if len(stops) > 1 else generation.eos_token_id
                         write_generation(part, generation)
                     # Files of a tokenizer that isn't the run's would be read with the run's own.
                     beside = part / folder.beside.name
@@ -100,9 +112,11 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
             f"training.output={config.training.output} can't be read: {error.strerror}; name a folder of your own"
         ) from error
     model_config = load_model_config(config.model)
+    add_vocabulary(config, model_config, progress)
     check_model(config, model_config, progress)
     check_optimizer(config, model_config)
     check_memory(config, model_config)
+    check_smaller_meshes(config, model_config)
     if reason := plan_obstacle(config):
         progress.say(reason)
     text = prepare_text(config, model_config, progress)
@@ -235,6 +249,57 @@ def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
         yield f"pipeline.vocabulary={pipeline.vocabulary}", "pipeline.vocabulary=whole"
 
 
+def check_smaller_meshes(config: Config, model_config: Any) -> None:
+    """Checks that the run could go on with any number of processes down to `training.min_ranks`.
+
+    Raises:
+        SlipstreamError: with the smallest number that would do.
+    """
+    least, found = config.training.min_ranks, config.num_processes
+    if least is None:
+        return
+    if least > config.num_processes and not has_launcher():
+        raise SlipstreamError(
+            f"training.min_ranks={least} is more than the {config.num_processes} processes of {config.mesh_text}; give "
+            f"--training.min_ranks={config.num_processes} or less"
+        )
+    checked = {config.mesh_text}
+    for number in range(config.num_processes - 1, least - 1, -1):
+        try:
+            mesh = choose_mesh(config, number)
+            if mesh.mesh_text not in checked:
+                checked.add(mesh.mesh_text)
+                _check_as_smaller(mesh, config, model_config)
+        except SlipstreamError as error:
+            raise SlipstreamError(
+                f"training.min_ranks={least}, but with {number} of {config.num_processes} processes the run couldn't "
+                f"go on: {error}. The smallest number that would do is {found}: give --training.min_ranks={found}"
+            ) from None
+        found = number
+
+
+def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
+    """Raises SlipstreamError where a run of the configuration couldn't go on with a smaller mesh."""
+    parse_config(yaml.safe_load(dump_config(mesh)))
+    check_layers(mesh, model_config)
+    check_optimizer(mesh, model_config)
+    check_memory(mesh, model_config)
+    rows, replicas = config.training.batch_size, mesh.parallel.data
+    divides = config.data.packing == "fixed" and rows % (replicas * mesh.pipeline.num_microbatches) == 0
+    if config.pipeline.router_loss != "none" and not divides:
+        raise SlipstreamError(
+            f"pipeline.router_loss={config.pipeline.router_loss} depends on the microbatches, which would be others: a "
+            f"batch doesn't divide into {mesh.pipeline.num_microbatches} equal ones for each of {replicas} replicas"
+        )
+    limit = config.memory.limit
+    if limit is None or (account := memory_account(mesh, model_config)) is None or (held := account()) <= limit:
+        return
+    raise SlipstreamError(
+        f"by the planner's account the fullest rank of {mesh.mesh_text} would hold {bytes_text(held)}, and "
+        f"memory.limit={limit:.6g} ({bytes_text(limit)})"
+    )
+
+
 _UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
 
 
@@ -252,7 +317,9 @@ def check_resume(config: Config, model_config: Any, sequences: TrainingSequences
         raise saved.unfit("was saved by pipe.save, and doesn't say on what it was trained: pipe.load goes on from it")
     _check_adapter(saved, config)
     if changes := list(_changes(saved.facts["settings"], config)):
-        progress.say(f"resuming after step {saved.step} with other settings than before:{_table(changes)}")
+        progress.say(
+            f"resuming after step {saved.step} with other settings than before:{table_of_changes('setting', changes)}"
+        )
     training = config.training
     check_data(saved.facts["data"], describe_data(sequences))
     saved.check_model(describe_model(_as_ranks_load_it(config, model_config)))
@@ -326,10 +393,3 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(inner, f"{name}.{key}" if name else key)
     else:
         yield name, value if isinstance(value, str) else json.dumps(value)
-
-
-def _table(changes: list[tuple[str, str, str]]) -> str:
-    rows = [("setting", "before", "now"), *changes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "".join(f"\n  {line.rstrip()}" for line in lines)

@@ -14,6 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.adapters import find_frozen, freeze
 from slipstream.model.autograd_memory import recompute_advice
+from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profile import count_model
 from slipstream.schedule import GENERATORS
@@ -121,7 +122,7 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
         length = changes.get("seq_len", config.training.seq_len)
         if length not in counts:
             counts[length] = count_model(model_config, length, dtype)
-        return _peak(config, counts[length], length, changes)
+        return _predict(config, counts[length], length, changes).peak_memory
 
     with suppress(SlipstreamError, ValueError, NotImplementedError):
         account()
@@ -129,7 +130,18 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     return None
 
 
-def _peak(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> float:
+def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | None:
+    """Returns how many times as long a step takes with another mesh, by counted operations; None where the model can't
+    be counted, or the planner knows no such plan."""
+    length = now.training.seq_len
+    with suppress(SlipstreamError, ValueError, NotImplementedError):
+        count = count_model(model_config, length, compute_dtype(now))
+        first, second = (_predict(each, count, length, {}).step_seconds for each in (before, now))
+        return second / first
+    return None
+
+
+def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> Prediction:
     pipeline, parallel, memory = config.pipeline, config.parallel, config.memory
     rows = max(1, _sequences(config, length) // parallel.data)
     given = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
@@ -151,7 +163,7 @@ def _peak(config: Config, count: ModelCount, length: int, changes: dict[str, Any
     )
     batch = each * -(-rows // each) * parallel.data
     source = AnalyticSource(count, _cluster(config.num_processes, count.dtype), "the run")
-    return search_plans(source, length, batch, options=options).best.peak_memory
+    return search_plans(source, length, batch, options=options).best
 
 
 def _sequences(config: Config, length: int) -> int:

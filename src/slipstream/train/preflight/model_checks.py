@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from slipstream.model import (
     find_anatomy,
     load_config,
     meta_model,
+    set_vocab_size,
     trust_remote_code,
 )
 from slipstream.model.adapters import (
@@ -47,6 +49,40 @@ def load_model_config(model: ModelSection) -> Any:
             trust_remote_code(model.path)
         return load_config(model.path)
     return config_from_settings(model.config or {}, "model.config")
+
+
+def check_new_rows(config: Config, model_config: Any, number: int) -> None:
+    """Raises SlipstreamError where the embedding and the head can't have rows for `number` tokens, or where an adapter
+    would leave the new ones as they are."""
+    had = model_config.get_text_config().vocab_size
+    grown = copy.deepcopy(model_config)
+    set_vocab_size(grown, number)
+    before, after = meta_model(model_config), meta_model(grown)
+    shapes = {name: each.shape for name, each in before.state_dict().items()}
+    ends = {id(each) for each in (after.get_input_embeddings(), after.get_output_embeddings())}
+    tables = {name for name, module in after.named_modules() if id(module) in ends}
+    for name, each in after.state_dict().items():
+        if each.shape != shapes.get(name) and name.rpartition(".")[0] not in tables:
+            raise SlipstreamError(
+                f"data.special_tokens: {number - had} of the tokens are new to {type(after).__name__}, which has rows "
+                f"by token in {name} too, where they can't be added; use tokens that the tokenizer has"
+            )
+    if config.lora is None:
+        return
+    copied = tuple(config.lora.peft_config(str(config.model.path)).modules_to_save or ())
+    if copied and all(name.endswith(copied) for name in tables):
+        return
+    names = ", ".join(sorted(name.rpartition(".")[2] for name in tables))
+    if after.all_tied_weights_keys:
+        raise SlipstreamError(
+            f"data.special_tokens: {number - had} of the tokens are new to the model, whose embedding is its head, and "
+            "an adapter can't train such a weight. Use tokens that the tokenizer has, such as those of "
+            "--data.chat_template=zephyr, or train all weights"
+        )
+    raise SlipstreamError(
+        f"data.special_tokens: {number - had} of the tokens are new to the model, and an adapter leaves their rows as "
+        f"they are. Train these along with it: --lora.modules_to_save=[{names}]"
+    )
 
 
 def check_model(config: Config, model_config: Any, progress: Progress) -> None:

@@ -9,20 +9,23 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
-from slipstream.model import longest_sequence
+from slipstream.model import longest_sequence, set_vocab_size
+from slipstream.pipeline.weights import read_generation
 from slipstream.train import data
 from slipstream.train.config import Config, SampleSection, SourceSection
-from slipstream.train.data.open_source import WITH_ANSWERS, OpenSource, find_form, find_loss
-from slipstream.train.data.samples import (
+from slipstream.train.data.chat_templates import (
     LOOKED_AT,
     ChatTemplate,
-    SampleReader,
     find_turn_problems,
-    read_samples,
-    show_example,
+    special_tokens,
+    with_special_tokens,
 )
+from slipstream.train.data.open_source import WITH_ANSWERS, OpenSource, find_form, find_loss
+from slipstream.train.data.samples import SampleReader, read_samples, show_example
 from slipstream.train.data.streams import MixedStreams, RowStream, stream_sequences
 from slipstream.train.data.tokenised_text import check_known
+from slipstream.train.preflight.model_checks import check_new_rows, load_model_config
+from slipstream.units import plural
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
     if sample := next((text for text in read if text.labels is not None), None):
         show_example(sample, tokenizer, progress)
-    for problem in find_turn_problems(chats, tokenizer, training.seq_len):
+    for problem in find_turn_problems(chats, tokenizer, training.seq_len, stop_tokens(config, model_config)):
         progress.warn(problem)
     return PreparedText(tokenizer, texts, validation, sequences)
 
@@ -100,7 +103,7 @@ def _open_stream(
         whose = "" if len(streams) == 1 else f" of {source.name}"
         progress.say(
             f"stream: the first {config.data.shuffle_rows:,} rows{whose}, or as many as there are, have "
-            f"{len(stream.first_text.tokens):,} tokens in {stream.num_sequences:,} sequences"
+            f"{plural(len(stream.first_text.tokens), 'token')} in {plural(stream.num_sequences, 'sequence')}"
         )
         if stream.origin["form"] != "tokens":
             check_known(stream.first_text, tokenizer, source.name)
@@ -129,7 +132,9 @@ def check_turns(config: Config) -> list[str] | None:
             loss = "completion" if pairs else find_loss(source, form)
             name, rows = stream.next_block()
             texts.append(read_samples(rows, SampleReader(source, form, loss, tokenizer, template), name, seq_len)[0])
-    return find_turn_problems(texts, tokenizer, seq_len)
+    model_config = load_model_config(config.model)
+    stop_at_end_of_text(config, model_config, tokenizer)
+    return find_turn_problems(texts, tokenizer, seq_len, stop_tokens(config, model_config))
 
 
 def named_tokenizer(config: Config) -> Any | None:
@@ -137,7 +142,37 @@ def named_tokenizer(config: Config) -> Any | None:
     name = config.data.tokenizer or config.model.path
     if name is None or config.data.vocab_size is not None:
         return None
-    return data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+    tokenizer = data.load_tokenizer(name, config.model.trust_remote_code and config.has_models_tokenizer)
+    return with_special_tokens(tokenizer, config.data)
+
+
+def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> None:
+    """Gives `model_config` rows for the special tokens that a tokenizer gets in addition.
+
+    Raises SlipstreamError where they can't be trained.
+    """
+    if not special_tokens(config.data) or (tokenizer := named_tokenizer(config)) is None:
+        return
+    had, number = model_config.get_text_config().vocab_size, len(tokenizer)
+    if number <= had:
+        return
+    check_new_rows(config, model_config, number)
+    set_vocab_size(model_config, number)
+    progress.say(f"special tokens: {number - had} new rows of the embedding and the head, the means of the others")
+
+
+def stop_tokens(config: Config, model_config: Any) -> list[int]:
+    """Returns the tokens at which the exported model stops."""
+    generation = read_generation(str(config.model.path)) if config.model.pretrained else None
+    found = [model_config.eos_token_id, None if generation is None else generation.eos_token_id]
+    return [each for given in found if given is not None for each in (given if isinstance(given, list) else [given])]
+
+
+def stop_at_end_of_text(config: Config, model_config: Any, tokenizer: Any) -> None:
+    """Lets the exported model stop at the tokenizer's end of text, too."""
+    end = tokenizer.eos_token_id
+    if end is not None and end not in (stops := stop_tokens(config, model_config)):
+        model_config.eos_token_id = [end, *stops] if config.model.pretrained and stops else end
 
 
 def make_tokenizer(
@@ -156,9 +191,12 @@ def make_tokenizer(
                 f"{sources[0].source.name} has tokens and no text, on which a tokenizer could be trained; name the one "
                 "that they are from with --data.tokenizer=..."
             )
-        tokenizer = data.train_tokenizer(chain([first], texts), vocab_size, progress)
-        model_config.eos_token_id = tokenizer.eos_token_id
+        more = special_tokens(config.data)
+        tokenizer = data.train_tokenizer(chain([first], texts), vocab_size, progress, more)
+        tokenizer = with_special_tokens(tokenizer, config.data)
+        model_config.eos_token_id = None  # those of another vocabulary
         model_config.bos_token_id = model_config.pad_token_id = None
+    stop_at_end_of_text(config, model_config, tokenizer)
     if tokenizer.eos_token_id is None and (number := sum(source.num_closed for source in sources)):
         progress.warn(
             f"the tokenizer has no end-of-text token, so none of the {number:,} documents is closed by one, "
@@ -204,12 +242,13 @@ def check_amount(config: Config, text: PreparedText, progress: Progress) -> None
     size = data.BatchSize.of(training).at(sequences, 0)
     if size > sequences.num_sequences and not config.data.streaming:
         progress.warn(
-            f"each step takes {size:,} sequences, but the training text has {sequences.num_sequences:,}: a step goes "
-            f"through it {size / sequences.num_sequences:.3g} times; give more text or a smaller training.batch_size"
+            f"each step takes {plural(size, 'sequence')}, but the training text has {sequences.num_sequences:,}: a "
+            f"step goes through it {size / sequences.num_sequences:.3g} times; give more text or a smaller "
+            "training.batch_size"
         )
     if isinstance(sequences, data.PackedSamples):
         progress.say(
-            f"{sequences.text.num_documents:,} samples in {sequences.num_sequences:,} sequences of "
+            f"{plural(sequences.text.num_documents, 'sample')} in {plural(sequences.num_sequences, 'sequence')} of "
             f"{sequences.seq_len:,} tokens, of which {1 - sequences.filled:.1%} are padding"
         )
     if training.eval_every:

@@ -1,0 +1,119 @@
+"""Seconds and memory of a step on two processes by every way to spread it: the table of the README.
+
+    python -m benchmarks.all_peers           # prints the table, writes results/all_peers.json
+    python -m benchmarks.all_peers --page    # writes the README's table from that record
+
+Every contender computes the same loss and gradients of the benchmarks' Llama, in the same rounds: Slipstream, which
+plans itself, PyTorch's pipelines with a microbatch for each sequence, two replicas, context parallelism (tokens are
+exchanged for heads in attention), and ZeRO-3. A way that can't divide one sequence is left out there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import HeadsForTokens, Ours, Peer, Replicas, Unsliced
+from benchmarks.harness import (
+    costs_kept_in,
+    few,
+    interleaved,
+    is_trial,
+    medians,
+    recorded,
+    restart_in_environment,
+    setting,
+    write,
+)
+from benchmarks.isolated import Contender, build_all
+from benchmarks.peers import SCHEDULES, model_config
+from benchmarks.zero3 import Zero3
+
+NAME = "all_peers"
+README = Path(__file__).parents[1] / "README.md"
+CASES = [(1, 2048), (1, 4096), (4, 1024), (8, 1024)]  # sequences, tokens of each
+OURS, ONE = "Slipstream", "one process"
+BEGIN, END = "<!-- from benchmarks/results/all_peers.json -->", "<!-- end -->"
+_SHOWN = {f"torch {name}": f"PyTorch's {name}" for name in SCHEDULES}
+
+
+def contenders_of(sequences: int, length: int) -> list[Contender]:
+    """Returns every way that can run this many sequences on two processes."""
+    case = model_config(length), sequences, length
+    auto = {"slices": "auto", "schedule": "auto", "num_microbatches": sequences}
+    found = [Contender(OURS, Ours, *case, auto), Contender(ONE, Unsliced, *case, num_processes=1)]
+    for name in SCHEDULES:
+        if sequences > 1 or name != "1f1b":  # which refuses a single microbatch on two stages
+            found.append(Contender(f"torch {name}", Peer, name, sequences, sequences, length))
+    if sequences > 1:
+        found.append(Contender("two replicas (DDP)", Replicas, *case))
+        found.append(Contender("ZeRO-3 (FSDP2)", Zero3, sequences, length))
+    return [*found, Contender("context parallelism", HeadsForTokens, *case)]
+
+
+def compare(sequences: int, length: int, rounds: dict[str, int]) -> dict[str, Any]:
+    """Returns a case's seconds, losses and peak memory of each contender's fullest process."""
+    contenders = contenders_of(sequences, length)
+    build_all(contenders)
+    rests = {each.name: each.rest for each in contenders}
+    seconds = interleaved({each.name: each.run for each in contenders}, **rounds, rests=rests)
+    row: dict[str, Any] = {
+        "sequences": sequences,
+        "tokens": length,
+        "medians": medians(seconds),
+        "seconds": seconds,
+        "peak_memory": {each.name: max(each.peak_memory()) for each in contenders},
+        "losses": {each.name: each.losses for each in contenders},
+    }
+    for each in contenders:
+        each.close()
+    losses = [loss for found in row["losses"].values() for loss in found]
+    assert max(losses) - min(losses) < 1e-3, row["losses"]
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns seconds of a step and gigabytes of the fullest process, by way and case, as Markdown."""
+    names = list(dict.fromkeys(name for row in reversed(rows) for name in row["medians"]))
+    heads = [f"{row['sequences']} x {row['tokens']}" for row in rows]
+    lines = [" | ".join(["| sequences x tokens", *heads, ""]), "| --- " * (1 + len(rows)) + "|"]
+    for name in names:
+        cells = []
+        for row in rows:
+            fastest = row["medians"].get(name) == min(row["medians"].values())
+            text = f"{row['medians'][name]:.2f} s" if name in row["medians"] else "-"
+            memory = f", {row['peak_memory'][name] / 1e9:.1f} GB" if name in row["medians"] else ""
+            cells.append(f"**{text}**{memory}" if fastest else text + memory)
+        lines.append(" | ".join([f"| {_SHOWN.get(name, name)}", *cells, ""]))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_page(path: Path = README) -> None:
+    """Puts the recorded table between its marks."""
+    found = recorded(NAME)
+    assert found is not None
+    before, _, rest = path.read_text().partition(BEGIN)
+    path.write_text(f"{before}{BEGIN}\n\n{table(found['rows'])}\n\n{END}{rest.partition(END)[2]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--page", action="store_true", help="write the README's table from the record and end")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    if options.page:
+        write_page()
+        return
+    restart_in_environment()
+    rounds = {"repeats": 1 if is_trial() else options.repeats, "warmups": 1, "steps": 2}
+    rows = []
+    with costs_kept_in(None):
+        for case in few([(2, 64)] if is_trial() else CASES, len(CASES)):
+            rows.append(compare(*case, rounds))
+            print(table(rows), flush=True)
+            print(f"wrote {write(NAME, {'setting': setting(**rounds), 'rows': rows})}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

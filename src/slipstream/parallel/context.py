@@ -1,0 +1,163 @@
+"""Context parallelism: ranks with the same weights share every slice, each with some of its tokens.
+
+Everything but attention works on a rank's tokens. Around attention each rank exchanges its tokens of all heads for all
+tokens of some heads (DeepSpeed-Ulysses: Jacobs et al. 2023), so that the attention of a slice over its context runs
+unchanged, and keys and values are kept of these heads alone:
+
+              tokens  0 1 2 | 3 4                        tokens  0 1 2 3 4
+    rank 0    heads   a b c d |            rank 0    heads   a b
+    rank 1                    | a b c d    rank 1    heads       c d
+
+Where there are fewer heads of keys than ranks, several ranks get the same one, and its gradients are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import SlipstreamError
+from slipstream.parallel.rank_group import RankGroup, exchanged, sum_over_ranks
+
+_Heads = list[list[int]]  # of each rank
+_Parts = tuple[tuple[int, int], ...]  # [begin, end) of each rank's tokens within a slice
+
+
+@dataclass(frozen=True)
+class SliceExchange:
+    """Exchanges heads for tokens around the attention of one slice."""
+
+    group: RankGroup
+    parts: _Parts  # none: the whole slice is here, as in a forward that only looks at shapes
+
+    def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns this rank's heads of all tokens, (B,Hq/g,n,D), (B,h,n,D) and (B,h,n,Dv), of all heads of this rank's
+        tokens. Queries, keys and values travel together, so that no two backwards can differ in their order.
+        Collective.
+
+        Raises SlipstreamError where the ranks can't have equal numbers of query heads.
+        """
+        check_heads(query.shape[1], self.group.size)
+        if not self.parts:
+            return query, key, value
+        heads = heads_of_ranks(query.shape[1], query.shape[1], self.group.size)
+        of_keys = heads_of_ranks(query.shape[1], key.shape[1], self.group.size)
+        of_each, length = (heads, of_keys, of_keys), query.shape[2]
+        queries, keys, values = exchanged(
+            lambda *tensors: tuple(self._spread_heads(tensors, of_each)),
+            lambda *gradients: tuple(_as_long(each, length) for each in self._spread_tokens(gradients, of_each)),
+            *(query, key, value),
+        )
+        return queries, keys, values
+
+    def tokens_for_heads(self, output: Tensor) -> Tensor:
+        """Returns all heads of this rank's tokens, (B,Hq,T,Dv), of its heads of all tokens. Collective."""
+        if not self.parts:
+            return output
+        num_heads = output.shape[1] * self.group.size
+        heads, length = [heads_of_ranks(num_heads, num_heads, self.group.size)], max(1, self._num_own)
+        return exchanged(
+            lambda each: (_as_long(self._spread_tokens([each], heads)[0], length),),
+            lambda gradient: tuple(self._spread_heads([gradient], heads)),
+            output,
+        )[0]
+
+    def own_heads(self, each: Tensor) -> Tensor:
+        """Returns this rank's part of what has one number a query head."""
+        return each.view(self.group.size, -1)[self.group.rank] if self.parts else each
+
+    def sum(self, each: Tensor) -> Tensor:
+        """Returns the sum of the ranks' tensors, each with the gradient of the sum. Collective."""
+        return sum_over_ranks(each, self.group) if self.parts else each
+
+    @cached_property
+    def _num_own(self) -> int:
+        begin, end = self.parts[self.group.rank]
+        return end - begin
+
+    def _spread_heads(self, tensors: Sequence[Tensor], heads: Sequence[_Heads]) -> list[Tensor]:
+        """Returns each tensor's heads for this rank, of all tokens, of the tensors of its tokens. Collective."""
+        ranks, me = range(self.group.size), self.group.rank
+        own = [tensor.narrow(2, 0, self._num_own) for tensor in tensors]  # a rank without tokens has one that is none
+        sent = [[_some(tensor, of[rank]) for tensor, of in zip(own, heads, strict=True)] for rank in ranks]
+        shapes = [
+            [
+                (tensor.shape[0], len(of[me]), end - begin, tensor.shape[3])
+                for tensor, of in zip(own, heads, strict=True)
+            ]
+            for begin, end in self.parts
+        ]
+        received = self._exchanged(sent, shapes)
+        return [torch.cat(pieces, 2) for pieces in zip(*received, strict=True)]
+
+    def _spread_tokens(self, tensors: Sequence[Tensor], heads: Sequence[_Heads]) -> list[Tensor]:
+        """Returns each tensor's tokens of this rank, of all heads, of the tensors of its heads; what several ranks have
+        of a head is added up. Collective."""
+        sent = [[tensor[:, :, begin:end] for tensor in tensors] for begin, end in self.parts]
+        shapes = [
+            [
+                (tensor.shape[0], len(of[rank]), self._num_own, tensor.shape[3])
+                for tensor, of in zip(tensors, heads, strict=True)
+            ]
+            for rank in range(self.group.size)
+        ]
+        received = self._exchanged(sent, shapes)
+        return [_joined(pieces, of) for pieces, of in zip(zip(*received, strict=True), heads, strict=True)]
+
+    def _exchanged(self, sent: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+        """Returns the tensors of these shapes that come from each rank. Collective."""
+        flat = torch.cat([tensor.reshape(-1) for tensors in sent for tensor in tensors])
+        counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        sizes = [[prod(shape) for shape in of_rank] for of_rank in shapes]
+        received = self.group.all_to_all(flat, counts, [*map(sum, sizes)])
+        parts = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
+        return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+def check_heads(num_heads: int, num_ranks: int) -> None:
+    """Raises SlipstreamError where ranks can't have equal numbers of a layer's query heads."""
+    if num_heads % num_ranks:
+        allowed = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
+        raise SlipstreamError(
+            f"{num_heads} query heads can't be spread over cp={num_ranks} ranks. Give cp a divisor of {num_heads}: "
+            f"{', '.join(map(str, allowed))}."
+        )
+
+
+def heads_of_ranks(num_queries: int, num_heads: int, num_ranks: int) -> _Heads:
+    """Returns which of a layer's heads each rank has: as many query heads each, and the heads of keys and values that
+    these read, one for each run of as many queries as all runs of a rank have."""
+    each, of_one = num_queries // num_ranks, num_queries // num_heads
+    run = gcd(each, of_one)
+    return [[first // of_one for first in range(rank * each, (rank + 1) * each, run)] for rank in range(num_ranks)]
+
+
+def _some(tensor: Tensor, heads: list[int]) -> Tensor:
+    """Returns some heads, a view where they follow each other."""
+    if heads == [*range(heads[0], heads[0] + len(heads))]:
+        return tensor.narrow(1, heads[0], len(heads))
+    return tensor[:, heads]
+
+
+def _joined(pieces: Sequence[Tensor], heads: _Heads) -> Tensor:
+    """Returns all heads (B,H,T,D), stored as (B,T,H,D), of each rank's; a head that came several times is a sum."""
+    order = [head for each in heads for head in each]
+    batch, _, length, width = pieces[0].shape
+    if order == [*range(len(order))]:
+        result = pieces[0].new_empty(batch, length, len(order), width).transpose(1, 2)
+        return torch.cat(list(pieces), 1, out=result) if length else result
+    wide = torch.promote_types(pieces[0].dtype, torch.float32)
+    total = pieces[0].new_zeros(batch, length, order[-1] + 1, width, dtype=wide).transpose(1, 2)
+    for piece, each in zip(pieces, heads, strict=True):
+        total.index_add_(1, torch.tensor(each, device=piece.device), piece.to(wide))
+    return total.to(pieces[0].dtype)
+
+
+def _as_long(tensor: Tensor, length: int) -> Tensor:
+    """Returns zeros for the token that a rank without tokens computes for nothing."""
+    return tensor if tensor.shape[2] == length else tensor.new_zeros(*tensor.shape[:2], length, tensor.shape[3])

@@ -1,0 +1,193 @@
+"""Expert parallelism: each rank holds some experts of every layer, and tokens go to the ranks whose experts they chose.
+
+The experts are spread over ranks that otherwise hold the same weights and see other tokens. Of 4 replicas and ep=2:
+
+    replica    0        1        2        3
+    experts    0, 1     2, 3     0, 1     2, 3        tokens go to and fro between 0 and 1, and between 2 and 3;
+                                                      an expert's gradients are summed over 0 and 2, or 1 and 3
+
+In a layer of experts the ranks exchange how many tokens each sends to each expert, then the tokens, by an all-to-all
+with uneven parts, and send the results back. Nothing is dropped. Every rank takes part in every exchange, also one that
+sends or gets no tokens: so all of them run the same actions in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import own_module, parse_name
+from slipstream.model.anatomy import expert_modules
+from slipstream.model.hooks import runs_alone
+from slipstream.parallel.mesh import Ranks, divisors_text
+from slipstream.parallel.parameter_share import ParameterShare, part_bounds
+from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.tensor import TensorParallel
+from slipstream.parallel.tensor.hooks import gather, split
+
+_ROWS = 0  # the dimension of tokens in what a layer gives its experts
+
+
+def num_experts_of(model: nn.Module) -> dict[str, int]:
+    """Returns the number of experts of each layer that has some, by the module's name without an adapter's."""
+    return {parse_name(f"{name}.weight").layer: int(each.num_experts) for name, each in expert_modules(model)}
+
+
+def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> None:
+    """Raises SlipstreamError where the experts of a whole model, which may be on the meta device, can't be spread over
+    `size` ranks, as the `option` asks."""
+    counts = num_experts_of(model)
+    if not counts:
+        raise SlipstreamError(
+            f"{option}: {model_type!r} has no experts whose weights transformers holds together for a layer, so there "
+            "is nothing to spread. Leave it out."
+        )
+    for name, _ in expert_modules(model):
+        if parse_name(f"{name}.weight").rest != "weight":
+            raise SlipstreamError(
+                f"{option}: {name} is in a trained copy (modules_to_save) of a larger module, of which other parts "
+                "aren't spread. Name the experts in its place."
+            )
+    for name, number in counts.items():
+        if number % size:
+            raise SlipstreamError(
+                f"{option}: {name} has {number} experts, which {size} ranks can't share evenly. Choose from "
+                f"{divisors_text(number)}."
+            )
+        if number == size and own_module(model.get_submodule(name)) is not model.get_submodule(name):
+            raise SlipstreamError(
+                f"{option}: {name} has an adapter, which PEFT computes otherwise for a single expert, and each of "
+                f"{size} ranks would have one. Choose fewer ranks, from {divisors_text(number)}."
+            )
+    try:
+        from transformers.distributed.expert_parallel import AllToAllEP  # noqa: F401
+    except ImportError:
+        from transformers import __version__
+
+        raise SlipstreamError(
+            f"{option}: transformers {__version__} can't send tokens to experts on other ranks. "
+            "pip install 'transformers>=5.23', or leave it out."
+        ) from None
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The experts of this rank: it cuts a model's weights to these, and installs the exchange.
+
+    Args:
+        counts: the number of experts of each module that holds some, by its name in the whole model.
+        group: the ranks over which they are spread.
+        alone: the group of this process alone, for forwards that no other rank runs.
+        tensor: how ranks share layers. Each of them holds the experts and sends other tokens.
+    """
+
+    counts: Mapping[str, int]
+    group: RankGroup
+    alone: RankGroup
+    tensor: TensorParallel | None
+
+    @classmethod
+    def of(cls, whole: nn.Module, ranks: Ranks, tensor: TensorParallel | None) -> ExpertParallel | None:
+        """Returns it for a whole model, which may be on the meta device; None where no experts are spread."""
+        if ranks.experts.size == 1:
+            return None
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return cls(num_experts_of(whole), ranks.experts, RankGroup(alone), tensor)
+
+    def has(self, name: str) -> bool:
+        """Returns whether a parameter of the model is one of experts, and so not the same on all ranks of the group."""
+        return parse_name(name).layer in self.counts
+
+    def share(self, name: str, parameter: Tensor) -> ParameterShare:
+        """Returns the part that this rank has of such a parameter, which is cut already."""
+        shape = [*parameter.shape]
+        shape[_dim_of_experts(name)] *= self.group.size
+        return self._share(name, tuple(shape))
+
+    def shard(self, model: nn.Module) -> None:
+        """Keeps this rank's experts of a model, which may lack layers, in place."""
+        for name, parameter in model.named_parameters():
+            if self.has(name):
+                parameter.data = self._share(name, tuple(parameter.shape)).take(parameter.data).clone()
+        for name, module in model.named_modules():
+            number = self.counts.get(parse_name(f"{name}.weight").layer)
+            if number is not None and getattr(module, "num_experts", None) == number:
+                module.num_experts = number // self.group.size  # also of an adapter around them
+
+    def install(self, model: nn.Module) -> None:
+        """Makes tokens go to the ranks of their experts, in every forward of the model from now on, after `shard`."""
+        for name, module in expert_modules(model):
+            module.forward = _Exchange(module, self.group, self.alone, self._ranks_with(name))
+
+    def _ranks_with(self, name: str) -> RankGroup | None:
+        """Returns the ranks of the tensor axis that give these experts the same tokens, None for no others."""
+        if self.tensor is None:
+            return None
+        in_region = any(name.startswith(f"{region.name}.") for region in self.tensor.plan.regions)
+        return self.tensor.group if in_region or not self.tensor.sequence else None
+
+    def _share(self, name: str, shape: tuple[int, ...]) -> ParameterShare:
+        number, dim = self.counts[parse_name(name).layer], _dim_of_experts(name)
+        start, stop = part_bounds(number, self.group.size, self.group.rank)
+        each = shape[dim] // number
+        # PEFT keeps the rows of lora_A by expert, and the columns of lora_B by rank and then by expert.
+        ranges = (
+            [(start * each, stop * each)]
+            if dim == 0
+            else [(r * number + start, r * number + stop) for r in range(each)]
+        )
+        return ParameterShare(shape, dim, tuple(ranges), 0 if self.tensor is None else self.tensor.rank)
+
+
+def _dim_of_experts(name: str) -> int:
+    """Returns the dimension along which a parameter has a part for each expert."""
+    return int("lora_B" in name.split("."))
+
+
+class _Exchange:
+    """The forward of a module that holds this rank's experts alone: all-to-all, the experts, and all-to-all back.
+
+    Where a forward runs on this process alone, each of its own experts stands for one of every rank. Of tokens that
+    all ranks of the tensor axis have, each sends a part.
+    """
+
+    def __init__(self, experts: Any, group: RankGroup, alone: RankGroup, shared: RankGroup | None) -> None:
+        from transformers.distributed.expert_parallel import AllToAllEP
+
+        self._num_experts = int(experts.num_experts)
+        self._between = AllToAllEP(experts, _MeshView(group), _MeshView(alone))
+        self._alone = AllToAllEP(experts, _MeshView(alone), _MeshView(alone))
+        self._group, self._shared = group, shared
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        if runs_alone():
+            return self._alone(hidden_states, top_k_index % self._num_experts, top_k_weights)
+        given = hidden_states, top_k_index, top_k_weights
+        with self._group.loss_named("an exchange of tokens between experts"):
+            if self._shared is None:
+                output = self._between(*given)
+            else:  # rows that are padded go to the first expert, with a weight of zero
+                mine = self._between(*(split(each, self._shared, _ROWS) for each in given))
+                output = gather(mine, self._shared, _ROWS, len(hidden_states))
+        return output.to(hidden_states.dtype)
+
+
+class _MeshView:
+    """What transformers asks of a mesh of one axis."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return self._group.size
+
+    def get_group(self) -> Any:
+        return self._group.process_group
+
+    def get_local_rank(self) -> int:
+        return self._group.rank
