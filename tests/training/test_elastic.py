@@ -34,7 +34,11 @@ from support.timeouts import LIMIT
 from support.tiny_training import tiny_training
 
 HELD_AT = WORKERS / "training/held_at.py"
-ROUNDS = [pytest.param(1, marks=pytest.mark.more), pytest.param(5, marks=pytest.mark.grid)]
+# Each round has two starts and two runs by hand, of which a busy machine takes minutes.
+ROUNDS = [
+    pytest.param(1, marks=[pytest.mark.more, pytest.mark.timeout(1800)]),
+    pytest.param(5, marks=[pytest.mark.grid, pytest.mark.timeout(7200)]),
+]
 MESHES: list[tuple[dict[str, Any], list[str]]] = [
     # settings, and of 8 processes, 7, ..., as many as there are entries: stages x replicas x ranks that share layers
     ({"num_ranks": 2, "data": 4}, ["2x4x1", "2x3x1", "2x3x1", "2x2x1", "2x2x1", "2x1x1", "2x1x1", "1x1x1"]),
