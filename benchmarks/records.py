@@ -81,6 +81,12 @@ SUBJECTS = {
         "auto_planned",
         sources=(*_PIPELINE, "benchmarks/auto_grid_models.py"),
     ),
+    "mesh_grid": Subject(
+        "the mesh that is chosen, against the best pipeline, two replicas and DDP of PyTorch",
+        "mesh_grid",
+        "",
+        _PIPELINE,
+    ),
     "in_turns": Subject(
         "one sequence of 2048 tokens, three stages a rank",
         "token_slices",
@@ -185,6 +191,11 @@ SUBJECTS = {
     "streaming": Subject("memory and data waits of a run that streams 2 GB of conversations", "streaming"),
     "fault_overhead": Subject("what finding faults costs a run without any", "fault_overhead", "--blocks 130"),
     "recompute_check": Subject("what comparing recomputed outputs costs a step", "recompute_check", sources=_PIPELINE),
+    "checkpointing": Subject(
+        "recomputation beside transformers' gradient checkpointing, bytes and seconds",
+        "checkpointing",
+        sources=_PIPELINE,
+    ),
     "soak": Subject("a run in hundreds of faults, and its weights after them", "soak"),
     "soak_lost": Subject(
         "a run that loses processes for good and gets them back, and its weights after that",
@@ -198,6 +209,7 @@ SUBJECTS = {
     "gpipe_throughput": Subject("GPipe's Tables 2 and 3", "gpipe.throughput", sources=_GPIPE),
     "gpipe_breakdown": Subject("GPipe's Table 4", "gpipe.breakdown", sources=_GPIPE),
     "gpipe_peers": Subject("ResNet-50 next to PyTorch's pipelines", "gpipe.peers", sources=_GPIPE),
+    "all_peers": Subject("every way to spread a step over two processes, in one run", "all_peers"),
     "exactness": Subject(
         "gradients on 32 meshes against one process",
         "exactness",
