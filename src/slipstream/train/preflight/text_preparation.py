@@ -179,7 +179,7 @@ def stop_at_end_of_text(config: Config, model_config: Any, tokenizer: Any) -> No
     """Lets the exported model stop at the tokenizer's end of text, too."""
     end = tokenizer.eos_token_id
     if end is not None and end not in (stops := stop_tokens(config, model_config)):
-        model_config.eos_token_id = [end, *stops] if config.model.pretrained and stops else end
+        model_config.eos_token_id = [*stops, end] if config.model.pretrained and stops else end
 
 
 def make_tokenizer(
