@@ -122,10 +122,11 @@ def test_megatron_table_1_fits_the_memory_but_for_its_last_row() -> None:
     assert 80e9 < rows[-1]["peak bytes"] < 84e9
 
 
-def test_the_figures_fit_the_memory_but_for_large_microbatches_of_many_heads() -> None:
+def test_the_figures_fit_the_memory_but_for_large_microbatches() -> None:
     figures = {row["figure"]: row for row in REPORT["megatron figures"]["memory"]}
     assert set(figures) == {"7", "8", "10", "11", "12", "13", "14", "15", "16"}
-    assert {name for name, row in figures.items() if row["too large"]} == {"7", "8"}
+    assert {name for name, row in figures.items() if row["too large"]} == {"7", "8", "15"}
+    assert all(" b=8 " in run["run"] for run in figures["15"]["too large"])  # a stage of it is recomputed whole
     model, run = megatron_studies.GPT_1B, megatron.Run(1, 1, 1, 16)
     assert [megatron.fits(model, replace(run, microbatch_size=b)) for b in (1, 2, 4, 8, 16)] == [True] * 3 + [False] * 2
 
