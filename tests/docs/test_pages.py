@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from support.paths import ROOT
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-GROUPS = ["Start", "Guides", "Concepts", "Reference", "Evidence"]
+GROUPS = ["Start", "Train", "Scale", "Operate", "Concepts", "Reference", "Evidence"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs|tools)/[\w./-]+)`")
 
@@ -33,14 +34,33 @@ def test_the_readme_is_short() -> None:
     assert len(text) <= 6500
 
 
-def test_the_navigation_has_every_page_once() -> None:
+def navigation() -> dict[str, list[str]]:
+    """Returns the site's pages by their group."""
     lines = (ROOT / "mkdocs.yml").read_text().splitlines()
     begin = lines.index("nav:")
     end = next(i for i in range(begin + 1, len(lines)) if not lines[i].startswith(" "))
     groups = yaml.safe_load("\n".join(lines[begin:end]))["nav"]
-    assert [name for group in groups for name in group] == GROUPS
-    pages = [page for group in groups for entries in group.values() for entry in entries for page in entry.values()]
-    assert sorted(pages) == [page.name for page in PAGES]
+    return {
+        name: [page for each in pages for page in each.values()] for group in groups for name, pages in group.items()
+    }
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    assert [*navigation()] == GROUPS
+    assert sorted(chain(*navigation().values())) == [page.name for page in PAGES]
+
+
+def test_the_lists_of_guides_share_an_order() -> None:
+    """The README's list and the one on the first page have some of the navigation's pages, in its order."""
+    pages = [*chain(*navigation().values())]
+    for text in (
+        README.read_text().partition("- **Start:**")[2],
+        (DOCS / "index.md").read_text().partition("## Where")[2],
+    ):
+        listed = [link.removeprefix("docs/") for link in LINK.findall(text) if link.endswith(".md")]
+        listed = [page for page in listed if page in pages]
+        assert len(listed) > 15
+        assert listed == [page for page in pages if page in listed]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

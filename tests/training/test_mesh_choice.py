@@ -53,6 +53,7 @@ def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 4 layers, 4 heads and 4 sequences, each of which is a microbatch."""
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = loaded(tmp_path, *OPEN)
     assert config.num_processes == 8
@@ -66,6 +67,7 @@ def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(
 
 
 def test_a_mesh_is_chosen_only_with_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SlipstreamError, match=r"--pp=auto and --dp=auto: meshes are compared .* pipeline.slices=4 is"):
         meshes(loaded(tmp_path, "--pp=auto", "--dp=auto", "--pipeline.slices=4"))
@@ -81,6 +83,7 @@ def test_without_gpu_and_launcher_there_are_two_processes(tmp_path: Path, monkey
 
 
 def test_the_table_says_what_was_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     first, second = (loaded(tmp_path, *sizes) for sizes in (["--pp=2"], ["--pp=1", "--dp=2"]))
     shown = mesh_table([PlannedMesh(first, 1.5, 1.0, 2e9), PlannedMesh(second, obstacle="3.0 GB more than 2.0 GB")])
