@@ -277,8 +277,9 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     found = search_plans(source, 64, 6, options=options).best
     cut = StageParts.of_partition(found.partition, len(profile.kinds), 1)
     assert found.configuration.data_parallel == 2
-    reductions = [profile.gradient_seconds(each, 2, found.configuration.optimizer_shards) for each in cut]
-    assert any(found.seconds_by_cause["gradient reduction"] == pytest.approx(each) for each in reductions)
+    shards = found.configuration.optimizer_shards
+    reduced = [pytest.approx(profile.gradient_seconds(each, 2, shards)) for each in cut]
+    assert found.seconds_by_cause["gradient reduction"] in reduced
     assert any("computed from the measured link" in note for note in source.notes())
     assert any("has measured no link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())
 
