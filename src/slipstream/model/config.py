@@ -121,7 +121,9 @@ def _settings(path: str) -> dict[str, Any]:
             raise SlipstreamError(f"no model at {path!r}: expected a folder with config.json. {reason}") from error
         raise SlipstreamError(f"no model at {path!r}: {_absence(path)} {reason}") from error
     if not settings:
-        raise SlipstreamError(f"no model at {path!r}: its config.json is empty; copy the model's own")
+        is_there = not Path(path).is_dir() or Path(path, "config.json").exists()
+        problem = "its config.json is empty; copy the model's own" if is_there else "expected a folder with config.json"
+        raise SlipstreamError(f"no model at {path!r}: {problem}")
     return settings
 
 
