@@ -137,6 +137,16 @@ def replicas(ep: int = 2) -> DeviceMesh:
     return make_mesh(dp=dist.get_world_size(), ep=ep)
 
 
+def shared_slices() -> None:
+    """Ranks that share every slice have different experts; a recomputed layer exchanges tokens and heads again."""
+    for name, options in (
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"memory": Memory(recompute="full")}),
+        ("gpt_oss", {"memory": Memory(recompute="stage+full"), "parallel": Parallelism(shard_optimizer=True)}),
+    ):
+        exact(name, lambda: make_mesh(cp=2, ep=2), **options)
+
+
 def memory() -> None:
     """Replays exchange tokens once more, on all ranks of the group; so do split backwards, and what was offloaded."""
     exact("qwen3_moe", replicas, memory=Memory(recompute="full"))
@@ -319,6 +329,7 @@ def of_model(name: str) -> Callable[[], None]:
 CASES = by_name(
     *(of_model(name) for name in MODELS),
     *(
+        shared_slices,
         memory,
         in_one_process,
         sharded_optimizer,
