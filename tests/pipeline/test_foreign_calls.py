@@ -62,7 +62,7 @@ def test_models_that_run_in_another_way() -> None:
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = True  # as gradient_checkpointing_enable does
-    with pytest.raises(SlipstreamError, match=r"disable it on the model, and give memory="):
+    with pytest.raises(SlipstreamError, match=r"Disable it on the model: memory="):
         Pipeline(model)
 
 

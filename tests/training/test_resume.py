@@ -131,7 +131,7 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
 def test_auto_goes_on_with_what_it_found(text: Path, tmp_path: Path) -> None:
     """The first step is planned. The order that was found gets recomputation and offloading again."""
     order = ["--pipeline.schedule=auto", "--pipeline.slices=[8,16,24,16]", "--pipeline.num_microbatches=2"]
-    memory = ["--memory.recompute=full", "--memory.offload=0.5"]
+    memory = ["--memory.recompute=stage+full", "--memory.offload=0.5"]
     settings = [*order, *memory, "--training.steps=4", "--checkpoint.every=2", "--checkpoint.keep=4"]
     first = tmp_path / "first"
     ended = train(2, first, text, *settings)
