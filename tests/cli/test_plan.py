@@ -364,7 +364,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),
         ({"dtype": "fp8"}, "dtype='fp8' has no peak"),
         ({"schedule": "1f2b"}, "schedule='1f2b' isn't known; did you mean '1f1b'"),
-        ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, stage"),
+        ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, full, stage"),
         ({"tensor_parallel": "two"}, "--tensor-parallel=two can't be read"),
         ({"tensor_parallel": "0"}, "tensor_parallel=0: give a whole number of 1 or more"),
         ({"shard_optimizer": "maybe"}, "'maybe' is neither yes nor no"),

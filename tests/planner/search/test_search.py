@@ -415,7 +415,7 @@ def test_a_twentieth_of_a_device_is_left_to_what_is_not_counted() -> None:
 def test_a_single_device_is_planned_wherever_something_fits() -> None:
     """In slices, where whole sequences are too large; and what is said of what is left lacks something."""
     whole = search_plans(one_device(1e12), SEQ_LEN, 8, options=PlanOptions(num_slices=(1,), offload=(0.0,)))
-    saving = PlanOptions(microbatch_size=(1,), recompute=("full",), offload=(0.0,))
+    saving = PlanOptions(microbatch_size=(1,), recompute=("stage",), offload=(0.0,))
     space = PlanSpace(one_device(1e12), SEQ_LEN, 8, replace(saving, num_slices=(1,)))
     least = min(max(SimulatedConfiguration.of(space, c).peaks()) for _, _, c in space.bounded())
     plan = search_plans(one_device(1e12), SEQ_LEN, 8, options=replace(saving, memory_limit=0.99 * least))
