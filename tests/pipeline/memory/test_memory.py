@@ -146,7 +146,9 @@ def test_one_rank(name: str, settings: dict[str, Any]) -> None:
     config = (ARCHITECTURES | HYBRIDS)[name]
     pipe = make_pipe(config, num_microbatches=2, **settings)
     simulated, measured = peaks(pipe)
-    assert abs(simulated - measured) < 1024
+    # Of carried states the account is off by up to 0.5% in this combination (docs/limits.md).
+    is_inexact = name in HYBRIDS and settings.get("recompute") == 1 and "offload" in settings
+    assert abs(simulated - measured) < (0.005 * measured if is_inexact else 1024)
 
 
 @pytest.mark.parametrize(
