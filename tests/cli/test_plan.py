@@ -334,7 +334,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
     model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     degrees = {"tensor_parallel": "2", "data_parallel": "2", "pipeline_parallel": "1", "shard_optimizer": "yes"}
     written = plan_file(model, cluster, output, **degrees)
-    assert written["parallel"] == {"data": 2, "tensor": 2, "shard_optimizer": True}
+    assert written["parallel"] == {"data": 2, "tensor": 2, "shard_optimizer": True, "sequence_parallel": True}
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     trained = launch(
         4,
