@@ -87,7 +87,9 @@ def test_gradients_are_those_of_the_unsplit_model(
         for recompute in ("none", "selective", "full", 1):
             pipe = in_slices(model, [20, 9, 33, 2], schedule=schedule, recompute=recompute)
             assert gradient_error(wanted, gradients(pipe)) < BOUND
-            assert any(span.action.op is Op.W for span in pipe.timeline().spans)
+            # Under 1F1B backwards stay whole where layers are recomputed one by one: W would hold what they recompute.
+            splits = schedule == "zb-h1" or recompute in ("none", "selective")
+            assert any(span.action.op is Op.W for span in pipe.timeline().spans) == splits
     assert len(compiled) == after
     assert not by_torch_compile()
 
