@@ -36,7 +36,19 @@ def shifted(inputs: Tensor) -> Tensor:
     return torch.cat([inputs[:, 1:], torch.full_like(inputs[:, :1], -100)], dim=1)
 
 
-class Unsliced:
+class WholeModel:
+    """A contender of which each process has all weights."""
+
+    model: nn.Module
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.model.parameters()
+
+    def report(self) -> None:
+        return None
+
+
+class Unsliced(WholeModel):
     """transformers' model in one process, one sequence after the other."""
 
     def __init__(self, config: PretrainedConfig, batch: int, length: int) -> None:
@@ -51,12 +63,6 @@ class Unsliced:
         loss = mean_loss(logits, shifted(row)) / len(self.inputs)
         loss.backward()
         return float(loss.detach())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
-
-    def report(self) -> None:
-        return None
 
 
 class Peer:
@@ -86,7 +92,7 @@ class Peer:
         return None
 
 
-class Replicas:
+class Replicas(WholeModel):
     """PyTorch's DistributedDataParallel: each process has a part of the sequences, one after the other, and they sum
     their gradients."""
 
@@ -99,7 +105,7 @@ class Replicas:
         with self.model.no_sync():
             loss = sum(self._add(row) for row in self.rows[:-1])
         total = torch.tensor(loss + self._add(self.rows[-1]))
-        dist.all_reduce(total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+        dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
     def _add(self, row: Tensor) -> float:
@@ -107,14 +113,8 @@ class Replicas:
         loss.backward()
         return float(loss.detach())
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
 
-    def report(self) -> None:
-        return None
-
-
-class HeadsForTokens:
+class HeadsForTokens(WholeModel):
     """Context parallelism by torch and transformers alone: each process has a part of every sequence's tokens and all
     weights; in attention, all tokens of a part of the heads. They sum their gradients at the end."""
 
@@ -148,12 +148,6 @@ class HeadsForTokens:
         loss = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / self.num_targets
         loss.backward()
         return float(loss.detach())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
-
-    def report(self) -> None:
-        return None
 
 
 def _attend_with_own_heads(

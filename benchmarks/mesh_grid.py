@@ -12,18 +12,15 @@ times as fast as the fastest of all.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contenders import shifted, tokens
+from benchmarks.contenders import Replicas, tokens
 from benchmarks.harness import (
     costs_kept_in,
     few,
@@ -36,7 +33,7 @@ from benchmarks.harness import (
     write,
 )
 from benchmarks.isolated import Contender, build_all
-from benchmarks.peers import mean_loss, model_config, whole_model
+from benchmarks.peers import model_config
 from slipstream import Pipeline, Runtime, make_mesh
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import seconds_after
@@ -54,11 +51,8 @@ class Planned:
     def __init__(self, batch: int, length: int, replicas: int) -> None:
         config = model_config(length)
         rows = batch // replicas
-        self.inputs = (
-            tokens(config, batch, length)[dist.get_rank() * rows :][:rows]
-            if replicas > 1
-            else tokens(config, batch, length)
-        )
+        first = dist.get_rank() * rows if replicas > 1 else 0
+        self.inputs = tokens(config, batch, length)[first : first + rows]
         self._replicas = replicas
         self.pipe = Pipeline.from_config(
             config,
@@ -83,40 +77,12 @@ class Planned:
         return {"planned": plan.seconds + after, "slices": [*plan.slices], "table": plan.table().splitlines()}
 
 
-class Replicated:
-    """transformers' model under DistributedDataParallel, one sequence after the other."""
-
-    def __init__(self, batch: int, length: int) -> None:
-        config = model_config(length)
-        rows = batch // dist.get_world_size()
-        self.inputs, self._batch = tokens(config, batch, length)[dist.get_rank() * rows :][:rows], rows
-        self.model = DistributedDataParallel(whole_model(config))
-
-    def step(self) -> float:
-        losses = torch.zeros((), dtype=torch.float64)
-        for number, row in enumerate(self.inputs.split(1), start=1):
-            is_last = number == self._batch
-            with contextlib.nullcontext() if is_last else self.model.no_sync():
-                logits = self.model(input_ids=row, use_cache=False).logits
-                loss = mean_loss(logits, shifted(row)) / self._batch
-                loss.backward()
-                losses += loss.detach()
-        dist.all_reduce(losses)
-        return float(losses) / dist.get_world_size()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
-
-    def report(self) -> None:
-        return None
-
-
 def case(batch: int, length: int, rounds: int) -> dict[str, Any]:
     """Runs the contenders of a case in turns; one sequence has no replicas."""
     contenders = [Contender(PIPELINE, Planned, batch, length, 1)]
     if batch > 1:
         contenders.append(Contender(REPLICAS, Planned, batch, length, 2))
-        contenders.append(Contender(DDP, Replicated, batch, length))
+        contenders.append(Contender(DDP, Replicas, model_config(length), batch, length))
     build_all(contenders)
     run, rest = ({each.name: getattr(each, what) for each in contenders} for what in ("run", "rest"))
     seconds = interleaved(run, repeats=1 if is_trial() else rounds, warmups=1, steps=STEPS, rests=rest)

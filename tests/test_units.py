@@ -14,6 +14,7 @@ from slipstream.units import (
     plural,
     seconds_text,
     share_text,
+    table_text,
 )
 
 
@@ -65,6 +66,12 @@ def test_numbers_and_their_nouns() -> None:
     assert [plural(2, noun) for noun in ("microbatch", "process")] == ["2 microbatches", "2 processes"]
     assert numbers_text([1, 2.5, 2e6]) == "1, 2.5, 2000000"
     assert numbers_text(range(81), " ") == "0 1 2 3 ... 78 79 80"
+
+
+def test_tables_have_aligned_columns_and_no_blanks_at_the_end() -> None:
+    rows = [("", "before", ""), ("mesh", "pp 2", "now")]
+    assert table_text(rows) == "      before\nmesh  pp 2    now"
+    assert table_text(rows, str.rjust) == "      before\nmesh    pp 2  now"
 
 
 def test_counts_and_shares() -> None:

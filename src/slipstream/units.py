@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _DURATIONS = ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns"))  # units per second
 _LONG_DURATIONS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))  # seconds per unit
@@ -48,6 +48,13 @@ def numbers_text(numbers: Sequence[float], between: str = ", ") -> str:
     """Returns numbers one after the other; of more than eight the first and the last ones."""
     words = [f"{number:g}" if number < 1e6 else f"{number:.0f}" for number in numbers]
     return between.join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
+
+
+def table_text(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.ljust) -> str:
+    """Returns rows of cells as aligned columns: the first one's cells to the left, the others' as `align` has them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def times_text(number: int) -> str:

@@ -23,8 +23,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.options import Memory
 from slipstream.train.config import Config, ParallelSection, TrainingSection, parse_config
 from slipstream.train.data import TokenisedText, sequences_of
-from slipstream.train.elastic_mesh import mesh_of_processes
-from slipstream.train.preflight import load_model_config
+from slipstream.train.elastic_mesh import mesh_of_processes, with_mesh_of
+from slipstream.train.preflight import load_model_config, simulated_ratio
 from slipstream.train.preflight.all_checks import check_optimizer, check_smaller_meshes
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_rank import mesh_of_those_there
@@ -137,6 +137,19 @@ def test_microbatches_keep_their_rows() -> None:
     assert mesh_of_processes(configured(data=4, min_ranks=2), 2).pipeline.num_microbatches == 4  # of two rows each
     flushed = configured(data=4, num_microbatches=2, num_flushes=2, min_ranks=2)
     assert mesh_of_processes(flushed, 2).pipeline.num_microbatches == 8
+
+
+def test_a_step_of_the_mesh_before_is_compared_unless_ranks_shared_slices() -> None:
+    config = configured()
+    settings = {"settings": {"pipeline": {"num_microbatches": 1}}}
+    shared = with_mesh_of(config, settings | {"mesh": {"pp": 1, "dp": 2, "cp": 2, "tp": 1, "ep": 2}})
+    assert (shared.parallel.context, shared.parallel.experts, shared.num_processes) == (2, 2, 4)
+    model_config = load_model_config(config.model)
+    assert simulated_ratio(shared, config, model_config) is None
+    one = with_mesh_of(config, settings | {"mesh": {"pp": 1}})
+    ratio = simulated_ratio(one, config, model_config)
+    assert ratio is not None
+    assert ratio < 1
 
 
 def test_each_row_has_one_replica() -> None:

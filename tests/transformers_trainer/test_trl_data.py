@@ -95,7 +95,9 @@ def test_documents_that_are_said_otherwise_than_by_positions_are_refused(key: st
     ids = torch.arange(8)[None] % len(WORDS)
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
     assert torch.isfinite(pipe.evaluate({**batch, "cu_seq_lens_q": torch.tensor([0, 4, 8]), "max_length_q": 4}))
-    with pytest.raises(SlipstreamError, match=f"batch.'{key}'. says of other documents than position_ids"):
+    with pytest.raises(
+        SlipstreamError, match=f"batch.'{key}'. and batch.'position_ids'. disagree on where documents start"
+    ):
         pipe.evaluate({**batch, key: value})
     with pytest.raises(SlipstreamError, match=f"the batch has '{key}'"):
         pipe.evaluate({"input_ids": ids, "labels": ids, key: value})

@@ -286,7 +286,7 @@ def _text(timeline: Timeline, longest: float, columns: int) -> str:
 def _table(timeline: Timeline) -> str:
     """Returns a table with a row per rank: busy, idle by cause, and peak memory if it is known."""
     from slipstream.timeline import Cause, idle_by_cause
-    from slipstream.units import duration_unit
+    from slipstream.units import duration_unit, table_text
 
     per_second, unit = duration_unit(timeline.makespan)
     waited = idle_by_cause(timeline)
@@ -297,6 +297,4 @@ def _table(timeline: Timeline) -> str:
         seconds = [timeline.busy(rank), *(idle.get(cause, 0) for cause in causes), sum(idle.values())]
         numbers = [f"{float(each) * per_second:.4g}" for each in seconds]
         rows.append([f"rank {rank}", *numbers, *(f"{float(peak):.4g}" for peak in peaks[rank : rank + 1])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-    return "\n".join("  ".join(cells) for cells in aligned)
+    return table_text(rows, str.rjust)

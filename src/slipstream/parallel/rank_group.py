@@ -157,7 +157,7 @@ class RankGroup:
             return tensor
         result = tensor.new_empty(sum(received), *tensor.shape[1:])
         self.calls["all_to_all"] += 1
-        self.payload["all_to_all"] += (result.nbytes - result[: received[self.rank]].nbytes) if len(result) else 0
+        self.payload["all_to_all"] += result.nbytes - result[: received[self.rank]].nbytes
         is_staged = _is_staged(tensor, self.process_group)
         host = _host_memory(result) if is_staged else result
         flat = _on_host(tensor) if is_staged else tensor.contiguous()

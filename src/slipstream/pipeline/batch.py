@@ -362,8 +362,8 @@ def _check_documents(batch: Mapping[str, Any]) -> None:
         found = torch.as_tensor(batch[key], device=positions.device).flatten()
         if not torch.equal(found.to(torch.int64), expected[key].flatten()):
             raise SlipstreamError(
-                f"batch[{key!r}] says of other documents than position_ids, which begin anew at each. Give the same in "
-                "both, or leave the former out."
+                f"batch[{key!r}] and batch['position_ids'] disagree on where documents start; position_ids are 0 "
+                f"there. Make them agree, or leave {key!r} out."
             )
 
 

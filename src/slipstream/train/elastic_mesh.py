@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import yaml
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.config import Config, dump_config, parse_config
+from slipstream.units import table_text
 
 
 def mesh_of_processes(config: Config, num_processes: int) -> Config:
@@ -116,9 +118,11 @@ def with_mesh_of(config: Config, facts: Mapping[str, Any]) -> Config:
     """Returns the configuration with the mesh and the microbatches that a checkpoint's facts have."""
     before, mesh = facts["settings"]["pipeline"], facts["mesh"]
     pipeline = {"num_ranks": mesh["pp"], "num_microbatches": before["num_microbatches"]}
+    names = {"data": "dp", "context": "cp", "experts": "ep", "tensor": "tp"}
+    parallel = {name: mesh.get(axis, 1) for name, axis in names.items()}
     sections = {
         "pipeline": config.pipeline.model_copy(update=pipeline),
-        "parallel": config.parallel.model_copy(update={"data": mesh.get("dp", 1), "tensor": mesh.get("tp", 1)}),
+        "parallel": config.parallel.model_copy(update=parallel),
     }
     return config.model_copy(update=sections)
 
@@ -137,9 +141,7 @@ def _rows_text(config: Config, replicas: int) -> str:
 def table_of_changes(what: str, changes: Sequence[tuple[str, ...]]) -> str:
     """Returns the lines of a table of names, values before and values now, each after a line break."""
     rows = [(what, "before", "now"), *changes]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "".join(f"\n  {line.rstrip()}" for line in lines)
+    return "\n" + indent(table_text(rows), "  ")
 
 
 class LocalPlaces:

@@ -31,7 +31,7 @@ from slipstream.train.data.streams import load_sequences
 from slipstream.train.device_choice import memory_of_a_rank
 from slipstream.train.planned_start import expected_batch
 from slipstream.train.preflight import first_mesh, possible_meshes
-from slipstream.units import bytes_text, seconds_text
+from slipstream.units import bytes_text, seconds_text, table_text
 
 _EFFORT = 0.2  # of the search for a run: which mesh is best is soon clear
 _REDUCTIONS = 4  # of a layer's output between tensor ranks, in a forward and a backward
@@ -112,9 +112,7 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
 
 def mesh_table(meshes: Sequence[PlannedMesh]) -> str:
     """Returns one line per mesh, the chosen one first."""
-    rows = [("mesh", "step", "fullest rank", ""), *(mesh.row() for mesh in meshes)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return table_text([("mesh", "step", "fullest rank", ""), *(mesh.row() for mesh in meshes)])
 
 
 def _planned(config: Config, sequences: TrainingSequences, device: torch.device, progress: Progress) -> PlannedMesh:

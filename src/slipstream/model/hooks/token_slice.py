@@ -220,7 +220,7 @@ def noting_outputs(note: Callable[[str, object], None] | None) -> Iterator[None]
         _note = before
 
 
-_is_alone = False
+_is_alone = False  # no context variable either: a recomputation in a backward has to see it
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.joint.unit_costs import SlicedUnits, UnitCosts
 from slipstream.schedule import Schedule
 from slipstream.simulator import TableCost, simulate
-from slipstream.units import numbers_text
+from slipstream.units import numbers_text, table_text
 
 # From the layers of each stage, the slices, the compute actions and what is computed again: bytes of each rank.
 MemoryAccount = Callable[[tuple[float, ...], tuple[int, ...], Schedule, str], Sequence[float]]
@@ -138,8 +138,7 @@ class JointPlan:
         rows += [plan._row() for plan in plans]
         if any(plan.head == "spread" for plan in plans):
             rows = [(*row, head) for row, head in zip(rows, ["head", *(plan.head for plan in plans)], strict=True)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = [table_text(rows)]
         if self.exact is not None:
             longer = f"take {self.exact.seconds:.4g} s: {self.exact.seconds / self.seconds - 1:.1%} longer"
             same = self.exact.slices == self.slices

@@ -482,13 +482,12 @@ def _num_processes(axis: str, without_gpu: int | None) -> int:
         return launched
     import torch
 
-    if not torch.cuda.device_count() and without_gpu is not None:
-        return without_gpu
-    if not torch.cuda.device_count():
+    found = torch.cuda.device_count() or without_gpu
+    if found is None:
         raise SlipstreamError(
             f"--{axis}=auto: there is no launcher and no GPU to count; give a number, such as --{axis}=2"
         )
-    return torch.cuda.device_count()
+    return found
 
 
 def set_override(values: dict[str, Any], override: str) -> None:

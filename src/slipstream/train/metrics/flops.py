@@ -247,7 +247,7 @@ _SIZES = {"cpu": 1024, "cuda": 8192}  # of the square matrices
 _SECONDS = 0.5  # of measuring
 _MOST_PRODUCTS = 50
 # Words in the names of devices that are slower than the SXM modules in the descriptions of clusters.
-_LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})  # of a device's name, where it has other peaks
+_LESSER = frozenset({"pcie", "nvl", "mig", "laptop", "d"})
 
 
 @dataclass(frozen=True)
