@@ -177,12 +177,13 @@ def are_allowed_layer_counts(counts: Sequence[float]) -> bool:
     return all(count >= 0 and count % 0.5 == 0 for count in counts) and 0 not in counts[1:-1]
 
 
-_RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
+# The records, by the names of the arguments and sections.
+RECORDS = {record.section: record for record in (Memory, Parallelism, Precision, Runtime, Layers)}
 
 
 def check_records(arguments: Mapping[str, Any]) -> None:
     """Raises SlipstreamError where an argument that is a record has another type, such as a dict."""
-    for name, record in _RECORDS.items():
+    for name, record in RECORDS.items():
         if name in arguments and not isinstance(arguments[name], record):
             raise SlipstreamError(
                 f"{name}={arguments[name]!r}: give a slipstream.{record.__name__}, such as "

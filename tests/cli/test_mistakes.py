@@ -63,7 +63,7 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--save_total_limit=2", ["did you mean 'checkpoint.keep'?"]),
     ("--max_samples=100", ["unknown key max_samples", "'data.max_samples': the first rows of a source"]),
     ("--data.max_samples=0", ["data.max_samples=0", "a whole number from 1"]),
-    ("--lora.load_in_4bit=true", ["unknown key lora.load_in_4bit; weights can't be quantised"]),
+    ("--lora.load_in_4bit=true", ["'lora.base_precision': nf4: 4 bits by bitsandbytes"]),
     ("--adapter=lora", ["unknown key adapter; here it is 'lora': a section"]),
     ("--training.unlike_anything=1", ["unknown key training.unlike_anything; training has: bad_numbers"]),
     ("--optim.lr=1", ["unknown key optim", "'optimizer'"]),

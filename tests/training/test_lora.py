@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from slipstream.checkpoint import Manifest
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
+from slipstream.model.quantised import round_to_4_bits
 from slipstream.train.config import load_config
 from slipstream.train.preflight import preflight
 from support.forked import COMMAND, launch
@@ -82,6 +83,25 @@ def test_a_run_is_resumed_to_the_bit_and_exported(place: Path) -> None:
         check("--checkpoint.resume=latest", "--lora=null")
 
 
+@pytest.mark.more
+def test_an_adapter_beside_4_bits_is_exported_as_it_was_trained(place: Path) -> None:
+    run, tokens = Path("runs/lora"), torch.arange(40)[None]
+    train("--lora.base_precision=nf4")
+    base = AutoModelForCausalLM.from_pretrained("my-model")
+    plain = base(input_ids=tokens).logits
+    round_to_4_bits(base)
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, run / "adapter")(input_ids=tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "model")(input_ids=tokens).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, adapted, atol=1e-3)
+    assert launch(1, COMMAND, "export", str(run), "--output", "exported").returncode == 0
+    again = AutoModelForCausalLM.from_pretrained("exported")(input_ids=tokens).logits
+    torch.testing.assert_close(again, merged, rtol=1e-5, atol=1e-5)
+    with pytest.raises(SlipstreamError, match=r"weights with lora.base_precision=nf4, but the run has full"):
+        check("--checkpoint.resume=latest", "--training.steps=6")
+
+
 def check(*more: str) -> Any:
     return preflight(load_config(Path("lora.yaml"), ["--runtime.self_check=false", *more]), Progress(None))
 
@@ -93,6 +113,9 @@ MISTAKES = {
     "--lora.target_modules=all-linear --lora.layers_to_transform=[2]": r"needs a list of names in lora.target_modules",
     "--lora.modules_to_save=[lm_haed]": r"modules_to_save: the model has no module 'lm_haed'.*lm_head",
     "--training.single_process_steps=1": r"compares with training all weights",
+    "--lora.base_precision=int4": "lora.base_precision.*full.*nf4",
+    "--lora.base_precision=nf4 --parallel.tensor=2": r"nf4 with tensor parallelism of 2.*lora.base_precision=full",
+    "--lora.base_precision=nf4 --lora.use_dora=true": "lora.base_precision=nf4 with use_dora=True",
     "--lora.bias=some": "lora.bias.*lora_only.*all",
     "--lora.path=an-adapter --lora.r=4": r"lora.path=an-adapter is an adapter with settings.*; leave lora.r out",
     '--lora={"path":"nowhere"}': r"lora.path=nowhere has no adapter_config.json",

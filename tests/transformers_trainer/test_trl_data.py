@@ -14,6 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from slipstream import Pipeline, Runtime
 from slipstream.errors import SlipstreamError
 from slipstream.extras.hf_trainer import SlipstreamTrainer
+from slipstream.extras.hf_trainer.trainer import rows_of_pairs
+from slipstream.train.config import PreferenceSection
+from slipstream.train.preferences import preference_loss
 
 WORDS = ["<end>", "<pad>", "user", "assistant", "say", "a", "b", "c"]
 TEMPLATE = (
@@ -80,6 +83,77 @@ def test_a_run_has_the_losses_of_trls_trainer(packing: bool, tmp_path: Path) -> 
     expected = losses(theirs)
     assert expected[-1] < expected[0]
     assert losses(ours) == pytest.approx(expected, rel=1e-6)  # both log float32
+
+
+PREFERENCE = PreferenceSection(beta=0.3)
+
+
+def test_a_run_on_preferences_has_the_losses_of_trls_trainer(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    theirs = trl.DPOTrainer(
+        llama(),
+        args=trl.DPOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=PREFERENCE.beta,
+            precompute_ref_log_probs=True,
+            activation_checkpointing=False,
+            **common,
+        ),
+        train_dataset=Dataset.from_list([pair(number) for number in range(24)]),
+        eval_dataset=Dataset.from_list([pair(number) for number in range(24, 30)]),
+        processing_class=tokenizer(),
+    )
+    loss = preference_loss(PREFERENCE)
+    pipe = Pipeline(llama(), num_ranks=2, slices=3, num_microbatches=2, loss_fn=loss, runtime=Runtime(self_check=False))
+    ours = SlipstreamTrainer(
+        pipe,
+        TrainingArguments(output_dir=str(tmp_path / "ours"), remove_unused_columns=False, **common),
+        train_dataset=theirs.train_dataset,
+        eval_dataset=theirs.eval_dataset,
+        data_collator=theirs.data_collator,
+        processing_class=theirs.processing_class,
+    )
+    expected = losses(theirs)
+    assert expected[-1] < expected[0] == pytest.approx(0.6931, abs=1e-3)
+    assert losses(ours) == pytest.approx(expected, rel=1e-5)  # TRL multiplies with the head in float32
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
+
+
+def pair(number: int) -> dict[str, str]:
+    def answer(seed: int) -> str:
+        return " ".join("abc"[(seed * word + number) % 3] for word in range(1, 2 + (number + seed) % 6))
+
+    return {"prompt": "say a b", "chosen": f" {answer(1)}", "rejected": f" {answer(2)} c"}
+
+
+def test_preferences_that_cannot_be_trained_are_refused_before_a_step(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "max_steps": 1}
+    pairs = {"loss_fn": preference_loss(PREFERENCE), "num_microbatches": 2, "runtime": Runtime(self_check=False)}
+    pipe, batch = Pipeline(llama(), slices=2, **pairs), {name: torch.ones(4, 6, dtype=torch.int64) for name in KEYS}
+    with pytest.raises(SlipstreamError, match=r"without ref_chosen_logps.*precompute_ref_log_probs=True"):
+        rows_of_pairs(batch)
+    for changes, said in (
+        ({"gradient_accumulation_steps": 2}, r"per_device_train_batch_size=4, and Pipeline\(num_microbatches=4\)"),
+        ({}, "the last batch of a loss of whole sequences may have fewer rows"),
+    ):
+        args = TrainingArguments(output_dir=str(tmp_path), **settings | changes)
+        with pytest.raises(SlipstreamError, match=said):
+            SlipstreamTrainer(pipe, args, train_dataset=[{}] * 5).train()
+
+
+KEYS = ("input_ids", "attention_mask", "completion_mask")
 
 
 @pytest.mark.parametrize(

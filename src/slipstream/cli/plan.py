@@ -175,7 +175,7 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
 
         adapter = lora_section(model)
         if adapter is not None:
-            settings["lora"] = _peft_config(adapter, model_section(model))
+            settings |= _adapter_settings(adapter, model_section(model))
         found = find_plan(model, cluster, progress=show, **settings)
     _print(found)
     write_plan_file(found, model_section(model), output, adapter)
@@ -186,15 +186,16 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
     return found
 
 
-def _peft_config(section: dict[str, Any], model: dict[str, Any]) -> Any:
-    """Returns PEFT's configuration of the adapter that a training configuration describes."""
+def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `slipstream.plan` takes of the adapter that a training configuration describes."""
     from pydantic import ValidationError
 
     from slipstream.option_problems import describe_problems
     from slipstream.train.config import LoraSection
 
     try:
-        return LoraSection.model_validate(section).peft_config(str(model.get("path")))
+        lora = LoraSection.model_validate(section)
+        return {"lora": lora.peft_config(str(model.get("path"))), "lora_base_precision": lora.base_precision}
     except ValidationError as error:
         raise SlipstreamError("\n".join(f"lora: {each}" for each in describe_problems(error, LoraSection))) from None
 

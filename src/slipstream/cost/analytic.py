@@ -233,6 +233,10 @@ class AnalyticCosts:
         """Returns the number of a stage's parameters."""
         return sum(n * part.num_parameters for n, part in self.model.counted(layers)) / self.tensor_parallel
 
+    def weight_bytes(self, layers: Stage, each: float) -> float:
+        """Returns the bytes of a stage's parameters, of which those that aren't quantised take `each`."""
+        return sum(n * part.weight_bytes(each) for n, part in self.model.counted(layers)) / self.tensor_parallel
+
     def num_trained(self, layers: Stage) -> float:
         """Returns the number of a stage's parameters that are trained."""
         return sum(n * part.num_trained for n, part in self.model.counted(layers)) / self.tensor_parallel
@@ -280,7 +284,8 @@ class AnalyticCosts:
         made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(layers, length)
         made = made if self.has_backward(layers) else 0.0
         num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
-        return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
+        wide = max((part.dequantised_bytes for _, part in self.model.counted(layers)), default=0.0)
+        return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers, wide)
 
     def context_bytes(self, layers: Stage, length: int) -> float:
         """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""

@@ -42,10 +42,10 @@ def memory_table(
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
     of_stage = cache(partial(_footprints, costs, recompute, slices, schedule.ops))
-    numbers, trained, context, context_gradients = (
+    weights, trained, context, context_gradients = (
         [float(value(stage)) for stage in map(alike, stages)]
         for value in (
-            cache(costs.num_parameters),
+            cache(partial(costs.weight_bytes, each=state.weights)),
             cache(costs.num_trained),
             cache(partial(costs.context_bytes, length=length)),
             cache(partial(costs.context_gradient_bytes, length=length)),
@@ -70,7 +70,7 @@ def memory_table(
         context=dict.fromkeys(range(len(stages)), 0.0) if is_lone else dict(enumerate(context)),
         context_gradients=dict.fromkeys(range(len(stages)), 0.0) if is_lone else dict(enumerate(context_gradients)),
         message_bytes=[float(costs.message_bytes(length)) for length in slices],
-        parameters={g: state.weights * n for g, n in enumerate(numbers)},
+        parameters=dict(enumerate(weights)),
         gradients=gradients,
         optimizer={g: state.optimizer / optimizer_shards * n for g, n in enumerate(trained)},
     )

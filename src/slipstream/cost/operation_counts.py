@@ -29,9 +29,13 @@ _NONE = Amount()
 _AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
 # of a PartCount
 _SIZES = (
-    *("num_parameters", "num_frozen", "activation_bytes", "wide_activation_bytes"),
+    *("num_parameters", "num_frozen", "num_quantised", "activation_bytes", "wide_activation_bytes"),
     *("context_bytes", "product_bytes", "state_bytes"),
 )
+
+
+# Bytes of a weight in 4 bits: 64 share a scale in 8 bits, of which 256 share one in float32
+QUANTISED_BYTES = 1 / 2 + (1 + 4 / 256) / 64
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class PartCount:
     state_bytes: float = 0.0  # of each slice and row: what the slice leaves to the next besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
     num_frozen: int = 0  # of its parameters, those that aren't trained
+    num_quantised: int = 0  # of those, the ones that are kept in 4 bits
+    dequantised_bytes: float = 0.0  # of the largest weight that it makes of them, while it multiplies
     has_backward: bool = True  # whether it, or a part below, has a trained one
     wide_activation_bytes: float = 0.0  # per token: of them, those of tensors as wide as the hidden state
 
@@ -107,6 +113,14 @@ class PartCount:
     def num_trained(self) -> int:
         """The number of its parameters that are trained."""
         return self.num_parameters - self.num_frozen
+
+    def weight_bytes(self, each: float) -> float:
+        """Returns the bytes of its parameters, of which those that aren't quantised take `each`."""
+        return each * self.num_parameters - self.saved_bytes(each)
+
+    def saved_bytes(self, each: float) -> float:
+        """Returns how many bytes 4 bits take less than parameters that take `each`."""
+        return (each - QUANTISED_BYTES) * self.num_quantised
 
     @property
     def step_products(self) -> Amount:
@@ -142,7 +156,7 @@ class PartCount:
         parts = (self, other, third)
         numbers: dict[str, Any] = {name: mix(*(getattr(part, name) for part in parts)) for name in _SIZES}
         ops = {op: counts(*(part.ops[op] for part in parts)) for op in self.ops}
-        counts_of = {name: round(numbers[name]) for name in ("num_parameters", "num_frozen")}
+        counts_of = {name: round(numbers[name]) for name in ("num_parameters", "num_frozen", "num_quantised")}
         return replace(self, **numbers | counts_of, ops=ops)
 
 

@@ -285,6 +285,9 @@ class Profile:
     def num_trained(self, layers: Stage) -> int:
         return self.num_parameters(layers)
 
+    def weight_bytes(self, layers: Stage, each: float) -> float:
+        return each * self.num_parameters(layers)
+
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 

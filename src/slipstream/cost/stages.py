@@ -224,10 +224,11 @@ class ActionBytes:
     alone: float = 0.0
 
     @classmethod
-    def estimated(cls, kept: float, made: float, num_layers: int) -> ActionBytes:
-        """Returns the bytes where only those that F keeps are known, and those that a backward makes before it frees
-        any: W needs all that F kept, and a layer's F holds what it would keep."""
-        return cls(kept, 0.0, {Op.F: 0.0, Op.B: made, Op.I: made, Op.W: 0.0}, kept / num_layers)
+    def estimated(cls, kept: float, made: float, num_layers: int, passing: float = 0.0) -> ActionBytes:
+        """Returns the bytes where only those that F keeps are known, those that a backward makes before it frees any,
+        and those that pass in both: W needs all that F kept, and a layer's F holds what it would keep."""
+        peaks = {Op.F: passing, Op.B: made + passing, Op.I: made + passing, Op.W: 0.0}
+        return cls(kept, 0.0, peaks, kept / num_layers + passing)
 
 
 OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that have times of their own; R takes as long as F

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.keyed_draws import keyed_seed
+from slipstream.model.quantised import quantise, quantised_names
 
 # What these compute of a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")
@@ -63,6 +64,7 @@ class Adapter:
 
     name: str
     config: Any  # peft.PeftConfig
+    on_4_bits: bool = False  # whether the linear layers beneath are kept in 4 bits (QLoRA)
 
     @property
     def method(self) -> str:
@@ -112,6 +114,11 @@ def check_parallel(adapter: Adapter, tensor_ranks: int, shards_parameters: bool)
         )
     if tensor_ranks == 1:
         return
+    if adapter.on_4_bits:
+        raise SlipstreamError(
+            f"lora.base_precision=nf4 with tensor parallelism of {tensor_ranks}: blocks of 64 weights share a scale, "
+            "which ranks would cut. Use tp=1 (parallel.tensor=1), or lora.base_precision=full."
+        )
     if adapter.method not in _SHARED_METHODS:
         raise SlipstreamError(
             f"adapters by {adapter.method} with tensor parallelism of {tensor_ranks}: {_NOT_SHARED[adapter.method]}. "
@@ -546,7 +553,9 @@ class TrainedWeights:
     def apply(self, whole: PreTrainedModel) -> PreTrainedModel:
         """Returns the whole model, on the meta device, with its adapter and its frozen parameters; it is changed."""
         if self.adapter is not None:
+            names = quantised_names(whole) if self.adapter.on_4_bits else ()
             whole = adapted_model(whole, self.adapter).get_base_model()
+            quantise(whole, names)
         freeze(whole, self.frozen)
         return whole
 

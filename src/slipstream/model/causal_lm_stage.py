@@ -121,7 +121,7 @@ class CausalLMStage(PipelineStage):
         self._form, self._takes_more = anatomy.hidden_form(self.hidden_size), anatomy.hidden is not None
         weights = chain(model.get_submodule(anatomy.layers).parameters(), model.parameters())
         embedded = [] if self._embedded is None else [self._embedded.dtype]  # then an empty end has no weights
-        self.hidden_dtype = next(chain((weight.dtype for weight in weights), embedded))
+        self.hidden_dtype = next(chain((weight.dtype for weight in weights if weight.is_floating_point()), embedded))
         if getattr(model.config, "residual_in_fp32", False):  # Mamba's
             self.hidden_dtype = torch.promote_types(self.hidden_dtype, torch.float32)
         self.tables = MaskTables(device)

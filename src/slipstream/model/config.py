@@ -215,8 +215,8 @@ def check_is_causal_lm(config: PretrainedConfig) -> None:
 
 
 def check_unquantised(config: PretrainedConfig) -> None:
-    """Raises SlipstreamError where the weights of a folder or hub name are quantised: a run would find no such
-    parameters, or train none."""
+    """Raises SlipstreamError where the weights of a folder, of a hub name or of a model in memory are quantised: a run
+    would find no such parameters, or train none."""
     found = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
@@ -226,8 +226,8 @@ def check_unquantised(config: PretrainedConfig) -> None:
     raise SlipstreamError(
         f"the weights of this {config.model_type!r} are quantised (quantization_config in its config.json: "
         f"{getattr(method, 'value', method)}), and can't be trained so; give the model that they were made of, such as "
-        "--model.path=..., and where memory is short an adapter of it in bfloat16: --lora.r=16 "
-        "--training.precision=bf16-weights"
+        "--model.path=..., and where memory is short train an adapter beside its weights in 4 bits: --lora.r=16 "
+        "--lora.base_precision=nf4, in your own loop Pipeline.from_pretrained(..., lora=..., lora_base_precision='nf4')"
     )
 
 

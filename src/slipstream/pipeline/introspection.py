@@ -70,6 +70,11 @@ class PipelineFacts:
         return self._runtime.has_own_loss
 
     @property
+    def has_sequence_loss(self) -> bool:
+        """Whether that is a `SequenceLoss`."""
+        return self._runtime.has_sequence_loss
+
+    @property
     def plan(self) -> JointPlan | None:
         """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
         return self._runtime.plan

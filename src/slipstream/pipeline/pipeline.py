@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import CausalLMStage, add_embedding_noise, random_model
+from slipstream.model.quantised import BasePrecision
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
 from slipstream.pipeline.batch import Inputs, Lengths, Rows
@@ -132,19 +133,28 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, freeze: Sequence[str] = (), lora: Any = None, lora_seed: int = 0, **options: Any
+        cls,
+        path: str | Path,
+        *,
+        freeze: Sequence[str] = (),
+        lora: Any = None,
+        lora_seed: int = 0,
+        lora_base_precision: BasePrecision = "full",
+        **options: Any,
     ) -> Self:
         """Returns a pipeline with the weights of a folder of safetensors, or of a name on the hub, of which each rank
         reads only its part. `options` are the constructor's. Collective.
 
         With `lora`, a `peft.LoraConfig`, an adapter is added and the weights are frozen. It is drawn by `lora_seed` and
         the modules' names, so it is the same however the model is cut. Or `lora` is the folder of an adapter by LoRA
-        that PEFT has saved, which is trained further.
+        that PEFT has saved, which is trained further. With `lora_base_precision="nf4"` the weights of all linear layers
+        but the head are kept in 4 bits (QLoRA), which needs bitsandbytes.
 
         `freeze` has patterns of parameters' names, as `fnmatch` has them, such as `model.layers.0.*`: these aren't
         trained. Raises SlipstreamError for one that matches nothing, and where nothing is left to train.
         """
-        return cls(pretrained_source(str(path), freeze, lora, lora_seed), **options)
+        source = pretrained_source(str(path), freeze, lora, lora_seed, base_precision=lora_base_precision)
+        return cls(source, **options)
 
     def step(
         self,

@@ -46,7 +46,7 @@ from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout,
 from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
-from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
+from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
 from slipstream.pipeline.weights import gather_state
@@ -87,6 +87,7 @@ class PipelineRuntime:
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
         self.has_own_loss = options.loss_fn is not None
+        self.has_sequence_loss = isinstance(options.loss_fn, SequenceLoss)
         self._adds_router_loss = options.router_loss != "none"
         if (num_ranks > 1 or isinstance(options.seq_len, ExpectedBatch)) and self.family.is_open(options):
             options = self._plan_start(options, num_ranks)

@@ -23,6 +23,7 @@ from slipstream.model import (
     ModelAnatomy,
     PipelineStage,
     StagePart,
+    check_unquantised,
     load_config,
     meta_model,
     pretrained_model,
@@ -43,6 +44,7 @@ from slipstream.model.adapters import (
     read_adapter_config,
 )
 from slipstream.model.given_model import GivenModel, compare_with_config
+from slipstream.model.quantised import BasePrecision, check_quantisable, quantise, quantised_names, round_to_4_bits
 from slipstream.model.toy import quiet_transformers
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
@@ -67,6 +69,7 @@ def pretrained_source(
     lora_seed: int = 0,
     beside: Path | None = None,
     config: PretrainedConfig | None = None,
+    base_precision: BasePrecision = "full",
 ) -> WeightSource:
     """Returns the model of a folder or of a name on the hub as a source, as `Pipeline.from_pretrained` takes it; what
     lies beside its weights is in that folder, or in `beside`. `config` may have more tokens than the folder's.
@@ -76,10 +79,17 @@ def pretrained_source(
     config = load_config(path) if config is None else config
     source = WeightSource(config, partial(pretrained_model, path, config), beside=beside or Path(path))
     source = with_frozen(source, freeze)
-    return source if lora is None else _with_adapter(source, lora, lora_seed, path)
+    if lora is None:
+        if base_precision != "full":
+            raise SlipstreamError(
+                f"lora_base_precision={base_precision!r} without lora: weights in 4 bits can't be trained. Give "
+                "lora=peft.LoraConfig(...), which is trained beside them, or leave lora_base_precision out."
+            )
+        return source
+    return _with_adapter(source, lora, lora_seed, path, base_precision == "nf4")
 
 
-def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str) -> WeightSource:
+def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str, on_4_bits: bool) -> WeightSource:
     """Returns a source whose model, which is at `base`, gets an adapter: by a LoraConfig of PEFT, or of a saved folder.
 
     Raises SlipstreamError where it can't be trained, or a folder's isn't one of this model.
@@ -87,13 +97,18 @@ def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str) -> Weig
     saved = lora if isinstance(lora, (str, Path)) else None
     config = lora if saved is None else read_adapter_config(saved, base)
     check_method(config)
-    adapter = Adapter("default", config)
+    adapter = Adapter("default", config, on_4_bits)
+    if on_4_bits:
+        check_quantisable(meta_model(source.config), config, "lora_base_precision")
     if saved is not None:
         check_saved_weights(saved, adapted_model(meta_model(source.config), adapter), adapter)
 
     def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
         model = source.load(anatomy, parts, dtype)
-        add_adapter(model, meta_model(source.config), config, seed, saved)
+        whole = meta_model(source.config)
+        names = quantised_names(whole) if on_4_bits else ()
+        add_adapter(model, whole, config, seed, saved)
+        quantise(model, names)
         return model
 
     return source._replace(load=load, trained=TrainedWeights(adapter=adapter))
@@ -144,6 +159,7 @@ def in_memory(model: object) -> WeightSource:
             "model has gradient checkpointing enabled, which would run its layers again outside of the schedule. "
             "Disable it on the model: memory=slipstream.Memory(recompute='full') does what it does."
         )
+    check_unquantised(model.config)
     trained = TrainedWeights.of(model, adapter)
     given = compare_with_config(model, adapter)
     return WeightSource(given.config, lambda *_: model, tuple(compiled_modules(model)), trained, given)
@@ -361,12 +377,15 @@ def merged_state(config: PretrainedConfig, adapter: Adapter, state: Mapping[str,
 
 
 def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state of a model, which it takes over, with the trained weights of an adapter merged into it.
+    """Returns the state of a model, which it takes over, with the trained weights of an adapter merged into it; where
+    the adapter is one of weights in 4 bits, into what these stand for.
 
     Raises SlipstreamError where these aren't the adapter's.
     """
     from peft import get_peft_model
 
+    if adapter.on_4_bits:
+        round_to_4_bits(model)
     with quiet_peft():
         adapted: Any = get_peft_model(model, copy.deepcopy(adapter.config), autocast_adapter_dtype=False)
     named = adapted.get_base_model().named_parameters()

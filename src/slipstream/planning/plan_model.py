@@ -32,6 +32,7 @@ from slipstream.model import (
     trust_remote_code,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
+from slipstream.model.quantised import BasePrecision, check_quantisable
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.profile import count_model, identify_model, newest_costs
@@ -49,6 +50,7 @@ def plan(
     num_ranks: int | None = None,
     freeze: Sequence[str] = (),
     lora: Any = None,
+    lora_base_precision: BasePrecision = "full",
     fused: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
@@ -69,6 +71,7 @@ def plan(
         freeze: patterns of names of parameters that aren't trained. Default: `model.freeze` of a training
             configuration.
         lora: a `peft.LoraConfig`: an adapter is trained, and all of the model's weights are frozen.
+        lora_base_precision: "nf4" where those are kept in 4 bits, as by `Pipeline.from_pretrained`.
         fused: whether norms, activations and rotary embeddings are fused kernels (`runtime.fused`), on a described
             cluster. What tensor-parallel ranks would all compute they share by tokens there, where the model allows it.
         progress: called with what is being done, how many are done, and out of how many (0 where that is unknown).
@@ -92,6 +95,7 @@ def plan(
         tensor_parallel=allowed.tensor_parallel,
         freeze=freeze,
         lora=lora,
+        lora_base_precision=lora_base_precision,
         fused=fused,
     )
     return search_plans(source, seq_len, global_batch, options=allowed, progress=progress)
@@ -113,6 +117,7 @@ def choose_costs(
     tensor_parallel: Collection[int] | None = None,
     freeze: Sequence[str] = (),
     lora: Any = None,
+    lora_base_precision: BasePrecision = "full",
     fused: bool = False,
 ) -> CostSource:
     """Returns what a model's parts cost; the arguments are those of `slipstream.plan`.
@@ -143,7 +148,8 @@ def choose_costs(
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
     assert cluster is not None
-    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora, fused)
+    parts = freeze, lora, lora_base_precision
+    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, parts, fused)
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
@@ -180,17 +186,17 @@ def _analytic_source(
     seq_len: int,
     dtype: str | None,
     num_nodes: int | None,
-    freeze: Sequence[str],
-    lora: Any,
+    parts: tuple[Sequence[str], Any, BasePrecision],
     fused: bool,
 ) -> AnalyticSource:
+    """`parts` say what is trained: `freeze`, `lora` and `lora_base_precision`."""
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if num_nodes is None and cluster in SHIPPED:
         num_nodes = 1
     if num_nodes is not None:
         described = described.with_nodes(check_count("num_nodes", num_nodes))
     if isinstance(model, ModelCount):
-        if freeze or lora is not None:
+        if parts[0] or parts[1] is not None:
             raise SlipstreamError("a counted model says itself what is trained; leave freeze and lora out.")
         if fused:
             raise SlipstreamError("a counted model has the kernels with which it was counted: leave fused out.")
@@ -200,7 +206,7 @@ def _analytic_source(
     dtype = dtype or _DTYPE
     described.device.matmul_flops(dtype, 1)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
-    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, freeze, lora), fused)
+    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, *parts), fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
     return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused)
 
@@ -208,9 +214,16 @@ def _analytic_source(
 _NORM_AND_HEAD = 2  # what runs after the layers of a model whose tensor-parallel ranks can share tokens
 
 
-def _trained_weights(config: PretrainedConfig, freeze: Sequence[str], lora: Any) -> TrainedWeights:
+def _trained_weights(
+    config: PretrainedConfig, freeze: Sequence[str], lora: Any, base_precision: BasePrecision
+) -> TrainedWeights:
     """Returns what is trained. Raises SlipstreamError for patterns or an adapter that don't fit the model."""
     if lora is None:
+        if base_precision != "full":
+            raise SlipstreamError(
+                f"lora_base_precision={base_precision!r} without lora: weights in 4 bits can't be trained. Give "
+                "lora=peft.LoraConfig(...), or leave it out."
+            )
         return TrainedWeights(find_frozen(meta_model(config), freeze)) if freeze else ALL_WEIGHTS
     if freeze:
         raise SlipstreamError(
@@ -218,8 +231,10 @@ def _trained_weights(config: PretrainedConfig, freeze: Sequence[str], lora: Any)
             "layers_to_transform."
         )
     check_method(lora)
+    if base_precision != "full":
+        check_quantisable(meta_model(config), lora, "lora_base_precision")
     find_targets(meta_model(config), lora)
-    return TrainedWeights(adapter=Adapter("default", lora))
+    return TrainedWeights(adapter=Adapter("default", lora, base_precision != "full"))
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -47,6 +47,7 @@ from slipstream.model.hooks.masks import MaskTables
 from slipstream.model.hooks.module_calls import recorded_calls
 from slipstream.model.hooks.slice_cache import CarriedState, SliceCache, cache_name
 from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, active_forward
+from slipstream.model.quantised import QuantisedLinear
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, trained_parts
 from slipstream.schedule import Op
 
@@ -157,19 +158,21 @@ def _count_part(
     for op, tally in long.ops.items():
         amounts = line(op, "flops"), line(op, "matmul_bytes"), line(op, "wide_bytes"), line(op, "other_bytes")
         ops[op] = OpCount(*amounts, tally.num_matmuls, tally.num_kernels)
-    itemsize = long.parameters[0].dtype.itemsize
+    itemsize = long.itemsize
     calls = long.own.attentions
     attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)  # its output and log-sum-exp
     return PartCount(
         name=name,
-        num_parameters=sum(p.numel() for p in long.parameters),
+        num_parameters=sum(p.numel() for p in long.parameters) + long.num_packed,
         ops=ops,
         attentions=tuple(calls),
         activation_bytes=(long.saved_bytes - short.saved_bytes) / num_tokens,
         context_bytes=sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in calls) * itemsize,
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
-        num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad),
+        num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad) + long.num_packed,
+        num_quantised=sum(each.num_weights for each in long.quantised),
+        dequantised_bytes=itemsize * max((each.num_weights for each in long.quantised), default=0),
         has_backward=long.has_backward,
         wide_activation_bytes=(long.wide_bytes - short.wide_bytes) / num_tokens,
     )
@@ -225,6 +228,12 @@ class _PartRun:
         self._modules = [(cut(model.get_submodule(name)), *calls.arguments[name]) for name in names]
         self._width, self._loss = width, loss
         self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
+        found = {
+            id(m.weight): m for module, *_ in self._modules for m in module.modules() if type(m) is QuantisedLinear
+        }
+        self.quantised = list(found.values())
+        self.num_packed = sum(each.num_weights - each.weight.numel() for each in self.quantised)
+        self.itemsize = next(p.dtype.itemsize for p in self.parameters if p.is_floating_point())
         # rotary tables and the like, which all layers share
         self._shared = [t for _, *arguments in self._modules for t in _tensors(arguments)[1:]]
         self.own = ModelCalls(calls.length, calls.seq_len)

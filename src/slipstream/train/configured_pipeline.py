@@ -43,9 +43,15 @@ def source_of(config: Config) -> WeightSource:
     training = config.training
     if config.model.pretrained:
         path, lora = str(config.model.path), config.lora
-        adapter = None if lora is None else lora.source(path)
-        beside = config.folder.beside
-        return pretrained_source(path, config.model.freeze, adapter, training.seed, beside, config_of_run(config))
+        return pretrained_source(
+            path,
+            config.model.freeze,
+            None if lora is None else lora.source(path),
+            training.seed,
+            config.folder.beside,
+            config_of_run(config),
+            "full" if lora is None else lora.base_precision,
+        )
     model_config = AutoConfig.from_pretrained(config.folder.inputs, trust_remote_code=False)
     return with_frozen(
         WeightSource(model_config, partial(random_model, model_config, training.seed)), config.model.freeze

@@ -342,10 +342,12 @@ def name_reference(config: Config, run: RunFolder | None, given: str | None) -> 
         raise SlipstreamError(
             "rewards are relative to the model before the training on preferences; name it with --reference=MODEL"
         )
-    if not config.model.pretrained:
+    lora = yaml.safe_load(run.config.read_text(encoding="utf-8")).get("lora") or {}
+    what = "weights in 4 bits" if lora.get("base_precision", "full") != "full" else "random weights"
+    if what != "random weights" or not config.model.pretrained:
         raise SlipstreamError(
-            "the run began with random weights, and hasn't kept how probable these answers were by them; name a model "
-            "to compare with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
+            f"the run began with {what}, and hasn't kept how probable these answers were by them; name a model to "
+            "compare with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
         )
     return str(config.model.path)
 

@@ -121,7 +121,8 @@ def _merged_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConf
     trained = _in_dtype(saved, _read_parameters(run, saved))
     dtype = next(iter(trained.values())).dtype
     model = whole_pretrained_model(path, config, dtype)
-    return merged_with_base(model, Adapter("default", lora.peft_config(path)), trained)
+    adapter = Adapter("default", lora.peft_config(path), lora.base_precision != "full")
+    return merged_with_base(model, adapter, trained)
 
 
 def _read_parameters(run: RunFolder, saved: SavedCheckpoint) -> dict[str, Tensor]:

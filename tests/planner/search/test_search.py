@@ -24,7 +24,9 @@ from slipstream.cost import (
     partition_of,
 )
 from slipstream.cost.cluster import Cluster, load_cluster, parse_cluster
+from slipstream.cost.operation_counts import QUANTISED_BYTES
 from slipstream.errors import SlipstreamError
+from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.planner.plans import Configuration, Plan
 from slipstream.planner.report import reasons
 from slipstream.planner.search import search_plans
@@ -36,6 +38,7 @@ from slipstream.schedule import COMMUNICATION, Op, make_schedule
 from slipstream.schedule.lowering import add_reductions
 from slipstream.simulator import MemoryKind, StageSlice, memory_of, simulate
 from slipstream.simulator.memory_arrays import order_bytes
+from support.adapters import lora
 from support.architectures import llama
 from support.examples import examples
 from support.parameters import each_once, first_of
@@ -431,6 +434,29 @@ def test_a_single_device_is_planned_wherever_something_fits() -> None:
     assert 0 < len(errors) < 6
     lacks = r" needs [\d.]+ [kMG]B on rank 0, [\d.]+ [kMG]?B more than the [\d.]+ [kMG]B .* that would fit: "
     assert [error for error in errors if not re.search(lacks, error)] == []
+
+
+@pytest.mark.more
+def test_8b_with_an_adapter_fits_a_device_of_80_gb() -> None:
+    """Beside bfloat16 weights and beside 4 bits, which leave more room; and what is too long says what it lacks."""
+    config = llama(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=128256, max_position_embeddings=2**20,
+    )  # fmt: skip
+    h100 = load_cluster("h100-dgx")
+    one = replace(h100, num_nodes=1, devices_per_node=1)
+    held = []
+    for on_4_bits in (False, True):
+        trained = TrainedWeights(adapter=Adapter("default", lora(target_modules="all-linear"), on_4_bits))
+        source = AnalyticSource(count_model(config, 8192, torch.bfloat16, trained), one, "8B with LoRA")
+        best = search_plans(source, 8192, 4, options=PlanOptions(num_slices=(2, 4))).best
+        assert best.peak_memory < 76e9
+        assert all(size >= 0 for size in best.memory[0].values())
+        held.append(best.memory[0][MemoryKind.PARAMETERS])
+        with pytest.raises(SlipstreamError, match=r"needs [\d.]+ GB on rank 0, [\d.]+ [GM]B more than the 5.00 GB"):
+            search_plans(source, 8192, 4, options=PlanOptions(memory_limit=5e9, num_slices=(2,)))
+    assert held[0] == pytest.approx(16.1e9, rel=0.01)
+    assert held[1] == pytest.approx(2 * (2 * 128256 * 4096 + 10.5e6) + 6.98e9 * QUANTISED_BYTES, rel=0.01)
 
 
 def test_a_host_that_is_too_small_is_said() -> None:

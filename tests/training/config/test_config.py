@@ -87,7 +87,7 @@ def test_gpus_have_a_rank_each_and_weights_in_bfloat16(
     assert (found.pipeline.num_ranks, found.training.precision) == (ranks, precision)
 
 
-def test_inputs_are_looked_for_next_to_the_configuration_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_looked_for_next_to_the_configuration_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there" / "model").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     for name in ("both.txt", "beside.txt"):
@@ -106,6 +106,9 @@ def test_inputs_are_looked_for_next_to_the_configuration_too(tmp_path: Path, mon
     assert found.data.sources[1].dataset == "no/where"  # of the hub
     assert str(found.training.output) == "runs/x"
     assert load_config(file, ["--model.path=model"]).model.path == "model"  # which was typed here
+    (tmp_path / "there" / "runs" / "x").mkdir(parents=True)
+    assert str(load_config(file).training.output) == "../there/runs/x"  # a run that is found again
+    assert str(load_config(file, ["--training.output=runs/x"]).training.output) == "runs/x"
 
 
 def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Path) -> None:

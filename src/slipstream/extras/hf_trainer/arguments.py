@@ -67,19 +67,31 @@ def check_arguments(args: TrainingArguments, pipe: Pipeline, optimizer: Optimize
 
 def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None:
     """Raises SlipstreamError where a last, smaller batch would have to be filled up with rows that weigh in the balance
-    of a mixture of experts."""
+    of a mixture of experts or in a mean over sequences, and where several batches would add up to such a mean."""
     num_microbatches, rows = pipe.order.num_microbatches, args.per_device_train_batch_size
     if rows < num_microbatches:
         raise SlipstreamError(
             f"per_device_train_batch_size={rows}, which a step cuts into num_microbatches={num_microbatches}: give at "
             f"least {num_microbatches} rows, or fewer microbatches."
         )
-    if not hasattr(pipe.config, "router_aux_loss_coef") or args.dataloader_drop_last:
+    if (accumulated := args.gradient_accumulation_steps) > 1 and pipe.has_sequence_loss:
+        raise SlipstreamError(
+            f"gradient_accumulation_steps={accumulated} with a SequenceLoss, which is a mean over the sequences of one "
+            f"step: give per_device_train_batch_size={rows * accumulated}, and "
+            f"Pipeline(num_microbatches={num_microbatches * accumulated}) for as much memory."
+        )
+    if pipe.has_sequence_loss:
+        what = "a loss of whole sequences"
+    elif hasattr(pipe.config, "router_aux_loss_coef"):
+        what = "a mixture of experts"
+    else:
+        return
+    if args.dataloader_drop_last:
         return
     is_known = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
     if not is_known or 0 < len(dataset) % rows < num_microbatches:
         raise SlipstreamError(
-            f"the last batch of a mixture of experts may have fewer rows than num_microbatches={num_microbatches}: "
+            f"the last batch of {what} may have fewer rows than num_microbatches={num_microbatches}: "
             "give dataloader_drop_last=True."
         )
 

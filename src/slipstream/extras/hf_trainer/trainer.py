@@ -87,9 +87,10 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # of optimizers without a learning-rate schedule
             self.optimizer.train()
-        num_targets = self._num_targets(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
-        batch = with_rows(inputs, self.pipe.order.num_microbatches)
-        return self.pipe.step(batch, num_targets=num_targets).as_subclass(Tensor)
+        batch, values = rows_of_pairs(inputs)
+        num_targets = self._num_targets(batch, num_items_in_batch, self.current_gradient_accumulation_steps)
+        batch = with_rows(batch, self.pipe.order.num_microbatches)
+        return self.pipe.step(batch, num_targets=num_targets, sequence_values=values).as_subclass(Tensor)
 
     def _num_targets(self, inputs: Mapping[str, Any], num_items: Any, num_batches: int) -> int | None:
         """Returns what a Trainer divides the sum of a batch's losses by, where `num_batches` add up; None where that is
@@ -119,20 +120,21 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns a batch's loss, and unless only that is wanted, its logits and labels, on every rank."""
         self._num_predictions += 1
+        inputs, values = rows_of_pairs(inputs)
         labels = inputs.get("labels")
         batch = with_rows(inputs, self.pipe.order.num_microbatches)
-        loss = None if labels is None else self._evaluated(inputs, batch)
+        loss = None if labels is None else self._evaluated(inputs, batch, values)
         if prediction_loss_only:
             return loss, None, None
         logits = replicated_logits(self.pipe, batch)
         return loss, logits[: len(inputs["input_ids"])], labels
 
-    def _evaluated(self, inputs: Mapping[str, Any], batch: Mapping[str, Any]) -> Tensor:
+    def _evaluated(self, inputs: Mapping[str, Any], batch: Mapping[str, Any], values: Tensor | None) -> Tensor:
         """Returns a batch's loss: no number where none of its labels counts, as a Trainer's."""
         num_targets = self._num_targets(inputs, self._get_num_items_in_batch([inputs], self.args.device), 1)
         if num_targets == 0:
             return torch.full((), math.nan, dtype=torch.float64, device=self.pipe.device)
-        return self.pipe.evaluate(batch, num_targets=num_targets)
+        return self.pipe.evaluate(batch, num_targets=num_targets, sequence_values=values)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
         """Returns what the model makes of a loader's batches."""
@@ -334,6 +336,27 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         if replicas.size == 1:
             return tensor
         return recursively_apply(lambda each: replicas.all_gather(each).flatten(0, min(1, each.dim())), tensor)
+
+
+def rows_of_pairs(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | None]:
+    """Returns a batch of TRL's collator for preferences, all chosen answers and then all rejected ones, as rows of
+    which each chosen answer is followed by its rejected one, and their log-probabilities by the reference, (rows,); any
+    other batch as it is, and None.
+
+    Raises SlipstreamError where the reference's part isn't in it.
+    """
+    mask, ids = batch.get("completion_mask"), batch.get("input_ids")
+    if mask is None or ids is None:
+        return batch, None
+    if "ref_chosen_logps" not in batch:
+        raise SlipstreamError(
+            "a batch of preferences without ref_chosen_logps, what the reference makes of each answer: give "
+            "trl.DPOConfig(precompute_ref_log_probs=True), which computes them before the training."
+        )
+    order = torch.arange(len(ids), device=ids.device).view(2, -1).T.flatten()
+    reference = torch.cat([batch["ref_chosen_logps"], batch["ref_rejected_logps"]]).double()
+    rows = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, IGNORED), "attention_mask": batch["attention_mask"]}
+    return {key: value[order] for key, value in rows.items()}, reference[order]
 
 
 def with_rows(batch: Mapping[str, Any], num_rows: int) -> Mapping[str, Any]:

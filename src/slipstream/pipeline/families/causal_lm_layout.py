@@ -236,7 +236,8 @@ def load_layers(
     model = source.load(anatomy, layers, dtype)
     if dtype is not None:
         for parameter in model.parameters():  # rope's frequencies keep theirs, as when transformers loads a model
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     if options.runtime.fused:  # before it is cut into stages, which then share kernels
         fuse_kernels(model)
     return model

@@ -342,9 +342,11 @@ class PartlyTrained(Profile):
         more = self._difference(layers, lambda part: part.num_parameters)
         return super().num_parameters(layers) + round(more / self.tensor_parallel)
 
+    def weight_bytes(self, layers: Stage, each: float) -> float:
+        return super().weight_bytes(layers, each) - self._total_of(layers, lambda part: part.saved_bytes(each))
+
     def num_trained(self, layers: Stage) -> int:
-        frozen = sum(number * part.num_frozen for number, part in self.part.counted(self._parts(layers)))
-        return max(0, self.num_parameters(layers) - round(frozen / self.tensor_parallel))
+        return max(0, self.num_parameters(layers) - round(self._total_of(layers, lambda part: part.num_frozen)))
 
     def activation_bytes(self, layers: Stage, length: int) -> float:
         return super().activation_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
@@ -360,6 +362,10 @@ class PartlyTrained(Profile):
 
     def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         return super().context_gradient_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
+
+    def _total_of(self, layers: Stage, value: Callable[[PartCount], float]) -> float:
+        counted = self.part.counted(self._parts(layers))
+        return sum(number * value(part) for number, part in counted) / self.tensor_parallel
 
     def _parts(self, layers: Stage) -> StageParts:
         own = self.parts_of(layers)
@@ -407,9 +413,9 @@ class PartlyTrainedUnits(ProfileUnits):
 
     def state_bytes(self) -> Floats:
         parts = [StageParts(part, part + 1) for part in range(len(self.profile.parts))]
-        numbers = np.array([self.profile.num_parameters(part) for part in parts], float)
+        weights = np.array([self.profile.weight_bytes(part, self.state.weights) for part in parts], float)
         trained = np.array([self.profile.num_trained(part) for part in parts], float)
-        found: Floats = self.state.weights * numbers + (self.state.gradients + self.state.optimizer) * trained
+        found: Floats = weights + (self.state.gradients + self.state.optimizer) * trained
         return found
 
     def _above(self, units: Floats) -> Floats:

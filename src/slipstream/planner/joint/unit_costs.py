@@ -284,7 +284,7 @@ class AnalyticUnits:
     def state_bytes(self) -> Floats:
         state = StateBytes.of(self.costs.model.dtype)
         trained = state.gradients + state.optimizer / self.optimizer_shards
-        sizes = state.weights * self._of_kinds(self.costs.num_parameters)
+        sizes = self._of_kinds(partial(self.costs.weight_bytes, each=state.weights))
         found: Floats = (sizes + trained * self._of_kinds(self.costs.num_trained))[self._kinds]
         return found
 

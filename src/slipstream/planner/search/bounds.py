@@ -109,10 +109,10 @@ class PlacedPartition:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """The parameters of each stage, how many of them are trained, and the bytes of one microbatch's keys and values and
-    of what its F keep."""
+    """The bytes of each stage's weights, how many parameters are trained, and the bytes of one microbatch's keys and
+    values and of what its F keep."""
 
-    parameters: Floats
+    weights: Floats
     trained: Floats
     context: Floats
     kept: dict[str, Floats]  # by kind of recomputation
@@ -217,7 +217,7 @@ class ConfigurationGroup:
         context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
         if by_layer and len(slices) < 2:
             context = np.zeros_like(context)
-        kept = state.weights * per_rank(sizes.parameters) + per_trained * per_rank(sizes.trained)
+        kept = per_rank(sizes.weights) + per_trained * per_rank(sizes.trained)
         return float((kept + context + activations).max())
 
 

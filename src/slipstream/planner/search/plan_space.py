@@ -264,7 +264,8 @@ class PlanSpace:
         largest = np.zeros(cut.num_ranks)
         np.maximum.at(largest, list(cut.placement), kept["none"])
         context = per_stage(partial(costs.context_bytes, length=length))
-        return StageSizes(per_stage(costs.num_parameters), per_stage(costs.num_trained), context, kept, largest)
+        weights = per_stage(partial(costs.weight_bytes, each=self.source.state.weights))
+        return StageSizes(weights, per_stage(costs.num_trained), context, kept, largest)
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class PlanSpace:
         costs, layers, state = self.costs(tensor, size), range(len(self.source.kinds)), self.source.state
         each = state.gradients if self.global_batch > data * size else 0
         each += state.optimizer / (data if shards else 1)
-        return (state.weights * costs.num_parameters(layers) + each * costs.num_trained(layers)) / pipeline
+        return (costs.weight_bytes(layers, state.weights) + each * costs.num_trained(layers)) / pipeline
 
     def _may_fit(self, unsliced: Configuration, savings: list[tuple[str, float, bool]]) -> bool:
         """Returns False only where each way to save memory is too little, however many slices there are."""

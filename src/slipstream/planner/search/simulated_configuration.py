@@ -151,7 +151,7 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
         gradients=state.gradients * sizes.trained,
         offloads=bool(c.offload),
     )
-    kept = state.weights * sizes.parameters + state.optimizer / c.optimizer_shards * sizes.trained
+    kept = sizes.weights + state.optimizer / c.optimizer_shards * sizes.trained
     if (bound.peaks(shape) + cut.per_rank(kept)).max() > space.memory:
         return False
     host = space.source.host

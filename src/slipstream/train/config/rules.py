@@ -351,9 +351,18 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "lora_dropout": ("lora.dropout", ""),
     "lora_target": ("lora.target_modules", "a list such as [q_proj, v_proj], or all-linear"),
     "lora_target_modules": ("lora.target_modules", "a list such as [q_proj, v_proj], or all-linear"),
-    "load_in_4bit": ("", "weights can't be quantised; training.precision=bf16-weights takes half of float32's"),
-    "load_in_8bit": ("", "weights can't be quantised; training.precision=bf16-weights takes half of float32's"),
-    "quantization_bit": ("", "weights can't be quantised; training.precision=bf16-weights takes half of float32's"),
+    **dict.fromkeys(
+        ("load_in_4bit", "quantization_bit", "bnb_4bit_quant_type"),
+        ("lora.base_precision", "nf4: 4 bits by bitsandbytes, with double quantisation; full for none"),
+    ),
+    **dict.fromkeys(
+        ("load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype"),
+        (
+            "",
+            "there is no such setting: lora.base_precision=nf4 keeps weights in 4 bits, with double quantisation, and "
+            "computes in training.precision",
+        ),
+    ),
 }
 """The setting that is meant by a name of another tool, "" for none, and what it takes where that differs: found by the
 name's last part, whatever section was typed. The page docs/coming-from.md is made of it."""

@@ -275,7 +275,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise SlipstreamError(f"{path} holds no settings; it needs at least: model, data, training")
     check_is_ours(path, values)
     _locate_schedule(values, path.parent)
-    _locate_inputs(values, path.parent)
+    _locate_paths(values, path.parent)
     for override in overrides:
         set_override(values, override)
     _locate_schedule(values, Path())
@@ -311,14 +311,15 @@ def _locate_schedule(values: dict[str, Any], folder: Path) -> None:
         values["pipeline"]["schedule"] = str((folder / name).absolute())
 
 
-_INPUTS: dict[str, tuple[str, ...]] = {
+_PATHS: dict[str, tuple[str, ...]] = {
     "model": ("path",),
     "lora": ("path",),
     "data": ("files", "dataset", "validation", "tokenizer", "chat_template"),
+    "training": ("output",),  # so that a run is found again from any working folder
 }
 
 
-def _locate_inputs(values: dict[str, Any], folder: Path) -> None:
+def _locate_paths(values: dict[str, Any], folder: Path) -> None:
     """Names what isn't in the working folder, but in this one, by its place there."""
 
     def located(given: Any) -> Any:
@@ -330,8 +331,8 @@ def _locate_inputs(values: dict[str, Any], folder: Path) -> None:
 
     data = values.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
-    named = [(values.get(section), names) for section, names in _INPUTS.items()]
-    named += [(each, _INPUTS["data"]) for each in (sources if isinstance(sources, list) else ())]
+    named = [(values.get(section), names) for section, names in _PATHS.items()]
+    named += [(each, _PATHS["data"]) for each in (sources if isinstance(sources, list) else ())]
     for section, names in named:
         if isinstance(section, dict):
             section.update({name: located(section[name]) for name in names if name in section})

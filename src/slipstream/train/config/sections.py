@@ -337,7 +337,7 @@ class LoraSection(Record):
 
     path: str | None = None
     """Folder of an adapter, saved by PEFT or exported by an earlier run, to train further with its own settings; of the
-    settings here only `export` may be given with it."""
+    settings here only `export` and `base_precision` may be given with it."""
     r: PositiveInt = 8
     """The rank of each update."""
     alpha: PositiveFloat = 16
@@ -353,6 +353,10 @@ class LoraSection(Record):
     """The layers that get adapters. Default: all. The backward ends at the lowest."""
     modules_to_save: list[str] | None = None
     """Modules that are trained in full beside the adapter, given by the ends of their names, such as `[lm_head]`."""
+    base_precision: Literal["full", "nf4"] = "full"
+    """How the model's own weights are kept. nf4: those of all linear layers but the head in 4 bits (QLoRA), which takes
+    a quarter of bfloat16's memory; it needs bitsandbytes: pip install 'slipstream[qlora]'. full: as wide as
+    `training.precision` has them."""
     bias: Literal["none", "lora_only", "all"] = "none"
     """lora_only: the biases of modules with an adapter are trained too; all: every bias of the model."""
     use_rslora: bool = False
@@ -386,7 +390,7 @@ class LoraSection(Record):
         given = [
             name
             for name, field in fields.items()
-            if name not in ("path", "export") and getattr(self, name) != field.default
+            if name not in ("path", "export", "base_precision") and getattr(self, name) != field.default
         ]
         if given:
             raise ValueError(

@@ -28,12 +28,14 @@ from slipstream.model import (
 from slipstream.model.adapters import (
     Adapter,
     adapted_model,
+    check_parallel,
     check_saved_weights,
     find_frozen,
     find_targets,
     freeze,
     trained_text,
 )
+from slipstream.model.quantised import check_quantisable
 from slipstream.pipeline.families import planned_vocabulary
 from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
 from slipstream.pipeline.families.causal_lm_layout import (
@@ -121,7 +123,9 @@ def check_shares(config: Config, model_config: Any) -> None:
     parallel, lora = config.parallel, config.lora
     if parallel.context > 1:
         check_context_parallel(model_config, parallel.context, parallel.tensor)
-    adapter = None if lora is None else Adapter("default", lora.peft_config(str(config.model.path)))
+    adapter = None if lora is None else _adapter(config)
+    if adapter is not None:
+        check_parallel(adapter, parallel.tensor, parallel.shard_parameters)
     if parallel.tensor > 1:
         cut = parallel.tensor, parallel.tensor_plan, adapter, parallel.experts == 1
         plan_shares(model_config, find_anatomy(model_config), *cut)
@@ -163,12 +167,19 @@ def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
-    whole, adapter = meta_model(model_config), Adapter("default", config.lora.peft_config(str(config.model.path)))
+    whole, adapter = meta_model(model_config), _adapter(config)
+    if adapter.on_4_bits:
+        check_quantisable(whole, adapter.config)
     find_targets(whole, adapter.config)
     if config.lora.path is not None:
         _check_saved_adapter(config.lora.path, config.training.output)
         check_saved_weights(config.lora.path, adapted_model(meta_model(model_config), adapter), adapter)
     progress.say(f"lora: {trained_text(whole)}")
+
+
+def _adapter(config: Config) -> Adapter:
+    assert config.lora is not None
+    return Adapter("default", config.lora.peft_config(str(config.model.path)), config.lora.base_precision != "full")
 
 
 def _check_saved_adapter(path: str, output: Path) -> None:

@@ -1,0 +1,148 @@
+"""Keeps the weights of frozen linear layers in 4 bits, as QLoRA does (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from slipstream.autograd_calls import differentiable_once, direct_apply
+from slipstream.errors import SlipstreamError
+
+# bitsandbytes warns where a package for faster inference on CPUs isn't there
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+_BLOCK, _SCALES = 64, 256  # weights that share a scale, and scales that share one
+_KIND = "nf4"
+BasePrecision = Literal["full", "nf4"]
+"""How the weights beneath an adapter are kept: as wide as the model computes, or in 4 bits."""
+
+
+class QuantisedLinear(nn.Linear):
+    """y = x W^T + b, whose W, (out, in), is frozen and in 4 bits: normal floats in blocks of 64 weights, whose scales
+    are in 8 bits (double quantisation). That is 0.516 bytes for a weight.
+
+    Both directions multiply with W in the dtype of their input, which is made anew each time. In a state dict W is as
+    wide as it was.
+    """
+
+    weight: nn.Parameter  # packed, (ceil(out in / 2), 1) uint8
+    scales: Tensor  # of blocks, in 8 bits
+    scale_of_scales: Tensor
+    scale_code: Tensor  # what the 8 bits stand for, of unit size
+    offset: Tensor  # the mean of all scales
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Quantises the weight of `linear`, which may be on the meta device, and takes its bias over."""
+        from bitsandbytes.functional import quantize_4bit
+
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._wide = linear.weight.dtype
+        weight = linear.weight.detach()
+        narrow = weight if weight.dtype.itemsize <= 4 else weight.to(torch.float32)
+        packed, state = quantize_4bit(narrow, blocksize=_BLOCK, compress_statistics=True, quant_type=_KIND)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        found = state.absmax, state.state2.absmax, state.state2.code, state.offset
+        for name, tensor in zip(("scales", "scale_of_scales", "scale_code", "offset"), found, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+        self.train(linear.training)
+
+    @property
+    def num_weights(self) -> int:
+        """The weights that it has, packed or not."""
+        return self.in_features * self.out_features
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """Returns W, (out, in)."""
+        operations = torch.ops.bitsandbytes
+        scales = operations.dequantize_blockwise.default(
+            self.scales, self.scale_of_scales, self.scale_code, _SCALES, torch.float32
+        )
+        narrow = dtype if dtype.itemsize <= 4 else torch.float32
+        shape = (self.out_features, self.in_features)
+        weight: Tensor = operations.dequantize_4bit.default(
+            self.weight, scales + self.offset, _BLOCK, _KIND, shape, narrow
+        )
+        return weight.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns (..., out) of x (..., in)."""
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y: Tensor = _multiply(x, self)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # in host memory, as the weights of a rank may be more than what its device has room for
+        destination[f"{prefix}weight"] = self.dequantised(self._wide).cpu()
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+class _Product(torch.autograd.Function):
+    """Computes y = x W^T, and keeps neither x nor the wide W for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, linear: QuantisedLinear) -> Tensor:
+        ctx.linear = linear
+        return functional.linear(x, linear.dequantised(x.dtype))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output @ ctx.linear.dequantised(grad_output.dtype), None
+
+
+_multiply = direct_apply(_Product)
+
+
+def check_quantisable(whole: PreTrainedModel, lora: Any, setting: str = "lora.base_precision") -> None:
+    """Raises SlipstreamError where bitsandbytes isn't installed, and where an adapter, PEFT's `lora`, can't be trained
+    beside the weights in 4 bits of `whole`, which may be on the meta device: none of them can be kept so, a copy of one
+    is trained, or the adapter needs them wide."""
+    if find_spec("bitsandbytes") is None:
+        raise SlipstreamError(f"{setting}={_KIND} needs bitsandbytes, an extra: pip install 'slipstream[qlora]'")
+    if getattr(lora, "use_dora", False):
+        raise SlipstreamError(
+            f"{setting}={_KIND} with use_dora=True, which needs the norms of wide weights. Leave one of the two out."
+        )
+    names = quantised_names(whole)
+    if not names:
+        raise SlipstreamError(
+            f"{setting}={_KIND}: {type(whole).__name__} has no nn.Linear besides its head, whose weights could be kept "
+            "in 4 bits. Leave it out."
+        )
+    copied = tuple(lora.modules_to_save or ())
+    if copied and (both := [name for name in names if name.endswith(copied)]):
+        raise SlipstreamError(
+            f"{setting}={_KIND} with modules_to_save={[*copied]}: {both[0]} is kept in 4 bits, of which no copy can be "
+            "trained. It can have an adapter; leave it out of modules_to_save."
+        )
+
+
+def quantised_names(whole: nn.Module) -> list[str]:
+    """Returns the names of the linear layers that are kept in 4 bits: all but the head, as transformers has it."""
+    head = whole.get_output_embeddings() if isinstance(whole, PreTrainedModel) else None
+    return [name for name, module in whole.named_modules() if type(module) is nn.Linear and module is not head]
+
+
+def quantise(model: nn.Module, names: Collection[str]) -> None:
+    """Keeps the weights of these linear layers, as far as they are there, in 4 bits, one after the other: also of those
+    that PEFT has wrapped, which `names` have as the model without an adapter has them."""
+    for name, module in [*model.named_modules()]:
+        if name.removesuffix(".base_layer") in names and type(module) is nn.Linear:
+            model.set_submodule(name, QuantisedLinear(module))
+
+
+@torch.no_grad()
+def round_to_4_bits(model: PreTrainedModel) -> None:
+    """Gives the linear layers of a whole model the weights that 4 bits stand for, in the dtype that they have."""
+    for name in quantised_names(model):
+        linear: Any = model.get_submodule(name)
+        linear.weight.copy_(QuantisedLinear(linear).dequantised(linear.weight.dtype))
