@@ -4,13 +4,15 @@
     python -m benchmarks.all_peers --page    # writes the README's table from that record
 
 Every contender computes the same loss and gradients of the benchmarks' Llama, in the same rounds: Slipstream, which
-plans itself, PyTorch's pipelines with a microbatch for each sequence, two replicas, context parallelism (tokens are
-exchanged for heads in attention), and ZeRO-3. A way that can't divide one sequence is left out there.
+plans itself or shares every sequence (cp=2), PyTorch's pipelines with a microbatch for each sequence, two replicas,
+context parallelism by torch alone (tokens are exchanged for heads in attention), and ZeRO-3. A way that can't divide
+one sequence is left out there.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +35,38 @@ from benchmarks.zero3 import Zero3
 NAME = "all_peers"
 README = Path(__file__).parents[1] / "README.md"
 CASES = [(1, 2048), (1, 4096), (4, 1024), (8, 1024)]  # sequences, tokens of each
-OURS, ONE = "Slipstream", "one process"
+OURS, SHARED, ONE, PEER = "Slipstream", "Slipstream, cp=2", "one process", "context parallelism"
 BEGIN, END = "<!-- from benchmarks/results/all_peers.json -->", "<!-- end -->"
 _SHOWN = {f"torch {name}": f"PyTorch's {name}" for name in SCHEDULES}
+
+
+def long_contenders(sequences: int, length: int) -> list[Contender]:
+    """Returns the pipeline that plans itself, and both ways to share every sequence."""
+    case = model_config(length), sequences, length
+    auto = {"slices": "auto", "schedule": "auto", "num_microbatches": sequences}
+    sharing = {"mesh": {"cp": 2}, "slices": 1, "num_microbatches": sequences}
+    return [
+        Contender(OURS, Ours, *case, auto),
+        Contender(SHARED, Ours, *case, sharing),
+        Contender(PEER, HeadsForTokens, *case),
+    ]
 
 
 def contenders_of(sequences: int, length: int) -> list[Contender]:
     """Returns every way that can run this many sequences on two processes."""
     case = model_config(length), sequences, length
-    auto = {"slices": "auto", "schedule": "auto", "num_microbatches": sequences}
-    found = [Contender(OURS, Ours, *case, auto), Contender(ONE, Unsliced, *case, num_processes=1)]
+    found = [*long_contenders(sequences, length), Contender(ONE, Unsliced, *case, num_processes=1)]
     for name in SCHEDULES:
         if sequences > 1 or name != "1f1b":  # which refuses a single microbatch on two stages
             found.append(Contender(f"torch {name}", Peer, name, sequences, sequences, length))
     if sequences > 1:
         found.append(Contender("two replicas (DDP)", Replicas, *case))
         found.append(Contender("ZeRO-3 (FSDP2)", Zero3, sequences, length))
-    return [*found, Contender("context parallelism", HeadsForTokens, *case)]
+    return found
 
 
-def compare(sequences: int, length: int, rounds: dict[str, int]) -> dict[str, Any]:
+def compare(contenders: Sequence[Contender], sequences: int, length: int, rounds: dict[str, int]) -> dict[str, Any]:
     """Returns a case's seconds, losses and peak memory of each contender's fullest process."""
-    contenders = contenders_of(sequences, length)
     build_all(contenders)
     rests = {each.name: each.rest for each in contenders}
     seconds = interleaved({each.name: each.run for each in contenders}, **rounds, rests=rests)
@@ -110,7 +122,7 @@ def main() -> None:
     rows = []
     with costs_kept_in(None):
         for case in few([(2, 64)] if is_trial() else CASES, len(CASES)):
-            rows.append(compare(*case, rounds))
+            rows.append(compare(contenders_of(*case), *case, rounds))
             print(table(rows), flush=True)
             print(f"wrote {write(NAME, {'setting': setting(**rounds), 'rows': rows})}", flush=True)
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.action_times import ActionTimes
 from benchmarks.peers import mean_loss, model_config, torch_pipeline, whole_model
-from slipstream import Pipeline, Runtime, Schedule, simulate
+from slipstream import Pipeline, Runtime, Schedule, make_mesh, simulate
 from slipstream.timeline import Timeline
 
 CUT = [4, 4]
@@ -198,11 +198,15 @@ class OwnReport:
 
 
 class Ours:
-    """Slipstream as a contender; with "auto" it has chosen before its first step counts."""
+    """Slipstream as a contender, on one pipeline, or on a mesh where settings give the sizes of its axes; with "auto"
+    it has chosen before its first step counts."""
 
     def __init__(self, config: PretrainedConfig, batch: int, length: int, settings: Mapping[str, Any]) -> None:
-        self.inputs = tokens(config, batch, length)
-        self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), seq_len=length, **settings)
+        axes = settings.get("mesh")
+        given = dict(settings) | ({} if axes is None else {"mesh": make_mesh(**axes)})
+        self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), seq_len=length, **given)
+        num_replicas = 1 if axes is None else axes.get("dp", 1)
+        self.inputs = tokens(config, batch, length).chunk(num_replicas)[self.pipe.replica]
         while self.pipe.is_tuning:
             self._step_anew()
 

@@ -210,6 +210,11 @@ SUBJECTS = {
     "gpipe_breakdown": Subject("GPipe's Table 4", "gpipe.breakdown", sources=_GPIPE),
     "gpipe_peers": Subject("ResNet-50 next to PyTorch's pipelines", "gpipe.peers", sources=_GPIPE),
     "all_peers": Subject("every way to spread a step over two processes, in one run", "all_peers"),
+    "spread": Subject(
+        "slices that two ranks share and experts spread over them, beside peers",
+        "spread",
+        sources=(*_PIPELINE, "benchmarks/all_peers.py"),
+    ),
     "exactness": Subject(
         "gradients on 32 meshes against one process",
         "exactness",
