@@ -108,6 +108,10 @@ class Parallelism(Record):
     tensor_plan: Mapping[str, str] | None = None
     """With tensor parallelism, how linear layers are cut where the model doesn't say it itself, such as
     {"model.layers.*.mlp.up_proj": "colwise"}."""
+    context_exchange: Literal["auto", "heads", "keys"] = "auto"
+    """What ranks that share slices exchange around attention: `heads` for tokens, after which each keeps the keys and
+    values of some heads; or the `keys` and values of a slice, of which each keeps all, for any number of ranks. `auto`:
+    what moves fewer bytes in a layer, heads where a sequence is one slice, and keys where heads don't divide."""
     shard_optimizer: bool = False
     """With data parallelism, whether each replica updates only its part of every parameter and keeps the optimizer's
     state of that part alone (ZeRO-1)."""

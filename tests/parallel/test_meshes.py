@@ -11,8 +11,9 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 
-from support.forked import launch
+from support.forked import SHOWS_GPU, launch
 from support.paths import ROOT, WORKERS
 from workers.parallel import context, data_parallel, expert_parallel, mesh, tensor_parallel, token_parts, zero3
 
@@ -43,12 +44,12 @@ ZERO3 = {"sharded_parameters_train_as_the_whole_model", "what_cant_be_sharded_is
 # Models that have only what others have too.
 LIKE_OTHERS = {"llama", "qwen3", "gemma2", "gemma3", "olmo2", "gpt_neox", "glm4", "qwen3_moe", "starcoder2, biases"}
 LIKE_OTHERS |= {"llama, padding", "llama, as many keys as queries"}
-CONTEXT = {"llama, tied", "documents, gpt_oss", "apart", "exchanged_bytes", "refused"}
+CONTEXT = {"heads, llama, tied", "keys, documents, gpt_oss", "apart", "exchanged_bytes", "gathered_bytes", "refused"}
 CASES = [
     *cases(mesh, 4, mesh.CASES.keys() - {"dropout", "packed_rows", "refusals"}, grid=("auto", "planned_halves")),
     *cases(token_parts, 2),
     *cases(context, 2, context.TWO.keys() - CONTEXT, chosen=context.TWO),
-    *cases(context, 4, context.MESHES.keys() - {"pp2 cp2, gpt_oss"}, chosen=context.MESHES),
+    *cases(context, 4, context.MESHES.keys() - {"pp2 cp2, heads, gpt_oss"}, chosen=context.MESHES),
     *cases(expert_parallel, 2, expert_parallel.CASES.keys() - {"qwen3_moe", "gpt_oss", "memory", "packed_documents"}),
     *[pytest.param("expert_parallel", 4, case, marks=pytest.mark.more) for case in expert_parallel.OF_FOUR],
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
@@ -81,6 +82,14 @@ def runs(request: pytest.FixtureRequest, compiled_search: None) -> Runs:
 def test_processes_keep_what_is_promised(runs: Runs, program: str, num_processes: int, case: str) -> None:
     ended = runs(program, num_processes)
     assert f"passed {case}\n" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_graphs_record_what_gpus_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHOWS_GPU, "1")
+    ended = launch(2, WORKERS / "parallel/context.py", *context.GPUS)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-4000:]
 
 
 def test_no_source_names_the_axis_that_splits_tokens() -> None:

@@ -1,6 +1,6 @@
 """Exact causal attention over token slices: one autograd function and the context store it works on."""
 
-from slipstream.attention.backend import AttentionSite, HeadExchange
+from slipstream.attention.backend import AttentionSite, TokenExchange
 from slipstream.attention.kernel_choice import cache_folder, chosen_kernels
 from slipstream.attention.masks import KeyRanges
 from slipstream.attention.slice_attention import attend, read_prefix

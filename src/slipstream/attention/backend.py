@@ -21,8 +21,16 @@ from slipstream.attention.store import AttentionResult, ContextStore
 from slipstream.keyed_draws import EAGER, NO_PLACE, Draws, PlaceSeed
 
 
-class HeadExchange(Protocol):
-    """Exchanges heads for tokens with ranks that have other tokens of a slice; `parallel` has it."""
+class TokenExchange(Protocol):
+    """What ranks that have different tokens of a slice exchange around its attention; `parallel` has it.
+
+    They exchange heads for tokens, after which each has all tokens of some heads; or each gets the keys and values of
+    all tokens, and its queries see them from a place of their own.
+    """
+
+    def moves_heads(self, query: Tensor, key: Tensor, is_whole: bool) -> bool:
+        """Returns whether this attention exchanges heads for tokens; `is_whole`: the slice is the whole sequence."""
+        ...
 
     def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns some heads of all tokens of the slice, of all heads of this rank's tokens. Collective."""
@@ -34,6 +42,22 @@ class HeadExchange(Protocol):
 
     def own_heads(self, each: Tensor) -> Tensor:
         """Returns this rank's part of what has one number a query head, (H,)."""
+        ...
+
+    def own_queries(self, ranges: KeyRanges) -> KeyRanges:
+        """Returns which keys the queries of this rank's tokens see, of those that a slice's queries see."""
+        ...
+
+    def gathered(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns keys and values (B,Hkv,n,D) of all tokens of the slice, of those of each rank's. Collective."""
+        ...
+
+    def summed(self, *gradients: Tensor) -> list[Tensor]:
+        """Returns the sums over the ranks of gradients (B,Hkv,n,D), for this rank's tokens alone. Collective."""
+        ...
+
+    def counted(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of this rank's output, zeros where it has no tokens and computes one for nothing."""
         ...
 
     def sum(self, each: Tensor) -> Tensor:
@@ -53,7 +77,12 @@ class AttentionSite(NamedTuple):
     seed: PlaceSeed = NO_PLACE  # of its tiles
     draws: Draws = EAGER  # also of the backward
     selected: Tensor | None = None  # (B,T,k) the keys that each query sees of those in its range; None: all
-    exchange: HeadExchange | None = None  # where other ranks have other tokens of the slice; None: all are here
+    exchange: TokenExchange | None = None  # where other ranks have other tokens of the slice; None: all are here
+
+    @property
+    def here(self) -> AttentionSite:
+        """The same for the queries that are here, each of which sees the same keys as in the whole slice."""
+        return self if self.exchange is None else self._replace(ranges=self.exchange.own_queries(self.ranges))
 
     @property
     def has_plain_scores(self) -> bool:

@@ -49,7 +49,9 @@ class FusedCUDA(TiledBackend):
             return super().differentiate(queries, key, value, grads)
         kernel = choose_kernel(queries.query, key.shape[1], mask)
         grad_query, parts = kernel.backward(queries, key, value, mask, self.site.scale)
-        return grad_query, *add_gradients(parts, mask.past, grads.key, grads.value)
+        # of keys that other ranks' queries see too, all are sums that only these complete
+        num_added = mask.past if self.site.exchange is None else key.shape[2]
+        return grad_query, *add_gradients(parts, num_added, grads.key, grads.value)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `TiledBackend`."""

@@ -167,6 +167,7 @@ class KeyRanges:
         self._check()
         self.first = int(first_key.min())
         self.tiles = tuple(self._tiles())
+        self._parts: dict[tuple[int, int], KeyRanges] = {}
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -178,6 +179,12 @@ class KeyRanges:
     def num_rows(self) -> int:
         """1 where all batch rows are alike, else the batch size."""
         return self.first_key.shape[0]
+
+    def part(self, begin: int, end: int) -> KeyRanges:
+        """Returns the ranges of the slice's queries [begin, end), counted within the slice."""
+        if (begin, end) not in self._parts:
+            self._parts[begin, end] = KeyRanges(self.first_key[:, begin:end], self.start + begin)
+        return self._parts[begin, end]
 
     def own(self, each: Tensor) -> Tensor:
         """Returns the slice's part of a buffer of the whole sequence, (B, heads, L, D)."""

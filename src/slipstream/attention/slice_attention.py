@@ -40,8 +40,8 @@ def attend(
     """Returns the attention of one slice to every key that its queries see, including those of earlier slices.
 
     It is exact: over all slices, the gradients of query, key, value and sinks are those of unsliced attention.
-    Collective where the site has an exchange: then T counts this rank's tokens of the slice, of which each rank
-    attends with some heads, all tokens of these.
+    Collective where the site has an exchange: then T counts this rank's tokens of the slice, and each rank attends with
+    some heads of all tokens, or with its own tokens to the keys of all.
 
     Args:
         query: (B, H, T, D), the slice [ranges.start, ranges.end) of the sequence.
@@ -59,11 +59,15 @@ def attend(
         ContextError: the slices ran in an order that doesn't allow this one.
     """
     query, key, value = _autocast(query, key, value)
-    if site.exchange is not None:
-        query, key, value = site.exchange.heads_for_tokens(query, key, value)
-        sinks = None if sinks is None else site.exchange.own_heads(sinks)
-    _check(query, key, value, sinks, site.ranges)
-    asked = _selecting(site, selected)
+    moved, is_whole = site.exchange, site.ranges.end - site.ranges.start == site.store.length
+    if moved is not None and not moved.moves_heads(query, key, is_whole):
+        moved = None
+    if moved is not None:
+        query, key, value = moved.heads_for_tokens(query, key, value)
+        sinks = None if sinks is None else moved.own_heads(sinks)
+        site = site._replace(exchange=None)
+    asked = _selecting(site.here, selected)
+    _check(query, key, value, sinks, asked.ranges)
     backend = next(kind for kind in BACKENDS if kind.takes(query, value, asked))
     value_width = value.shape[-1]
     multiple = backend.width_multiple
@@ -72,7 +76,7 @@ def attend(
         query, key, value = (_padded(each, width) for each in (query, key, value))
     output: Tensor = _slice_attention(query, key, value, sinks, selected, site, backend)
     output = output if output.shape[-1] == value_width else output[..., :value_width]
-    return output if site.exchange is None else site.exchange.tokens_for_heads(output)
+    return output if moved is None else moved.tokens_for_heads(output)
 
 
 def _padded(each: Tensor, width: int) -> Tensor:
@@ -90,6 +94,9 @@ class _SliceAttention(torch.autograd.Function):
 
     forward   K, V    |  0  |  1  | [2] |        slice 2 writes its keys and reads 0, 1, 2
     backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
+
+    Where each rank has some tokens of the slice and the keys of all, the slice's keys are gathered before they are
+    written, and what all ranks added to its gradients is summed once it is final, not rounded before.
     """
 
     @staticmethod
@@ -103,8 +110,10 @@ class _SliceAttention(torch.autograd.Function):
         site: AttentionSite,
         backend: type[AttentionBackend],
     ) -> Tensor:
+        if site.exchange is not None and not site.store.can_replay(site.call):
+            key, value = site.exchange.gathered(key, value)
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
-        computing = backend(_selecting(site, selected))
+        computing = backend(_selecting(site.here, selected))
         output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, computing))
         ctx.save_for_backward(query, output, logsumexp, sinks, selected)
         ctx.site, ctx.backend = site, backend
@@ -115,17 +124,21 @@ class _SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp, sinks, selected = ctx.saved_tensors
         site: AttentionSite = ctx.site
+        here, exchange = site.here, site.exchange
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
+        grad_output = grad_output if exchange is None else exchange.counted(grad_output)
         if not grad_output.transpose(1, 2).is_contiguous():  # as other tensors are; once, not for every rectangle
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries = QueryState(query, output, logsumexp, grad_output)
-        keys, values, *totals = map(site.ranges.seen, (keys, values, grad_keys, grad_values))
+        keys, values, *totals = map(here.ranges.seen, (keys, values, grad_keys, grad_values))
         with _without_autocast(query):
             # none of the query's gradient yet, in whose place the query stands
             buffers = TileGradients(query, *totals)
-            grad_query, *own = ctx.backend(_selecting(site, selected)).differentiate(queries, keys, values, buffers)
+            grad_query, *own = ctx.backend(_selecting(here, selected)).differentiate(queries, keys, values, buffers)
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
-        own = own or [_copy(site.ranges.own(each), query.dtype) for each in (grad_keys, grad_values)]
+        if not own:
+            own = [site.ranges.own(each) for each in (grad_keys, grad_values)]
+            own = [_copy(each, query.dtype) for each in (own if exchange is None else exchange.summed(*own))]
         site.store.finish(site.call, site.ranges)
         return grad_query, *own, grad_sinks, None, None, None
 

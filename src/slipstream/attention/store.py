@@ -117,6 +117,10 @@ class ContextStore:
         """Returns a slice's attention, computed by the wrapper if there is one."""
         return compute() if self._wrapper is None else self._wrapper(compute)
 
+    def can_replay(self, call: Hashable) -> bool:
+        """Returns whether slices run a second time, and a call's keys and values are here, so that none are needed."""
+        return self.is_replaying and call in self._contexts and bool(self._contexts[call].buffers)
+
     def write(self, call: Hashable, key: Tensor, value: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Writes a slice's key (B,Hkv,T,D) and value (B,Hkv,T,Dv); returns the buffers of the whole sequence."""
         context = self._contexts.get(call)

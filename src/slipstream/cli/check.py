@@ -147,7 +147,8 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
             f"gradients ({plural(found.num_layers, 'layer')}, float64, {found.seconds:.1f} s)",
         )
         alike = ", ".join(map(str, report.context_ranks))
-        yield "context parallelism", report.no_context_parallel or f"{alike} ranks, those of tp included"
+        possible = f"{alike} ranks by heads for tokens, those of tp included; any number by keys"
+        yield "context parallelism", report.no_context_parallel or possible
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"
 

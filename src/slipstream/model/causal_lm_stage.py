@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from slipstream.attention import ContextStore, HeadExchange
+from slipstream.attention import ContextStore, TokenExchange
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed, current_draws
 from slipstream.model.anatomy import ModelAnatomy, uses_randomness
@@ -84,7 +84,7 @@ class CausalLMStage(PipelineStage):
         head: SpreadHead | None = None,
         router_loss: RouterLoss | None = None,
         recompute: RecomputePolicy | None = None,
-        exchange: Callable[[TokenParts], HeadExchange] | None = None,
+        exchange: Callable[[TokenParts], TokenExchange] | None = None,
         experts: SpreadExperts | None = None,
     ) -> None:
         self.attends_itself = anatomy.attends_itself

@@ -9,6 +9,10 @@ unchanged, and keys and values are kept of these heads alone:
     rank 1                    | a b c d    rank 1    heads       c d
 
 Where there are fewer heads of keys than ranks, several ranks get the same one, and its gradients are added.
+
+Or the keys and values of a slice are gathered on all ranks, each of which keeps the whole context and attends with its
+own queries alone (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). That is the same exchange,
+where every rank gets all heads of keys and queries stay.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
+from slipstream.attention import KeyRanges
 from slipstream.errors import SlipstreamError
 from slipstream.parallel.rank_group import RankGroup, exchanged, sum_over_ranks
 
@@ -30,10 +35,27 @@ _Parts = tuple[tuple[int, int], ...]  # [begin, end) of each rank's tokens withi
 
 @dataclass(frozen=True)
 class SliceExchange:
-    """Exchanges heads for tokens around the attention of one slice."""
+    """Exchanges heads for tokens, or gathers keys, around the attention of one slice."""
 
     group: RankGroup
     parts: _Parts  # none: the whole slice is here, as in a forward that only looks at shapes
+    kind: str = "auto"  # what is exchanged: heads, keys, or auto, by `moves_heads`
+
+    def moves_heads(self, query: Tensor, key: Tensor, is_whole: bool) -> bool:
+        """Returns whether an attention of these sizes exchanges heads for tokens.
+
+        Of numbers per token and head size, a rank receives (2 Hq + 2 max(Hkv, g)) / g forward and as many backward, or
+        2 Hkv forward and as many sums backward, which may be wider. Keys move less only where g Hkv < Hq + max(Hkv, g),
+        and then the context of all heads is about as large as queries, keys, values and outputs of the own tokens: what
+        they take of memory doesn't decide. In a sequence of one slice the last ranks' queries would see far more keys
+        than the first ones', so heads are exchanged there.
+        """
+        if self.kind != "auto":
+            return self.kind == "heads"
+        size, num_queries, num_keys = self.group.size, query.shape[1], key.shape[1]
+        widening = torch.promote_types(key.dtype, torch.float32).itemsize / key.dtype.itemsize
+        moved = 2 * (num_queries + max(num_keys, size)) / size
+        return num_queries % size == 0 and (is_whole or moved <= num_keys * (1 + widening))
 
     def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns this rank's heads of all tokens, (B,Hq/g,n,D), (B,h,n,D) and (B,h,n,Dv), of all heads of this rank's
@@ -71,6 +93,27 @@ class SliceExchange:
         """Returns this rank's part of what has one number a query head."""
         return each.view(self.group.size, -1)[self.group.rank] if self.parts else each
 
+    def own_queries(self, ranges: KeyRanges) -> KeyRanges:
+        """Returns the ranges of this rank's queries; of the slice's last token where it has none."""
+        begin, end = self.parts[self.group.rank] if self.parts else (0, ranges.end - ranges.start)
+        length = ranges.end - ranges.start
+        return ranges.part(begin, end) if begin < end else ranges.part(length - 1, length)
+
+    def gathered(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns (B,Hkv,n,D) of all tokens of the slice, of (B,Hkv,T,D) of this rank's. Collective."""
+        return self._spread_heads(tensors, self._all_heads(tensors)) if self.parts else [*tensors]
+
+    def summed(self, *gradients: Tensor) -> list[Tensor]:
+        """Returns the sums over the ranks of (B,Hkv,n,D), this rank's tokens of them. Collective."""
+        if not self.parts:
+            return [*gradients]
+        sums = self._spread_tokens(gradients, self._all_heads(gradients))
+        return [_as_long(each, max(1, self._num_own)) for each in sums]
+
+    def counted(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient, zeros where this rank has no tokens."""
+        return gradient if not self.parts or self._num_own else torch.zeros_like(gradient)
+
     def sum(self, each: Tensor) -> Tensor:
         """Returns the sum of the ranks' tensors, each with the gradient of the sum. Collective."""
         return sum_over_ranks(each, self.group) if self.parts else each
@@ -79,6 +122,9 @@ class SliceExchange:
     def _num_own(self) -> int:
         begin, end = self.parts[self.group.rank]
         return end - begin
+
+    def _all_heads(self, tensors: Sequence[Tensor]) -> list[_Heads]:
+        return [[[*range(tensor.shape[1])]] * self.group.size for tensor in tensors]
 
     def _spread_heads(self, tensors: Sequence[Tensor], heads: Sequence[_Heads]) -> list[Tensor]:
         """Returns each tensor's heads for this rank, of all tokens, of the tensors of its tokens. Collective."""
@@ -125,7 +171,7 @@ def check_heads(num_heads: int, num_ranks: int) -> None:
         allowed = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
         raise SlipstreamError(
             f"{num_heads} query heads can't be spread over cp={num_ranks} ranks. Give cp a divisor of {num_heads}: "
-            f"{', '.join(map(str, allowed))}."
+            f"{', '.join(map(str, allowed))}; or give parallel.context_exchange=keys."
         )
 
 
@@ -141,7 +187,7 @@ def _some(tensor: Tensor, heads: list[int]) -> Tensor:
     """Returns some heads, a view where they follow each other."""
     if heads == [*range(heads[0], heads[0] + len(heads))]:
         return tensor.narrow(1, heads[0], len(heads))
-    return tensor[:, heads]
+    return torch.cat([tensor.narrow(1, head, 1) for head in heads], 1)  # an index would come from the host
 
 
 def _joined(pieces: Sequence[Tensor], heads: _Heads) -> Tensor:
@@ -154,7 +200,11 @@ def _joined(pieces: Sequence[Tensor], heads: _Heads) -> Tensor:
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     total = pieces[0].new_zeros(batch, length, order[-1] + 1, width, dtype=wide).transpose(1, 2)
     for piece, each in zip(pieces, heads, strict=True):
-        total.index_add_(1, torch.tensor(each, device=piece.device), piece.to(wide))
+        if len({*each}) == len(each):
+            total.narrow(1, each[0], len(each)).add_(piece)
+            continue
+        for index, head in enumerate(each):
+            total.select(1, head).add_(piece.select(1, index))
     return total.to(pieces[0].dtype)
 
 

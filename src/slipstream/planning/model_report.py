@@ -86,8 +86,8 @@ class ModelReport:
     whole_layers: str = ""  # why no stage can end inside a layer; "" if it can
     tensor_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every layer
     no_tensor_parallel: str = ""  # why no more than one can
-    context_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every slice
-    no_context_parallel: str = ""  # why no more than one can
+    context_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every slice by heads for tokens
+    no_context_parallel: str = ""  # why no more than one can, in any way
     expert_ranks: tuple[int, ...] = (1,)  # numbers of ranks over which experts can be spread
     no_expert_parallel: str = ""  # why no more than one can have some
     dropout: tuple[str, ...] = ()  # what is dropped with which probability, such as "attention_dropout=0.1"
@@ -155,10 +155,10 @@ def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
 
 
 def _context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the numbers of ranks that can share every slice, and why there is only 1."""
+    """Returns the numbers of ranks that can share every slice by heads, and why none can in any way."""
     degrees = _degrees(config)
     try:
-        check_context_parallel(config, min(degrees, default=2))
+        check_context_parallel(config, 2)
     except SlipstreamError as error:
         return (1,), str(error)
     return (1, *degrees), ""

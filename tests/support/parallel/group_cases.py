@@ -24,7 +24,8 @@ def by_name(*cases: Case) -> dict[str, Case]:
 def run_cases(cases: dict[str, Case], chosen: Iterable[str] = ()) -> None:
     """Runs the chosen cases, or all; each process runs each case, and rank 0 prints `passed <name>` after it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=SOON))
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() > 1 else "gloo"
+    dist.init_process_group(backends, timeout=timedelta(seconds=SOON))
     try:
         for name in chosen or cases:
             cases[name]()

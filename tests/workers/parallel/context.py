@@ -6,10 +6,12 @@ import copy
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from torch.nn.functional import cross_entropy
 from transformers import BloomConfig, LlamaConfig, PreTrainedModel
 
 from slipstream import Pipeline, SequenceLoss, SlipstreamError, make_mesh
+from slipstream.parallel import RankGroup
+from slipstream.pipeline.execution import step_graphs
 from support import mixtures
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens, unsplit_step
 from support.exact_steps import document_ids, steps_alone
@@ -28,10 +32,12 @@ from support.parallel.group_cases import by_name, run_cases
 from support.parallel.shared_models import CONFIGS
 from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
+from support.recorded_ops import RecordedOps
 from workers.parallel.exactness import error
 
 SLICES = [5, 20, 1, 38]  # of one token some rank has none
 FOUR = {"pp2 cp2": {"pp": 2, "cp": 2}, "cp4": {"cp": 4}, "cp2 tp2": {"cp": 2, "tp": 2}, "dp2 cp2": {"dp": 2, "cp": 2}}
+KINDS = ("heads", "keys")  # what is exchanged around attention
 MODELS = ("llama, tied", "qwen3", "gemma3", "gpt_oss", "gpt2")
 
 
@@ -59,6 +65,17 @@ def rows(name: str, mesh: dict[str, int], **settings: Any) -> Pipeline:
     norm = torch.nn.utils.get_total_norm(gradients_of(whole).values())
     assert abs(pipe.clip_grad_norm_(torch.inf) - norm) < BOUND * norm
     return pipe
+
+
+def indivisible(mesh: dict[str, int]) -> None:
+    """Ranks that don't divide the query heads each keep all keys, by themselves."""
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_attention_heads, config.num_key_value_heads = 3, 1
+    CONFIGS["llama of 3 heads"] = config
+    pipe = rows("llama of 3 heads", mesh)
+    assert not pipe.axes["cp"].calls["all_to_all"] % 2
+    with pytest.raises(SlipstreamError, match=r"3 query heads can't.*or give parallel\.context_exchange=keys"):
+        make_pipe(config, mesh=make_mesh(**mesh), seed=0, context_exchange="heads")
 
 
 def documents(name: str, mesh: dict[str, int], **settings: Any) -> None:
@@ -142,16 +159,16 @@ def what_it_says() -> None:
 def apart() -> None:
     """Another token in the first of two documents changes no logit of the second, which begins inside of a part."""
     inputs, ids = tokens(1), document_ids((29, 35))
-    for name in ("llama", "gemma3", "gpt_oss"):
-        pipe = make_pipe(model_of(name), mesh=make_mesh(cp=2), slices=SLICES)
+    for name, kind in product(("llama", "gemma3", "gpt_oss"), KINDS):
+        pipe = make_pipe(model_of(name), mesh=make_mesh(cp=2), slices=SLICES, context_exchange=kind)
         before = pipe.logits(inputs, document_ids=ids)
         changed = inputs.clone()
         changed[0, 11] = inputs[0, 11] % 60 + 1
         after = pipe.logits(changed, document_ids=ids)
         assert isinstance(before, Tensor)
         assert isinstance(after, Tensor)
-        assert torch.equal(before[:, 29:], after[:, 29:]), name
-        assert not torch.equal(before[:, 11:29], after[:, 11:29]), name
+        assert torch.equal(before[:, 29:], after[:, 29:]), (name, kind)
+        assert not torch.equal(before[:, 11:29], after[:, 11:29]), (name, kind)
 
 
 def exchanged_bytes() -> None:
@@ -160,7 +177,7 @@ def exchanged_bytes() -> None:
     g = dist.get_world_size()
     for name in ("llama", "llama, as many keys as queries"):
         config, inputs = CONFIGS[name], tokens()
-        pipe = make_pipe(model_of(name), mesh=make_mesh(cp=g), slices=4)
+        pipe = make_pipe(model_of(name), mesh=make_mesh(cp=g), slices=4, context_exchange="heads")
         group = pipe.axes["cp"]
         before = group.payload["all_to_all"], group.calls["all_to_all"]
         pipe.evaluate(inputs, inputs)
@@ -175,13 +192,74 @@ def exchanged_bytes() -> None:
         assert group.calls["all_to_all"] - before[1] == 3 * 2 * 4 * config.num_hidden_layers
 
 
+def gathered_bytes() -> None:
+    """A rank receives (g-1)/g n 2 Hkv d b bytes of keys and values, and as many of sums in the accumulation dtype,
+    which are wider than b where that is 2; a recomputation reads the keys that are there."""
+    g, config, inputs = dist.get_world_size(), CONFIGS["llama"], tokens()
+    for dtype, again in product(("float64", "bfloat16"), ("none", "stage")):
+        settings = {"slices": 4, "context_exchange": "keys", "dtype": dtype, "recompute": again}
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=g), **settings)
+        group, width = pipe.axes["cp"], getattr(torch, dtype).itemsize
+        before = group.payload["all_to_all"]
+        pipe.evaluate(inputs, inputs)
+        forward = group.payload["all_to_all"] - before
+        pipe.step(inputs, inputs)
+        both = group.payload["all_to_all"] - before - forward
+        numbers = (g - 1) * 64 // g * 2 * config.num_key_value_heads * config.head_dim
+        assert forward == numbers * width * config.num_hidden_layers * len(inputs), (dtype, forward)
+        assert both == forward // width * (width + max(width, 4)), (dtype, again)
+
+
+def chosen_exchange() -> None:
+    """By itself a layer exchanges what moves fewer bytes; of a whole sequence heads, whose attention is even."""
+    g, numbers = dist.get_world_size(), {}
+    for kind, slices in product(("auto", *KINDS), (1, 4)):
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(cp=g), slices=slices, context_exchange=kind)
+        before = pipe.axes["cp"].payload["all_to_all"]
+        pipe.step(tokens(), tokens())
+        numbers[kind, slices] = pipe.axes["cp"].payload["all_to_all"] - before
+    assert numbers["auto", 1] == numbers["heads", 1] > numbers["keys", 1]
+    assert numbers["auto", 4] == numbers["keys", 4] < numbers["heads", 4]
+
+
 def held_context() -> None:
-    """A rank's store has the keys and values of its heads alone: 1/min(g, Hkv) of them."""
+    """A rank's store has the keys and values of its heads alone, 1/min(g, Hkv) of them, or all."""
     g, found = dist.get_world_size(), list[int]()
-    for mesh in ({"cp": g}, {"dp": g}):
-        pipe = make_pipe(model_of("llama"), mesh=make_mesh(**mesh), slices=4, num_ranks=1)
+    for mesh, kind in (({"cp": g}, "heads"), ({"cp": g}, "keys"), ({"dp": g}, "auto")):
+        pipe = make_pipe(model_of("llama"), mesh=make_mesh(**mesh), slices=4, num_ranks=1, context_exchange=kind)
         found.append(int(pipe.memory_table(tokens(), tokens()).context[0]))
-    assert found[0] * min(g, CONFIGS["llama"].num_key_value_heads) == found[1]
+    assert found[0] * min(g, CONFIGS["llama"].num_key_value_heads) == found[1] == found[2]
+
+
+def graphs_of(pipe: Pipeline) -> step_graphs.StepGraphs:
+    assert pipe._runtime.graphs is not None
+    return pipe._runtime.graphs
+
+
+def recorded(device: str = "cpu") -> None:
+    """Steps that are replayed as graphs exchange what eager ones do; on a CPU gloo does it in NCCL's place."""
+    as_on_gpus = ExitStack()
+    if device == "cpu":
+        as_on_gpus.enter_context(patch.object(step_graphs, "recorder_of", lambda _: RecordedOps()))
+        assert "by gloo" in str(graphs_of(make_pipe(model_of("llama"), mesh=make_mesh(cp=2), cuda_graphs=True)))
+        as_on_gpus.enter_context(patch.object(RankGroup, "gpu_backend", "nccl"))
+    else:
+        torch.cuda.set_device(dist.get_rank())
+    with as_on_gpus, no_rounding_inside():
+        for name, kind in (("gemma3", "heads"), ("llama", "keys")):
+            whole = model_of(name).to(device)
+            settings = {"slices": SLICES, "num_microbatches": 2, "context_exchange": kind, "cuda_graphs": True}
+            mesh = make_mesh(cp=2, device_type=device)
+            pipe = make_pipe(model_of(name).to(device), mesh=mesh, device=device, **settings)
+            for number in range(5):
+                whole.zero_grad()
+                for parameter in pipe.parameters():
+                    parameter.grad = None
+                inputs = tokens(seed=number).to(device)
+                expected = unsplit_step(whole, inputs, labels_of(inputs))
+                assert abs(pipe.step(inputs, labels_of(inputs)) - expected) < BOUND * expected
+                assert error(pipe, gradients_of(whole), "grad") < BOUND, (name, kind, number)
+                assert (graphs_of(pipe).num_recorded > 0) == (number >= 2), graphs_of(pipe).refusal
 
 
 def dropout() -> None:
@@ -189,9 +267,13 @@ def dropout() -> None:
     config, inputs = copy.deepcopy(CONFIGS["gpt2"]), tokens()
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.3
     found = []
-    for schedule, again in (("1f1b", "none"), ("gpipe", "none"), ("1f1b", "full"), ("1f1b", "selective")):
+    ways = [("1f1b", "none"), ("gpipe", "none"), ("1f1b", "full"), ("1f1b", "selective")]
+    for kind, (schedule, again) in product(KINDS, ways):
+        if schedule == "1f1b" and again == "none":
+            found.clear()
         torch.manual_seed(5)
         settings = {"slices": SLICES, "num_microbatches": 2, "dtype": torch.float64, "recompute": again}
+        settings["context_exchange"] = kind
         pipe = make_pipe(config, seed=3, schedule=schedule, mesh=make_mesh(cp=2), **settings)
         loss = pipe.step(inputs, inputs)
         assert abs(loss - pipe.evaluate(inputs, inputs)) > 1e-3
@@ -244,7 +326,7 @@ def refused() -> None:
     for match, config in cases.items():
         for slices in (1, 4):
             with pytest.raises(SlipstreamError, match=match):
-                make_pipe(config, mesh=make_mesh(cp=2), slices=slices, seed=0)
+                make_pipe(config, mesh=make_mesh(cp=2), slices=slices, seed=0, context_exchange="heads")
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
     with pytest.raises(SlipstreamError, match=r"an nn\.Sequential on a mesh with cp=2"):
         make_pipe(layers, mesh=make_mesh(cp=2))
@@ -281,20 +363,28 @@ def resumed() -> None:
             assert error(pipe, dict(whole.named_parameters()), "data") < 1e-9, (meshes, sharded)
 
 
-TWO: dict[str, Callable[[], object]] = {f"{name}": partial(rows, name, {"cp": 2}) for name in MODELS}
-TWO |= {f"documents, {name}": partial(documents, name, {"cp": 2}) for name in ("llama", "gemma3", "gpt_oss")}
-TWO |= {f"sequences, {name}": partial(sequences, name, {"cp": 2}) for name in ("llama", "phi3")}
-TWO |= {f"recompute={kind}": partial(rows, "llama", {"cp": 2}, recompute=kind) for kind in ("full", "selective")}
+_PER_KIND: list[tuple[str, Callable[..., object], str, dict[str, Any]]] = [
+    *((name, rows, name, {}) for name in MODELS),
+    *((f"documents, {name}", documents, name, {}) for name in ("llama", "gemma3", "gpt_oss")),
+    *((f"sequences, {name}", sequences, name, {}) for name in ("llama", "phi3")),
+    *((f"recompute={again}", rows, "llama", {"recompute": again}) for again in ("full", "stage+full", "selective")),
+]
+TWO: dict[str, Callable[[], object]] = {
+    f"{kind}, {title}": partial(run, name, {"cp": 2}, context_exchange=kind, **settings)
+    for kind, (title, run, name, settings) in product(KINDS, _PER_KIND)
+}
 PIPELINE, REPLICAS = FOUR["pp2 cp2"], FOUR["dp2 cp2"]
 LONGER = "mistral, window of 7"  # of four layers
 MESHES: dict[str, Callable[[], object]] = {
-    f"{mesh}, {name}": partial(rows, name, FOUR[mesh])
-    for mesh, name in product(FOUR, MODELS)
+    f"{mesh}, {kind}, {name}": partial(rows, name, FOUR[mesh], context_exchange=kind)
+    for mesh, kind, name in product(FOUR, KINDS, MODELS)
     if (mesh[-3:], name) != ("tp2", "gpt_oss")
 } | {
     "zb-v": partial(rows, LONGER, PIPELINE, schedule="zb-v", stages_per_rank=2),
     "interleaved": partial(rows, LONGER, PIPELINE, schedule="interleaved-1f1b", stages_per_rank=2, recompute="full"),
     "zb-h1": partial(rows, "llama", PIPELINE, schedule="zb-h1", recompute="selective"),
+    "zb-h1, keys": partial(rows, "gpt_oss", PIPELINE, schedule="zb-h1", context_exchange="keys"),
+    "indivisible": partial(indivisible, {"cp": 4}),
     "offload": partial(rows, "llama", PIPELINE, offload=0.5),
     "spread": partial(rows, "llama, tied", PIPELINE, vocabulary="spread"),
     "limit": partial(rows, "llama", PIPELINE, memory_limit=1e9),
@@ -309,10 +399,12 @@ MESHES: dict[str, Callable[[], object]] = {
     "llama4": partial(rows, "llama4_text", PIPELINE),
 }
 OTHERS = by_name(
-    *(pairs, routers, what_it_says, apart, exchanged_bytes, held_context, dropout, given_loss, refused, resumed)
+    *(pairs, routers, what_it_says, apart, exchanged_bytes, gathered_bytes, chosen_exchange, held_context, dropout),
+    *(recorded, given_loss, refused, resumed),
 )
 TWO |= OTHERS
+GPUS: dict[str, Callable[[], object]] = {"recorded on GPUs": partial(recorded, "cuda")}
 CASES = TWO | MESHES
 
 if __name__ == "__main__":
-    run_cases(CASES, sys.argv[1:])
+    run_cases(CASES | GPUS, sys.argv[1:] or CASES)

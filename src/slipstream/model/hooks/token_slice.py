@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from slipstream.attention import ContextStore, HeadExchange, KeyRanges
+from slipstream.attention import ContextStore, KeyRanges, TokenExchange
 from slipstream.errors import SlipstreamError
 from slipstream.keyed_draws import PlaceSeed
 from slipstream.model.hooks.masks import MaskTables, NotCausalError
@@ -82,7 +82,7 @@ class SliceContext:
     received: Sequence[Tensor] = ()  # from the stage before, besides the hidden states
     taken: dict[int, Tensor] = field(default_factory=dict)  # of what the stage sends, by number; computed here
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
-    exchange: HeadExchange | None = None  # with the ranks that have other tokens of the slice
+    exchange: TokenExchange | None = None  # with the ranks that have other tokens of the slice
     layer: int = -1  # the layer that runs, counted over the whole model
     calls_in_layer: int = 0
     parts_of_layer: int = 0  # how often its tensor ranks began or ceased to compute different things

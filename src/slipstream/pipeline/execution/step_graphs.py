@@ -179,9 +179,10 @@ class StepGraphs:
 
 def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
     """Returns why the steps of a pipeline can't be recorded as CUDA graphs; None where they may."""
-    for name, group in (("tensor", ranks.tensor), ("context", ranks.context)):
-        if group.size > 1:
-            return f"ranks of the {name} axis exchange tensors inside of layers"
+    if ranks.tensor.size > 1:
+        return "ranks of the tensor axis exchange tensors inside of layers"
+    if ranks.context.size > 1 and ranks.context.gpu_backend != "nccl":
+        return "ranks that share slices exchange tensors by gloo, through the host; NCCL's exchanges can be recorded"
     if ranks.experts.size > 1:
         return "how many tokens go to each expert is read on the host"
     if options.parallel.shard_parameters:

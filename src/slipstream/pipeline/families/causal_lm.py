@@ -127,7 +127,8 @@ class CausalLMFamily:
                 cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, ranks.experts.size == 1
                 check_tensor_parallel(self.config, *cut)
         if (size := ranks.context.size) > 1:
-            ranks.decided(lambda: check_context_parallel(self.config, size, ranks.tensor.size))
+            kind = options.parallel.context_exchange
+            ranks.decided(lambda: check_context_parallel(self.config, size, ranks.tensor.size, kind))
         self._anatomy = find_anatomy(self.config)
         self._changed: ChangedModel | None = None
         if source.given is not None:
@@ -289,7 +290,8 @@ class CausalLMFamily:
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
         sharing = self._ranks.context
-        exchange = partial(SliceExchange, sharing) if sharing.size > 1 else None
+        kind = self._options.parallel.context_exchange
+        exchange = partial(SliceExchange, sharing, kind=kind) if sharing.size > 1 else None
 
         def made() -> dict[int, CausalLMStage]:
             stages = {}

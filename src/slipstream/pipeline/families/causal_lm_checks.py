@@ -171,15 +171,16 @@ class ChangedModel:
             )
 
 
-def check_context_parallel(config: PretrainedConfig, num_ranks: int, tensor_ranks: int = 1) -> None:
-    """Checks that `num_ranks` can share every slice, each with some of its tokens, by a toy of the architecture. Not
-    collective.
+def check_context_parallel(config: PretrainedConfig, num_ranks: int, tensor_ranks: int = 1, kind: str = "auto") -> None:
+    """Checks that `num_ranks` can share every slice, each with some of its tokens, by a toy of the architecture;
+    `kind` is what they exchange, as `parallel.context_exchange` has it. Not collective.
 
-    Raises SlipstreamError where its layers exchange more between tokens than attention does, or its heads don't divide.
+    Raises SlipstreamError where its layers exchange more between tokens than attention does, or where heads are to be
+    exchanged that don't divide.
     """
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     try:
-        if isinstance(heads, int):
+        if kind == "heads" and isinstance(heads, int):
             check_heads(heads // tensor_ranks, num_ranks)
         with torch.no_grad(), full_precision():
             model, cuts = toy_model(config), TokenCuts((0, 5, 12), (0, 12))

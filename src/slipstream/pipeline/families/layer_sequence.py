@@ -491,7 +491,7 @@ def _check_options_of_causal_lms(options: PipelineOptions) -> None:
     theirs = "an option of causal LMs, but the model is an nn.Sequential."
     if options.seq_len is not None:
         raise SlipstreamError(f"seq_len={options.seq_len}: {theirs} Leave it out.")
-    options.parallel.refuse(("sequence_parallel", "tensor_plan"), theirs)
+    options.parallel.refuse(("sequence_parallel", "tensor_plan", "context_exchange"), theirs)
     options.runtime.refuse(("fused",), theirs)
     options.memory.refuse(("limit",), "not for an nn.Sequential.")
     options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")

@@ -91,7 +91,8 @@ class ParallelSection(Parallelism):
     tensor: PositiveInt = 1
     """Tensor-parallel processes, which share every layer. They have consecutive ranks: keep them within a node."""
     context: PositiveInt = 1
-    """Processes that share every slice, each with some of its tokens: a divisor of the attention heads."""
+    """Processes that share every slice, each with some of its tokens. They have consecutive ranks, in steps of
+    `tensor`: keep them within a node."""
     experts: PositiveInt = 1
     """Replicas over which each layer's experts are spread, next to each other: they exchange tokens in every layer.
     Where `data` isn't given there are as many replicas."""

@@ -122,7 +122,7 @@ def check_shares(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where ranks can't share the model's layers, its experts or its slices."""
     parallel, lora = config.parallel, config.lora
     if parallel.context > 1:
-        check_context_parallel(model_config, parallel.context, parallel.tensor)
+        check_context_parallel(model_config, parallel.context, parallel.tensor, parallel.context_exchange)
     adapter = None if lora is None else _adapter(config)
     if adapter is not None:
         check_parallel(adapter, parallel.tensor, parallel.shard_parameters)
