@@ -143,7 +143,7 @@ def test_a_fused_kernel_takes_slices_whole(mask: str, num_whole: int, monkeypatc
     monkeypatch.setattr(PartlyFusedCUDA, "takes", lambda *_: True)
     monkeypatch.setattr(slice_attention, "BACKENDS", (PartlyFusedCUDA,))
     monkeypatch.setattr(fused_cuda, "choose_kernel", lambda *_: whole)
-    monkeypatch.setattr(fused_cuda, "_FLASH", PlainKernel())  # of tiles
+    monkeypatch.setitem(fused_cuda.KERNELS, "flash", PlainKernel())  # of tiles
     first_key = {"causal": causal(48), "window": window(48, 10), "documents": documents(48, [20, 30])}[mask]
     case = make_case((2, 2, 2, 48, 16, 16), first_key, [0, 13, 32, 48], sinks=True)
     assert distance(case.sliced(), case.reference()) < 1e-12

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -157,7 +157,9 @@ def test_what_is_given_is_taken(place: Path) -> None:
 
 
 def test_pairs_train_an_adapter_where_the_weights_leave_no_room(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.extras.init.written_config._SHARE", 1e-9)
+    machine = this_machine()
+    small = replace(machine, device=replace(machine.device, memory=1000.0))
+    monkeypatch.setattr("slipstream.extras.init.written_config.this_machine", lambda: small)
     pair = {"prompt": "owl: ", "chosen": "owl", "rejected": "OWL!"}
     Path("pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 100)
     text = written("model", "pairs.jsonl", "--overwrite", "--pipeline.num_ranks=2")

@@ -58,17 +58,16 @@ def test_neighbours_are_those_of_a_pipeline() -> None:
     assert neighbour_pairs(4) == [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
-def test_limits_of_cgroups_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "_CGROUPS", tmp_path)
+def test_limits_of_cgroups_are_read(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1000000000\n")
-    *_, cores = examination.find_processor()
+    *_, cores = examination.find_processor(tmp_path)
     assert cores.text.startswith(f"0.5 usable of {os.cpu_count()} (")
     assert "the cgroup gives 0.5 cores" in (cores.advice or "")
-    (memory,) = examination.find_memory()
+    (memory,) = examination.find_memory(tmp_path)
     assert memory.text.endswith("limited to 1.00 GB (cgroup)")
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    *_, cores = examination.find_processor()
+    *_, cores = examination.find_processor(tmp_path)
     assert "cgroup" not in cores.text
 
 

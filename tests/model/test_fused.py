@@ -341,22 +341,14 @@ class TestRefusals:
 
 
 @pytest.mark.more
-def test_few_kinds_of_inputs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_kinds_of_inputs_are_remembered() -> None:
     """Documents have ever new lengths; what is forgotten is found again."""
-    met: list[int] = []
-    find = compiled_region._Region.find
-
-    def noted(region: Any, inputs: Any) -> Any:
-        met.append(len(region.ways))
-        return find(region, inputs)
-
-    monkeypatch.setattr(compiled_region, "_MOST_KINDS", 2)
-    monkeypatch.setattr(compiled_region._Region, "find", noted)
-    kernel = compiled_region.compiled_region(lambda x: (2 * x + 1,))
-    for length in (2, 3, 4, 5, 2):
+    ways: dict[object, Any] = dict.fromkeys(range(4096))
+    kernel = compiled_region.compiled_region(lambda x: (2 * x + 1,), ways)
+    for length, num_ways in ((2, 4097), (3, 1), (2, 2)):
         x = torch.randn(length, 8)
         torch.testing.assert_close(kernel(x)[0], 2 * x + 1)
-    assert met == [0, 1, 2, 0, 1]
+        assert len(ways) == num_ways
 
 
 @compiles

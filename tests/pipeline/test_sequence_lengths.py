@@ -15,7 +15,6 @@ from torch import Tensor
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
 from slipstream.pipeline.batch import Sequences
 from slipstream.pipeline.cut_batch import consecutive_groups
-from slipstream.pipeline.memory import memory_limit
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
 from support.live_memory import limit_that_would_do
@@ -154,14 +153,14 @@ def test_memory_is_limited_for_each_batch() -> None:
 
 
 @pytest.mark.more
-def test_memory_of_few_batches_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limit, "_MOST_STEPS", 2)
+def test_memory_of_few_batches_is_kept() -> None:
     options: dict[str, Any] = {"runtime": UNCHECKED, "memory": Memory(limit=10**9)}
     pipe = Pipeline(copy.deepcopy(MODELS["gpt2"]), "gpipe", num_microbatches=2, slices=2, **options)
+    limit = pipe._runtime.memory_limit
+    limit.most_steps = 2
     for length in (*range(10, 16), 10):
         inputs, _ = batch_of([30, length, 2])
         assert pipe.step(inputs, inputs) > 0
-    limit = pipe._runtime.memory_limit
     assert (len(limit._tables), len(limit._fitting)) == (0, 2)  # what rows hold follows from a few
 
 

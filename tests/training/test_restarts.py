@@ -25,13 +25,18 @@ def config_of(output: Path, **settings: object) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("last_steps", "max_restarts", "num_starts", "reason"),
+    ("last_steps", "max_restarts", "waits", "reason"),
     [
-        ([4, 4], 5, 2, "step 5 has failed twice"),
-        ([4, None, 4], 5, 3, "step 5 has failed twice"),  # None: before the first step, which says nothing about it
-        ([4, 6, 8], 2, 3, "crash 3"),
-        ([4], 0, 1, "crash 1"),
-        ([4, 9, "ends"], 2, 3, None),
+        ([4, 4], 5, [1], "step 5 has failed twice"),
+        (
+            [4, None, 4],
+            5,
+            [1, 2],
+            "step 5 has failed twice",
+        ),  # None: before the first step, which says nothing
+        ([4, 6, 8], 2, [1, 1], "crash 3"),
+        ([4], 0, [], "crash 1"),
+        ([4, 9, "ends"], 2, [1, 1], None),
     ],
 )
 def test_when_it_gives_up(
@@ -39,10 +44,10 @@ def test_when_it_gives_up(
     monkeypatch: pytest.MonkeyPatch,
     last_steps: Sequence[object],
     max_restarts: int,
-    num_starts: int,
+    waits: list[float],
     reason: str | None,
 ) -> None:
-    config, commands = config_of(tmp_path, max_restarts=max_restarts), list[list[str]]()
+    config, commands, waited = config_of(tmp_path, max_restarts=max_restarts), list[list[str]](), list[float]()
     folder = config.folder
 
     def crash(_module: str, arguments: list[str], places: Sequence[int], *_: object) -> None:
@@ -57,14 +62,13 @@ def test_when_it_gives_up(
         raise RankFailedError(f"crash {len(commands)}", lost=(1,))
 
     monkeypatch.setattr(start_training, "launch_ranks", crash)
-    monkeypatch.setattr(start_training, "_LONGEST_WAIT", 0.0)
     if reason is None:
-        start_training.launch_with_restarts(config, "owner", Progress(None), None)
+        start_training.launch_with_restarts(config, "owner", Progress(None), None, waited.append)
     else:
         with pytest.raises(RankFailedError, match=reason):
-            start_training.launch_with_restarts(config, "owner", Progress(None), None)
-    assert len(commands) == num_starts
-    assert ["--checkpoint.resume=last-good" in command for command in commands] == [False, *[True] * (num_starts - 1)]
+            start_training.launch_with_restarts(config, "owner", Progress(None), None, waited.append)
+    assert waited == waits
+    assert ["--checkpoint.resume=last-good" in command for command in commands] == [False, *[True] * len(waits)]
     assert not folder.lost.exists()
 
 
@@ -99,12 +103,11 @@ def test_it_goes_on_with_those_that_are_left(tmp_path: Path, monkeypatch: pytest
             raise RegroupedError
 
     monkeypatch.setattr(start_training, "launch_ranks", meet)
-    monkeypatch.setattr(start_training, "_LONGEST_WAIT", 0.0)
     if reason:
         with pytest.raises(RankFailedError, match=reason):
-            start_training.launch_with_restarts(config, "owner", Progress(None), None)
+            start_training.launch_with_restarts(config, "owner", Progress(None), None, lambda seconds: None)
     else:
-        start_training.launch_with_restarts(config, "owner", Progress(None), None)
+        start_training.launch_with_restarts(config, "owner", Progress(None), None, lambda seconds: None)
     assert used == wanted
     assert settings == [[] if len(places) == 4 else ["--dp=1"] for places in used]
     assert config.folder.lost.exists() == bool(reason)

@@ -14,8 +14,6 @@ from slipstream.attention.masked_math import MaskedMath
 from slipstream.attention.masks import ScoreTile
 from slipstream.attention.store import AttentionResult
 
-_FLASH = KERNELS["flash"]
-
 
 def fits_kernels(query: Tensor, value: Tensor, site: AttentionSite) -> bool:
     """Returns whether a GPU's kernels take such tensors, with all keys in a query's range and without dropout."""
@@ -55,13 +53,13 @@ class FusedCUDA(TiledBackend):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `TiledBackend`."""
-        tile_out, tile_lse = _FLASH.forward(query, key, value, tile.regular, self.site.scale)
+        tile_out, tile_lse = KERNELS["flash"].forward(query, key, value, tile.regular, self.site.scale)
         out.copy_(tile_out)
         lse.copy_(tile_lse)
 
     def backward(self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients, tile: ScoreTile) -> None:
         """See `TiledBackend`."""
-        grad_query, parts = _FLASH.backward(queries, key, value, tile.regular, self.site.scale)
+        grad_query, parts = KERNELS["flash"].backward(queries, key, value, tile.regular, self.site.scale)
         grads.query.add_(grad_query)
         for part in parts:
             grads.key.add_(part.key)

@@ -35,16 +35,16 @@ _TENSORS = (Tensor, nn.Parameter)
 _MOST_KINDS = 4096  # of inputs that are remembered: documents have ever new lengths
 
 
-def compiled_region(plain: _Function) -> _Function:
+def compiled_region(plain: _Function, ways: dict[object, _Function] | None = None) -> _Function:
     """Returns a pure function of tensors, which returns a tuple of them, compiled when it first meets a kind of inputs.
 
     It isn't compiled for a single token, whose sizes of 1 would need separate code. Where a dispatch mode watches the
     operations, as recompute="selective" does in a forward and in its replay, it runs uncompiled: PyTorch would
     compile the one and not the other, depending on which came first. What the table can't describe is left to
     torch.compile: autocast, inputs that aren't stored in order, outputs that share memory with inputs.
+    `ways` is the table of the kinds that were met.
     """
-    region = _Region(plain)
-    ways = region.ways
+    region, ways = _Region(plain), {} if ways is None else ways
 
     def kernel(*inputs: Any) -> Any:
         if is_in_torch_dispatch_mode(include_infra_modes=False):
@@ -87,7 +87,6 @@ class _Region:
     """The kernels of one function."""
 
     def __init__(self, plain: _Function) -> None:
-        self.ways: dict[object, _Function] = {}  # by `_key`
         self._plain = plain
         self._graphs: dict[object, list[_SizedKernel]] = {}
 

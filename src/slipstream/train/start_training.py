@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -117,7 +117,13 @@ _RANK = "slipstream.train.training_rank"
 _LONGEST_WAIT = 60.0  # seconds between a crash and the next start
 
 
-def launch_with_restarts(config: Config, owner: str, progress: Progress, server: ForkServer | None) -> None:
+def launch_with_restarts(
+    config: Config,
+    owner: str,
+    progress: Progress,
+    server: ForkServer | None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Runs the ranks of a run as the folder's `owner`, at most `training.max_restarts` times again after one has
     crashed, with a wait that doubles while the run gets no further.
 
@@ -164,7 +170,7 @@ def launch_with_restarts(config: Config, owner: str, progress: Progress, server:
                 _check_enough(config, places, error)
         resume = ["--checkpoint.resume=last-good"]
         progress.warn(f"{why}\n{how}, from the last good checkpoint{_describe_mesh(config, places)}")
-        time.sleep(wait)
+        sleep(wait)
 
 
 def _check_enough(config: Config, places: LocalPlaces, error: RankFailedError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import re
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.cost import Profile, StateBytes
+from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import WholeBatch
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
 from slipstream.planner.joint import JointPlan, ProfileUnits
-from slipstream.profile import find_costs, measurement_run
+from slipstream.profile import ProfileSettings, find_costs
 from support.architectures import (
     ARCHITECTURES,
     build,
@@ -69,19 +71,21 @@ def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
 
 @pytest.mark.grid
 def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement_run, "_ROUND_SHARE_OF_FEW", 0.0)  # only the fewest points
-    monkeypatch.setattr(measurement_run, "_FEWEST_POINTS", 5)  # up to 16 tokens
+    def measure(config: Any, settings: ProfileSettings, *arguments: Any) -> Profile:
+        return find_costs(config, dataclasses.replace(settings, longest_slice=16), *arguments)
+
+    monkeypatch.setattr(start_plan, "find_costs", measure)
     plan = planned().plan
     assert plan is not None
     assert max(plan.slices) <= 16
 
 
 @pytest.mark.grid
-def test_what_it_does_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(start_plan, "_EVERY", 0.0)
-    with caplog.at_level(logging.INFO, "slipstream"):
-        planned()
-    text = " ".join(caplog.messages)
+def test_what_it_does_is_told_now_and_then() -> None:
+    said: list[str] = []
+    request = StartRequest(LENGTH, 1, 1, 2, "float32")
+    start_plan.plan_start(llama(), request, Ranks.of(), torch.device("cpu"), said.append, every=0.0)
+    text = " ".join(said)
     assert "measuring what the model's parts cost: " in text
     assert "searching for the best plan: " in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,13 @@ def test_gpus_have_a_rank_each_and_weights_in_bfloat16(
     ranks: int,
     precision: str,
 ) -> None:
-    """As if there were four GPUs, whose driver's file and program are these."""
+    """As if there were four GPUs, with the file and the program of their driver."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{capability}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("slipstream.train.config.run_config._GPU_FILES", [str(program)])
+    exists = os.path.exists
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/dev/nvidiactl" or exists(path))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     found = load_config(path, settings)
     assert (found.pipeline.num_ranks, found.training.precision) == (ranks, precision)

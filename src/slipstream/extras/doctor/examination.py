@@ -99,7 +99,7 @@ def _checks_of_torch() -> Iterator[tuple[str, Check]]:
     yield "compiler", devices.find_compiler
 
 
-_CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # bytes; version 1 of cgroups writes a number above it
 
 
@@ -141,11 +141,11 @@ def _transformers() -> Finding:
     return Finding("transformers", str(transformers.__version__))
 
 
-def find_processor() -> Iterator[Finding]:
+def find_processor(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """Yields the processor, its cores that this process may use, and the threads that it does."""
     yield Finding("CPU", _processor_name())
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota_in_cores()
+    quota = _quota_in_cores(cgroups)
     reasons = ([f"affinity {allowed}"] if allowed != os.cpu_count() else []) + (
         [f"cgroup {quota:.3g}"] if quota is not None else []
     )
@@ -172,20 +172,20 @@ def _processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def find_memory() -> Iterator[Finding]:
+def find_memory(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """Yields the memory of the machine, what is free, and the cgroup's limit."""
     import psutil
 
-    memory, limit = psutil.virtual_memory(), _memory_limit()
+    memory, limit = psutil.virtual_memory(), _memory_limit(cgroups)
     text = f"{bytes_text(memory.total)}, {bytes_text(memory.available)} free"
     is_limited = limit is not None and limit < memory.total
     yield Finding("memory", text + (f", limited to {bytes_text(limit)} (cgroup)" if limit and is_limited else ""))
 
 
-def _quota_in_cores() -> float | None:
+def _quota_in_cores(cgroups: Path) -> float | None:
     """Returns how many cores' time a cgroup grants, the least of those that this process is in; None: no limit."""
-    quotas = [quota for text in _cgroup_texts("cpu.max") if (quota := _ratio(*text.split()[:2])) is not None]
-    old = _CGROUPS / "cpu"
+    quotas = [quota for text in _cgroup_texts(cgroups, "cpu.max") if (quota := _ratio(*text.split()[:2])) is not None]
+    old = cgroups / "cpu"
     if (old / "cpu.cfs_quota_us").exists():
         given = [(old / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         quotas += [quota for quota in [_ratio(*given)] if quota is not None]
@@ -196,21 +196,21 @@ def _ratio(quota: str, period: str) -> float | None:
     return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
-def _memory_limit() -> int | None:
-    texts = _cgroup_texts("memory.max")
-    old = _CGROUPS / "memory" / "memory.limit_in_bytes"
+def _memory_limit(cgroups: Path) -> int | None:
+    texts = _cgroup_texts(cgroups, "memory.max")
+    old = cgroups / "memory" / "memory.limit_in_bytes"
     texts += [old.read_text()] if old.exists() else []
     limits = [int(text) for text in texts if text.strip() != "max"]
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
-def _cgroup_texts(name: str) -> list[str]:
+def _cgroup_texts(cgroups: Path, name: str) -> list[str]:
     """Returns the contents of a file of version 2 of cgroups, of this process's group and of those it is in."""
     groups = Path("/proc/self/cgroup")
     lines = groups.read_text().splitlines() if groups.exists() else []
     own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    folders = [_CGROUPS / own, *(_CGROUPS / own).parents] if own else [_CGROUPS]
-    files = [folder / name for folder in folders if folder.is_relative_to(_CGROUPS)]
+    folders = [cgroups / own, *(cgroups / own).parents] if own else [cgroups]
+    files = [folder / name for folder in folders if folder.is_relative_to(cgroups)]
     return [file.read_text() for file in files if file.exists()]
 
 

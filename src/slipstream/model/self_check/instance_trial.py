@@ -46,10 +46,7 @@ _TOKENS = 12
 _CUTS = TokenCuts((0, 3, 8, 9, _TOKENS), (0, _TOKENS))  # one slice has a single token
 _ROW, _PLACES = 0, (5, 9)  # of the tokens that are changed
 _WORDS = 64  # of the vocabulary that are kept, as embedding and head may be larger than a layer
-_WIDE = (
-    1 << 25
-)  # parameters of a layer that is compared in float64; larger ones in float32, which takes half the memory
-_NARROW_TOLERANCE = 1e-2  # there: far above rounding, far below what a place in a slice makes of a token
+_NARROW_TOLERANCE = 1e-2  # in float32: far above rounding, far below what a place in a slice makes of a token
 _DIFFERS = "which draws random numbers or keeps a state, so that a second call gives another result"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -82,13 +79,17 @@ class _EndedTrialError(Exception):
         self.result = result
 
 
-def try_changes(given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy, packs: bool) -> TrialResult:
+def try_changes(
+    given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy, packs: bool, most_in_float64: int = 1 << 25
+) -> TrialResult:
     """Returns what of a changed model can't be computed apart. Not collective.
 
     `packs` says whether the architecture keeps packed documents apart, which shows what passes between tokens beside
-    attention. What fails when it is tried can't be computed apart either.
+    attention. What fails when it is tried can't be computed apart either. Layers of more parameters than
+    `most_in_float64` are compared in float32, which takes half the memory.
     """
-    trial = _Trial(model, replace(anatomy, halves=(), separate_ends=frozenset(), shared=()), given, packs)
+    anatomy = replace(anatomy, halves=(), separate_ends=frozenset(), shared=())
+    trial = _Trial(model, anatomy, given, packs, most_in_float64)
     with torch.random.fork_rng(devices=[]), _python_draws_kept():
         try:
             return trial.run()
@@ -102,7 +103,10 @@ def try_changes(given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy
 class _Trial:
     """The changed layers of a model, and how each is tried."""
 
-    def __init__(self, model: PreTrainedModel, anatomy: ModelAnatomy, given: GivenModel, packs: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, anatomy: ModelAnatomy, given: GivenModel, packs: bool, most_in_float64: int
+    ) -> None:
+        self._most_in_float64 = most_in_float64
         self._model, self._anatomy, self._packs, self._given = model, anatomy, packs, given
         self._layers = anatomy.layers_of(model)
         self._changes = {
@@ -293,7 +297,7 @@ class _Trial:
     def _dtype_to_compare(self, index: int) -> torch.dtype:
         """Returns the dtype in which slices are compared with the whole, wide enough for the layer's size."""
         size = sum(parameter.numel() for parameter in self._layers[index].parameters())
-        return torch.float64 if size <= _WIDE else torch.float32
+        return torch.float64 if size <= self._most_in_float64 else torch.float32
 
     def _holds_layers(self, change: Change) -> bool:
         return not change.module or f"{self._anatomy.layers}.".startswith(f"{change.module}.")

@@ -34,7 +34,6 @@ from slipstream.units import bytes_text
 
 _ROUNDED_UP = 1 + 1e-9  # both accounts add the same numbers, but in another order
 _MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
-_MOST_STEPS = 1024  # that are known to fit
 
 
 class MemoryLimit:
@@ -70,6 +69,7 @@ class MemoryLimit:
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
         self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
         self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
+        self.most_steps = 1024  # that are known to fit, of which the oldest are forgotten
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
         """Raises SlipstreamError where the step would hold more than the limit, before it runs. Collective.
@@ -85,7 +85,7 @@ class MemoryLimit:
             if held[worst].peak + _token_bytes(step) > self.limit:
                 raise SlipstreamError(_too_much(step, worst, held[worst], self.limit) + _longest(lengths))
             self._fitting[checked] = None
-            _forget_oldest(self._fitting, _MOST_STEPS)
+            _forget_oldest(self._fitting, self.most_steps)
 
     def held_in(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
         """Returns the bytes that every rank would hold in a step of rows in these slices, which was planned; raises

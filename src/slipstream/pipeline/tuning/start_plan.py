@@ -59,7 +59,6 @@ from slipstream.schedule import Op, Schedule, add_recompute
 from slipstream.simulator import memory_of
 
 _BUDGET = 60.0  # seconds of measuring, at most
-_EVERY = 5.0  # seconds between lines about progress
 _REPEATS = 6  # of a point, at most
 _UNSEEN = 0.01  # of what is counted: what parts that were measured alone hold only together
 
@@ -128,17 +127,19 @@ def plan_start(
     ranks: Ranks,
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
+    every: float = 5.0,
 ) -> tuple[JointPlan, StageRates]:
     """Returns the plan with the shortest simulated step, from costs that are measured here once and kept, and what its
     stages cost. Collective.
 
     The leader searches, and all ranks follow. `say` gets a line, on the leader, about each measuring that has to be
-    repeated, every few seconds about what has been done, and about why layers aren't cut in half where they can't be.
+    repeated, `every` so many seconds about what has been done, and about why layers aren't cut in half where they
+    can't be.
 
     Raises:
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
     """
-    told = _Told(say)
+    told = _Told(say, every)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured)
     units = _units(profile, config, request, ranks, say)
     if units.units_per_layer == 1 and ranks.leads:
@@ -185,7 +186,7 @@ def measure_rates(
     and with a memory limit.
     """
     settings = request.profile
-    told = _Told(say)
+    told = _Told(say, every=5.0)
     may_measure = device.type == "cpu" and request.memory_limit is None
     try:
         profile: Profile | None
@@ -272,10 +273,10 @@ def _most_bytes(
 
 
 class _Told:
-    """Says how far measuring and searching are, every few seconds."""
+    """Says how far measuring and searching are, with `every` so many seconds between two lines."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._last = say, time.perf_counter()
+    def __init__(self, say: Callable[[str], None], every: float) -> None:
+        self._say, self._every, self._last = say, every, time.perf_counter()
 
     def measured(self, share: float) -> None:
         self._tell(f"measuring what the model's parts cost: {share * _BUDGET:.0f} s, of {_BUDGET:.0f} s at most")
@@ -284,7 +285,7 @@ class _Told:
         self._tell(f"searching for the best plan: {share:.0%} of the effort, at most")
 
     def _tell(self, text: str) -> None:
-        if (now := time.perf_counter()) - self._last >= _EVERY:
+        if (now := time.perf_counter()) - self._last >= self._every:
             self._say(text)
             self._last = now
 
