@@ -137,7 +137,7 @@ def test_a_switch_delays_holds_up_corrupts_and_cuts(hosts: Hosts) -> None:
         assert far.recv(65536) == line  # TCP sends it once more
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc, and a full disk needs prlimit")
 def test_eight_faults_leave_nothing_behind(tmp_path: Path) -> None:
     kinds = [

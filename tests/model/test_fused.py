@@ -36,6 +36,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.fusing import COMPILING, compiles, in_slices
+from support.parameters import first_of
 from support.weights import undeferred_weights
 
 pytestmark = COMPILING
@@ -69,7 +70,7 @@ def test_what_is_fused(name: str) -> None:
 @compiles
 @pytest.mark.more
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.grid), "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", first_of(["llama", "qwen3", "gpt2", "gemma2"], 1, "grid"))
 def test_gradients_are_those_of_the_unsplit_model(
     name: str, compiled: list[str], by_torch_compile: Callable[[], int]
 ) -> None:
@@ -353,7 +354,7 @@ def test_few_kinds_of_inputs_are_remembered() -> None:
 
 @compiles
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", first_of(["llama", "gpt2"], 1, "grid"))
 def test_a_plan_counts_what_a_fused_layer_saves(name: str) -> None:
     config = ARCHITECTURES[name]
     anatomy = find_anatomy(config)

@@ -29,6 +29,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.fusing import COMPILING, compiles, in_slices
+from support.parameters import first_of
 
 pytestmark = COMPILING
 SIZES = {
@@ -74,7 +75,7 @@ MODELS: dict[str, PretrainedConfig] = {
 
 @compiles
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.more) for name in [*MODELS][1:])])
+@pytest.mark.parametrize("name", [*first_of(["llama", *[*MODELS][3:]]), *first_of(["qwen3", "mixtral"], 0, "grid")])
 def test_gradients_are_those_of_the_unsplit_model(
     name: str, compiled: list[str], by_torch_compile: Callable[[], int]
 ) -> None:

@@ -27,17 +27,16 @@ pytestmark = [  # torch's own, of its compiler
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 ONE_OR_TWO = ("whole", "sliced", "stages", "microbatches", "processes", "recompute")
-FEW, SOME = list(CHANGES)[::10], list(CHANGES)[::4]
+TWO, FEW, SOME = list(CHANGES)[:2], list(CHANGES)[::8], list(CHANGES)[::4]
 ALONE = [use for use in USES if use not in ("processes", "fused")]
 
 
 def marks(use: str, name: str) -> list[pytest.MarkDecorator]:
-    """Every fourth change in two stages is tried always; every change in two stages and in one of the other uses more
-    often than all of them."""
-    if use == "stages":
-        return [] if name in SOME else [pytest.mark.more]
-    others = [use for use in USES if use not in ("stages", "processes")]
-    return [pytest.mark.more if others[list(CHANGES).index(name) % len(others)] == use else pytest.mark.grid]
+    """A few changes in two stages are tried always; every change in one of the uses more often than in all of them."""
+    number, uses = list(CHANGES).index(name), [use for use in USES if use != "processes"]
+    if use == "stages" and name in FEW:
+        return []
+    return [pytest.mark.more if uses[number % len(uses)] == use else pytest.mark.grid]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def seldom(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.more if name in SOME else pytest.mark.grid]
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in FEW else seldom(name)) for name in CHANGES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in TWO else seldom(name)) for name in CHANGES])
 def test_two_processes(case: str, in_processes: dict[str, Outcomes]) -> None:
     assert not complaint(CHANGES[case], "processes", in_processes[case])
 

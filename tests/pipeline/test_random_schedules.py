@@ -127,6 +127,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject
     check(name, data)
 
 
+@pytest.mark.more
 @since("5.21")
 @examples(25)
 @given(data=st.data())
@@ -136,6 +137,7 @@ def test_carried_states(data: st.DataObject) -> None:
         check("qwen3_5_text", data, parts=1)
 
 
+@pytest.mark.more
 @examples(25)
 @given(data=st.data())
 def test_attention_of_their_own(data: st.DataObject) -> None:

@@ -89,7 +89,7 @@ def random_order(rules: Schedule, generator: random.Random) -> list[Action]:
     return order
 
 
-@pytest.mark.parametrize("name", first_of(("llama", *TIED, "phi"), 2))
+@pytest.mark.parametrize("name", first_of((*TIED, "llama", "phi")))
 @examples(25)
 @given(data=st.data())
 def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
@@ -207,7 +207,7 @@ TIED_RUNS = [(2, "1f1b", "llama, tied"), (3, "zb-h1", "gpt2"), (2, "zb-v", "gemm
 UNTIED_RUNS = [(2, "1f1b", "llama"), (3, "zb-h1", "llama"), (2, "zb-v", "llama"), (4, "replicas", "llama")]
 
 
-@pytest.mark.parametrize(("num_processes", "how", "model"), first_of(TIED_RUNS, 1, "grid") + first_of(UNTIED_RUNS))
+@pytest.mark.parametrize(("num_processes", "how", "model"), first_of(TIED_RUNS, 1, "grid") + first_of(UNTIED_RUNS, 0))
 def test_processes_train_checkpoint_and_export_as_the_unsplit_model(
     num_processes: int, how: str, model: str, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def steps(config: Path) -> list[dict[str, Any]]:
     return [record for line in lines if "loss" in (record := json.loads(line))]
 
 
+@pytest.mark.more
 def test_metrics_page_and_log_of_a_run_whose_memory_is_fragmented(config: Path) -> None:
     ended = launch(2, WORKER, "fragmented", "train", config)
     assert ended.returncode == 0, ended.stderr[-3000:]

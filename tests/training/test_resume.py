@@ -199,6 +199,7 @@ def test_ranks_that_share_slices_train_and_go_on_as_stages(text: Path, tmp_path:
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.more
 def test_experts_on_several_ranks_go_on_on_others_and_are_exported_whole(text: Path, tmp_path: Path) -> None:
     """Two stages on two replicas with half of the experts each, then two replicas with all of them."""
     experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}

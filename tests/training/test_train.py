@@ -178,7 +178,7 @@ def test_the_numbers_do_not_depend_on_how_it_is_cut(
     check_same_losses(output, finished[0])
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_microbatches_that_differ_train_to_the_same_losses(
     finished: tuple[RunFolder, str], config: Path, output: RunFolder
 ) -> None:
@@ -526,7 +526,7 @@ def wait_for_save(output: RunFolder, after: int) -> int:
     return steps[0]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_run_all_of_whose_processes_were_stopped_changes_nothing_once_it_has_lost_its_folder(
     config: Path, output: RunFolder
 ) -> None:
@@ -585,7 +585,7 @@ def test_a_folder_that_is_removed_does_not_end_the_run(config: Path, output: Run
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("how", ["reader", "full"])
+@pytest.mark.parametrize("how", first_of(["reader", "full"], 1, "grid"))
 def test_a_run_goes_on_whose_output_nobody_reads(config: Path, output: RunFolder, how: str) -> None:
     """As after `| head`, in a `tee` that dies, and in /dev/full; what it says is in the folder."""
     settings = ["--training.steps=3", "--training.eval_every=0", "--training.export_every=0"]
@@ -653,7 +653,9 @@ main()
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("how", "times"), [("text", 1), ("model", 1), ("model", 9), ("swallowed", 9)])
+@pytest.mark.parametrize(
+    ("how", "times"), first_of([("text", 1), ("swallowed", 9), ("model", 1), ("model", 9)], 2, "grid")
+)
 def test_a_request_to_stop_in_the_preflight_is_answered_like_others(
     config: Path, output: RunFolder, how: str, times: int
 ) -> None:

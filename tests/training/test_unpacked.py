@@ -94,6 +94,7 @@ def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     assert measured == pytest.approx(total / count, rel=1e-4)
 
 
+@pytest.mark.more
 def test_a_resumed_run_is_the_same_to_the_bit(finished: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "half"
     (output / "checkpoints").mkdir(parents=True)

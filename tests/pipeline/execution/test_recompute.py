@@ -69,7 +69,7 @@ def test_a_layer_that_does_not_repeat_itself_is_named() -> None:
         step(model, kind, schedule="gpipe", check_recompute=False)
 
 
-@pytest.mark.parametrize("name", first_of(["qwen2_moe", "gpt2", "llama, tied", "llama", "gemma3", "gpt_oss"], 3))
+@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", "qwen2_moe", "llama", "gemma3", "gpt_oss"], 2))
 def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
     with no_rounding_inside():
         model, inputs = build(ARCHITECTURES[name]), tokens(batch=4)

@@ -138,7 +138,10 @@ SETTINGS: list[dict[str, Any]] = [
             pytest.param("gpt2", each, marks=[pytest.mark.grid if n % 3 != 1 else pytest.mark.more])
             for n, each in enumerate(SETTINGS)
         ),
-        *(pytest.param("qwen3_5_text", each, marks=pytest.mark.more) for each in SETTINGS[1:]),
+        *(
+            pytest.param("qwen3_5_text", each, marks=pytest.mark.more if n % 3 == 1 else pytest.mark.grid)
+            for n, each in enumerate(SETTINGS[1:], 1)
+        ),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from slipstream.train.config import Config, ModelSection
 from slipstream.train.config.run_config import dump_config, parse_config
 from slipstream.train.data import train_tokenizer
 from slipstream.train.preflight.text_preparation import check_turns, prepare_text
+from support.parameters import first_of
 from support.tiny_training import tiny_llama
 
 END = "no turn that counts ends with a special or added token in the first"
@@ -146,7 +147,7 @@ def test_pairs_of_answers(tmp_path: Path) -> None:
     assert warnings(tmp_path, ENDED, PAIRS, preference={}) == []
 
 
-@pytest.mark.parametrize("rows", [CONVERSATIONS, PAIRS], ids=["conversations", "pairs"])
+@pytest.mark.parametrize("rows", first_of([CONVERSATIONS, PAIRS]), ids=["conversations", "pairs"])
 def test_a_check_of_the_configuration_says_the_same(
     rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,7 +188,7 @@ PARTS: dict[str, tuple[list[str], Adapter | None]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.more] * (name not in ("parts of layers", ONE))) for name in PARTS]
+    "name", [pytest.param(name, marks=[pytest.mark.more] * (name != "parts of layers")) for name in PARTS]
 )
 def test_products_are_those_that_run_where_weights_are_frozen(name: str) -> None:
     """Every product outside attention, as PyTorch runs it; and of attention's, which calls have a backward."""

@@ -141,7 +141,7 @@ def test_an_evaluation_finds_the_figures_of_the_validation(finished: Path, file:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+@pytest.mark.parametrize("loss", first_of(["simpo", "orpo"], 1, "grid"))
 def test_a_run_without_a_reference_is_resumed_and_evaluated(loss: str, file: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", file, f"--preference.loss={loss}")
     assert not (tmp_path / "run" / "reference.safetensors").exists()
@@ -206,8 +206,8 @@ def test_replicas_train_alike(finished: Path, file: Path, tmp_path: Path) -> Non
         assert ours["rewards"] == pytest.approx(theirs["rewards"], rel=1e-2, abs=1e-3)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("precision", first_of(["bf16", "float32", "bf16-weights"], 1, "grid"))
+@pytest.mark.grid
+@pytest.mark.parametrize("precision", ["bf16", "float32", "bf16-weights"])
 def test_with_a_plan_that_is_open(finished: Path, file: Path, tmp_path: Path, precision: str) -> None:
     """Schedule, slices and cut planned from measured costs: another plan of the same losses."""
     is_open = ["--pipeline.schedule=auto", "--pipeline.slices=auto", f"--training.precision={precision}"]
