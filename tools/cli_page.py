@@ -9,12 +9,12 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 COMMAND = [sys.executable, "-m", "typer", "slipstream.cli", "utils", "docs", "--name", "slipstream"]
 PREFACE = """\
-Every command prints this with `-h`. `slipstream --install-completion` lets bash, zsh, fish or PowerShell, whichever you
-type it in, complete commands, options, the names of levels and schedules, and files; open a new shell then.
-`--quiet` and `--log-level` stand before a command's name or after it, and colours follow NO_COLOR and FORCE_COLOR.
-Errors are one message on standard error: what was given, what is allowed, what to type. The exit code is 2 for wrong
-input, 1 where a rank failed or a check did, 3 where numbers of a run aren't finite, 75 where TERM or USR1 asked a run
-to stop, and 130 after Ctrl-C: see [Exit codes](reliability.md#exit-codes).
+Every command prints this with `-h`. `slipstream --install-completion` lets the shell that you type it in (bash, zsh,
+fish or PowerShell) complete commands, options, names and files; open a new shell afterwards. `--quiet` and
+`--log-level` may stand before or after a command's name, and colours follow NO_COLOR and FORCE_COLOR. Errors are one
+message on standard error: what was given, what is allowed, what to type. The exit code is 2 for wrong input, 1 if a
+rank or a check failed, 3 if numbers of a run aren't finite, 75 if TERM or USR1 asked a run to stop, and 130 after
+Ctrl-C: see [Exit codes](restarts.md#exit-codes).
 """
 
 

@@ -1,5 +1,5 @@
-"""Writes docs/configuration.md and docs/coming-from.md from the sections of a configuration and the names that other
-tools have for them: `python -m tools.configuration_page`."""
+"""Writes docs/configuration.md, docs/configuration-pipeline.md and docs/coming-from.md from the sections of a
+configuration and the names that other tools have for them: `python -m tools.configuration_page`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ from slipstream.train.config.rules import OTHER_NAMES, OTHER_TOOLS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
+PIPELINE_PAGE = ROOT / "docs" / "configuration-pipeline.md"
+PIPELINE_SECTIONS = ("pipeline", "memory", "parallel", "runtime", "plan")
 PREFACE = """\
 # Configuration
 
 `slipstream train config.yaml` reads a YAML file with the sections below. Every setting can also be given on the command
 line, as `--section.setting=value`; values are YAML there too: `--pipeline.slices=[128,256,640]`,
-`--optimizer.clip_norm=null`. `--pp`, `--dp`, `--cp` and `--tp` are short for `--pipeline.num_ranks`, `--parallel.data`,
-`--parallel.context` and `--parallel.tensor`. An unknown key is an error that suggests the nearest name.
+`--optimizer.clip_norm=null`. `--pp`, `--dp`, `--cp`, `--tp` and `--ep` are short for `--pipeline.num_ranks`,
+`--parallel.data`, `--parallel.context`, `--parallel.tensor` and `--parallel.experts`. An unknown key is an error.
+
+What is trained, on what, and how long: {here}. [How it is split and run](configuration-pipeline.md): {there}.
 
 A minimal file, the demo's:
 """
-PIPELINE = "`memory`, `parallel` and `runtime` are also arguments of the [Pipeline](api.md)."
+PIPELINE_PREFACE = """\
+# Configuration of the pipeline
+
+The sections that say how a run is split and run: {here}. All others are in [Configuration](configuration.md). `memory`,
+`parallel` and `runtime` are also arguments of the [Pipeline](api.md).
+"""
 # Settings of a Pipeline that a run takes from elsewhere
 ELSEWHERE = {"runtime.stall_limit": "`training.stall_limit`"}
 
@@ -59,14 +68,27 @@ def coming_from() -> str:
 
 
 def page() -> str:
-    """Returns the page as the sections are now."""
+    """Returns the page of what is trained, as its sections are now."""
     example = (ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8")
-    links = ", ".join(f"[{name}](#{name})" for name in Config.model_fields)
-    parts = [PREFACE, f"```yaml\n{example}```\n", f"The sections: {links}. {PIPELINE}\n"]
-    for name, field in Config.model_fields.items():
+    here = [name for name in Config.model_fields if name not in PIPELINE_SECTIONS]
+    preface = PREFACE.replace("{here}", _links(here)).replace("{there}", _links(PIPELINE_SECTIONS, PIPELINE_PAGE.name))
+    return "\n".join([preface, f"```yaml\n{example}```\n", *_sections(here)])
+
+
+def pipeline_page() -> str:
+    """Returns the page of how it is split and run, as its sections are now."""
+    return "\n".join([PIPELINE_PREFACE.format(here=_links(PIPELINE_SECTIONS)), *_sections(PIPELINE_SECTIONS)])
+
+
+def _links(names: Iterable[str], page: str = "") -> str:
+    return ", ".join(f"[{name}]({page}#{name})" for name in names)
+
+
+def _sections(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        field = Config.model_fields[name]
         (record,) = records_in(field.annotation)
-        parts += _section(name, record, _need(field))
-    return "\n".join(parts)
+        yield from _section(name, record, _need(field))
 
 
 def _need(field: FieldInfo) -> str:
@@ -142,4 +164,5 @@ def _flat(text: str | None) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    PIPELINE_PAGE.write_text(pipeline_page(), encoding="utf-8")
     COMING_FROM.write_text(coming_from(), encoding="utf-8")

@@ -64,6 +64,8 @@ def draw(rows: Sequence[Row], fits: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     _over_microbatches(left, rows, fits)
     _measured_and_fitted(right, rows, fits)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 

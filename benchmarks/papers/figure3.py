@@ -34,19 +34,21 @@ def layer_seconds(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("profiles", type=Path, nargs="+")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for path in parser.parse_args().profiles:
         profile = load_profile(path)
         lengths, seconds = layer_seconds(profile)
         left.plot(lengths, 1e3 * seconds, marker=".", label=path.stem)
         right.plot(lengths, lengths / seconds / 1e3, marker=".", label=path.stem)
-    left.set(title="forward and backward of a layer", xlabel="tokens of the slice", ylabel="milliseconds", ylim=0)
-    right.set(title="the same per time", xlabel="tokens of the slice", ylabel="thousand tokens a second", ylim=0)
+    left.set(xlabel="tokens of the slice", ylabel="milliseconds", ylim=0)
+    left.set_title("forward and backward of a layer", fontsize=10)
+    right.set(xlabel="tokens of the slice", ylabel="thousand tokens a second", ylim=0)
+    right.set_title("throughput of a layer", fontsize=10)
     right.set_xscale("log", base=2)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, fontsize=8)
-    figure.savefig(destination(PICTURE), dpi=130)
+    figure.savefig(destination(PICTURE), dpi=150)
     print(f"wrote {destination(PICTURE)}")
 
 

@@ -84,9 +84,9 @@ def _is_cut_named(fault: Fault, text: str, hosts: list[str], blamed: set[int]) -
         "ranks": not (fault.kind == "machine gone" and is_at_the_hub),
         "hub": not (fault.kind == "machine gone" and not is_at_the_hub),
     }
-    unheard = r"^(?:error: )?rank %d \(%s, process \d+\) doesn't answer since \d+ s"
+    unheard = r"^(?:error: )?rank %d \(%s, process \d+\) hasn't answered for \d+ s"
     names_ranks = all(re.search(unheard % (rank, re.escape(hosts[rank])), text, re.MULTILINE) for rank in far)
-    hub = r"^error: the watchers' hub, which rank 0 has started at \S+, port \d+, doesn't answer since \d+ s"
+    hub = r"^error: the watchers' hub, which rank 0 has started at \S+, port \d+, hasn't answered for \d+ s"
     names_hub = re.search(hub, text, re.MULTILINE) is not None
     expected = far if speaks_of["ranks"] else set()
     return names_hub == speaks_of["hub"] and (names_ranks or not expected) and blamed == expected

@@ -1,8 +1,8 @@
 """Which causal language models of transformers train exactly in token slices, and why the others are refused.
 
-    python -m benchmarks.zoo                # what is not in results/zoo.json yet; then writes docs/models.md
+    python -m benchmarks.zoo                # what is not in results/zoo.json yet; then writes the tables of the docs
     python -m benchmarks.zoo falcon bloom   # tries these, and prints what it finds
-    python -m benchmarks.zoo --page         # writes docs/models.md from the record
+    python -m benchmarks.zoo --page         # writes the tables of the docs from the record
 
 Every architecture runs at toy size with random weights: its default configuration, and variants with what else it
 offers. It can be stopped at any time, and goes on where it was. What earlier sources gave stays until it is tried
@@ -26,7 +26,7 @@ from benchmarks.records import RESULTS, provenance
 from benchmarks.zoo.attempts import try_defaults, try_variants
 from benchmarks.zoo.families import architectures, class_name, kind_of
 from benchmarks.zoo.outcomes import DEFAULTS, VARIANTS, Outcome, Verdict
-from benchmarks.zoo.page import write_page
+from benchmarks.zoo.page import write_pages
 from benchmarks.zoo.workers import Limits, Result, run_forked
 
 NAME = "zoo"
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE", help="as transformers' model_type; by default all")
     parser.add_argument("--defaults", action="store_true", help="try default configurations only, no variants")
-    parser.add_argument("--page", action="store_true", help="write docs/models.md from the record and end")
+    parser.add_argument("--page", action="store_true", help="write the tables of the docs from the record and end")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="by default one a core")
     options = parser.parse_args()
     if unknown := set(options.names) - set(architectures()):
@@ -47,7 +47,7 @@ def main() -> None:
     if not options.page:
         sweep(options)
     if options.page or not options.names:
-        print(f"wrote {write_page(NAME)}")
+        print("wrote", *write_pages(NAME))
 
 
 def sweep(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, written from the record."""
+"""The tables of docs/models.md and docs/architectures.md, written from the record."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from benchmarks.papers.page import MARK, ROOT, table
 from benchmarks.records import RESULTS
 from benchmarks.zoo.outcomes import DEFAULTS, VARIANTS, Kind, Verdict
 
-PAGE = ROOT / "docs" / "models.md"
+PAGES = {"counts": ROOT / "docs" / "models.md", "architectures": ROOT / "docs" / "architectures.md"}
 PATHS = {"attention": "context store", "own attention": "own attention"}  # others are carried states
 _REASON = re.compile(r"can't be (?:trained in token slices|cut into stages): (.*?)(?:\. Give .*)?$", re.S)
 _MOST = 200  # characters of a reason
 Row = dict[str, Any]
 
 
-def write_page(name: str) -> Path:
-    """Writes the tables of the page from the record `name`; returns the page's path."""
+def write_pages(name: str) -> list[Path]:
+    """Writes the tables of the pages from the record `name`; returns the pages' paths."""
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    return PAGE
+    for table_name, path in PAGES.items():
+        path.write_text(with_table(table_name, path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    return [*PAGES.values()]
 
 
-def with_tables(text: str, rows: Mapping[str, Row]) -> str:
-    """Returns the page's text with its generated parts as the record has them."""
-    for name, content in {"counts": counts(rows.values()), "architectures": architectures(rows)}.items():
-        mark = MARK.format(name)
-        text, found = re.subn(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + content: new, text)
-        assert found == 1, f"{PAGE} has no mark {mark!r}"
+def with_table(name: str, text: str, rows: Mapping[str, Row]) -> str:
+    """Returns a page's text with its table as the record has it."""
+    mark = MARK.format(name)
+    new = mark + (counts(rows.values()) if name == "counts" else architectures(rows))
+    text, found = re.subn(re.escape(mark) + r"(\|.*\n)*", lambda _: new, text)
+    assert found == 1, f"{PAGES[name]} has no mark {mark!r}"
     return text
 
 

@@ -26,7 +26,7 @@ class StoppedRunError(BaseException):
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that ask a run to save at the end of its step and to end. The third request ends it at once."""
-NOTHING_TO_SAVE = "ended the run while no rank was training; nothing new is to be saved"
+NOTHING_TO_SAVE = "ended the run while no rank was training; there is nothing new to save"
 
 
 class RankFailedError(RuntimeError):

@@ -59,7 +59,7 @@ class Record(BaseModel, metaclass=_RecordType):
     @classmethod
     def _read_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool) and refuses_bool(cls.model_fields[str(info.field_name)]):
-            raise PydanticCustomError("bool", "true and false are no numbers")
+            raise PydanticCustomError("bool", "true and false aren't numbers")
         return as_whole_number(value, cls.model_fields[str(info.field_name)])
 
     def refuse(self, names: Sequence[str], reason: str) -> None:
@@ -75,17 +75,17 @@ class Memory(Record):
 
     section: ClassVar[str] = "memory"
     recompute: Literal["none", "selective", "full", "stage", "stage+full", "segments"] | PositiveInt = "none"
-    """Which of a slice's activations are dropped after its forward and computed again for its backward: `none`;
-    `full`, all but what enters each layer, one layer at a time within the backward, with its keys and values where a
-    microbatch is one slice; the number of layers of each stage, its first ones, that are recomputed so (half a layer
-    counts as one); `stage`, all but what enters the stage and its keys and values, at once before the backward, as in
-    GPipe section 2.3, unless that follows the forward directly; `stage+full`, both, so that only what enters each layer
-    is there at once; `selective`, all but the outputs of matrix products and attention, before the backward. Of an
-    nn.Sequential also `segments`, its best number of pieces of a stage, one at a time within the backward."""
+    """Which of a slice's activations are dropped after its forward and computed again for its backward. `full`: all but
+    what enters each layer, one layer at a time during the backward; keys and values too if a microbatch is one slice.
+    A number: the same for so many of each stage's first layers (half a layer counts as one). `stage`: all but what
+    enters the stage and its keys and values, before the backward (GPipe, section 2.3), unless that follows the forward
+    directly. `stage+full`: both. `selective`: all but the outputs of matrix products and attention, before the
+    backward. For an nn.Sequential also `segments`: the best number of pieces of a stage, one at a time during the
+    backward."""
     check_recompute: bool = True
-    """Whether the outputs of layers that are computed again are compared with what they were, by sums of their bits:
-    a layer that draws random numbers of its own, or changes what it reads, would give wrong gradients. Where kernels
-    add in another order every time, bits differ without need: then leave it out."""
+    """Whether recomputed outputs of layers are compared with the first ones, by sums of their bits: a layer that draws
+    random numbers of its own, or changes what it reads, would give wrong gradients. Turn it off if kernels add in
+    another order every time."""
     offload: float = Field(default=0.0, ge=0, le=1)
     """The share of each rank's slices, those that wait longest, whose activations are in host memory between forward
     and backward: pinned memory with a GPU, else a file. Keys and values stay."""
@@ -99,7 +99,7 @@ class Memory(Record):
 
 
 class Parallelism(Record):
-    """The ways in which ranks outside of the pipeline's axis share weights, tokens and the optimizer's state."""
+    """The ways in which ranks outside the pipeline's axis share weights, tokens and the optimizer's state."""
 
     section: ClassVar[str] = "parallel"
     sequence_parallel: bool = False

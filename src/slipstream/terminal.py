@@ -42,7 +42,7 @@ def level_named(name: str, given_as: str) -> Level:
         if name == level:
             return level
     hint = did_you_mean(name, LEVELS)
-    raise SlipstreamError(f"{given_as}={name} is no level{hint} Choose one of {', '.join(LEVELS)}")
+    raise SlipstreamError(f"{given_as}={name} isn't a level{hint} Choose one of {', '.join(LEVELS)}")
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from support.timeouts import LIMIT, SOON
 
 HOSTS = ["node0", "node0", "node1", "node2"]
 GONE = "rank 2 (node1, process 7) has ended without a word: it was killed, or crashed; in step 3"
-CUT = "error: the watchers' hub, which rank 0 has started at 10.77.0.1, port 5, doesn't answer since 10 s: its machine"
-UNHEARD = "rank 2 (node1, process 7) doesn't answer since 11 s: its machine is gone, or the network between; in step 3"
+CUT = "error: the watchers' hub, which rank 0 has started at 10.77.0.1, port 5, hasn't answered for 10 s: its machine"
+UNHEARD = "rank 2 (node1, process 7) hasn't answered for 11 s: its machine is gone, or the network between; in step 3"
 OTHERS = "\n  rank 0 (node0, process 1), waiting: in step 3\n"
 SAID = {
     "kill": f"error: {GONE}{OTHERS}",

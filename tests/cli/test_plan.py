@@ -359,7 +359,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         ({"seq_len": 65}, "seq_len=65 is more than the model's 64 positions"),
         (
             {"global_batch": 3, "data_parallel": "2"},
-            "no configuration divides: 4 devices, 4 layers, a global batch of 3",
+            "no configuration fits these numbers: 4 devices, 4 layers, a global batch of 3",
         ),
         ({"dtype": "float16"}, "dtype='float16' has no peak on small: use bfloat16, float32"),
         ({"dtype": "fp8"}, "dtype='fp8' has no peak"),

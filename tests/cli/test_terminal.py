@@ -215,7 +215,7 @@ def test_two_answers_to_how_much_are_refused() -> None:
 
 def test_an_unknown_level_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_LOG_LEVEL", "warn")
-    with pytest.raises(SlipstreamError, match=r"SLIPSTREAM_LOG_LEVEL=warn is no level; did you mean 'warning'\?"):
+    with pytest.raises(SlipstreamError, match=r"SLIPSTREAM_LOG_LEVEL=warn isn't a level; did you mean 'warning'\?"):
         shows("info")
 
 

@@ -136,8 +136,9 @@ def test_a_runs_folder_is_its_timeline(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "first")
     assert shown(run.path) == shown(run.perfetto)
     assert shown("1f1b", "--against", run.path)[-3:] == shown(run.path)[-3:]
-    assert f"is no run's: it has no timeline.json. Give what training.output was, such as {run.path}" in refused(
-        tmp_path / "runs"
+    assert (
+        f"isn't a run's folder: it has no timeline.json. Give what training.output was, such as {run.path}"
+        in refused(tmp_path / "runs")
     )
     run.perfetto.unlink()
     assert "has no timeline.json, which is written after its last step" in refused(run.path)
@@ -160,7 +161,7 @@ def test_what_is_not_known(tmp_path: Path, measured: Path) -> None:
     assert "stages_per_rank=3, but the schedule 'zb-v' has exactly 2" in refused("zb-v", "--stages-per-rank=3")
     assert "gpipe is not one measured timeline" in refused("gpipe", "--against=simulated")
     assert "can't read the timeline" in refused(tmp_path / "nothing.json")
-    assert "is no run's: it has no timeline.json. Give what training.output was" in refused(tmp_path)
+    assert "isn't a run's folder: it has no timeline.json. Give what training.output was" in refused(tmp_path)
     assert "there is no schedule or file 'simulted'" in refused(measured, "--against=simulted")
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     assert "other.json is not a timeline" in refused(tmp_path / "other.json")

@@ -28,7 +28,7 @@ WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
 def test_there_is_something_to_run() -> None:
-    assert {page.name for page in WITH_CODE} >= {"README.md", "concepts.md", "own-loop.md", "training.md"}
+    assert {page.name for page in WITH_CODE} >= {"README.md", "concepts.md", "own-loop.md", "data.md"}
 
 
 PLANNING = ("auto.md", "memory.md", "slicing.md")  # take the longest

@@ -23,7 +23,7 @@ from support.paths import ROOT
 
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-GROUPS = ["Start", "Train", "Scale", "Operate", "Concepts", "Reference", "Evidence"]
+GROUPS = ["Start", "Train", "Fine-tune", "Your own loop", "Scale", "Operate", "Concepts", "Reference", "Evidence"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:src|tests|benchmarks|examples|docs|tools)/[\w./-]+)`")
 
@@ -105,10 +105,11 @@ def test_the_page_of_zero3_has_the_recorded_tables() -> None:
         assert zero3_page.MARK.format(name) + content in text
 
 
-def test_the_page_of_models_has_the_recorded_tables() -> None:
+@pytest.mark.parametrize("name", models_page.PAGES)
+def test_the_pages_of_models_have_the_recorded_tables(name: str) -> None:
     """Otherwise: `python -m benchmarks.zoo --page`."""
-    text = models_page.PAGE.read_text(encoding="utf-8")
-    assert models_page.with_tables(text, json.loads((records.RESULTS / "zoo.json").read_text())["rows"]) == text
+    text = models_page.PAGES[name].read_text(encoding="utf-8")
+    assert models_page.with_table(name, text, json.loads((records.RESULTS / "zoo.json").read_text())["rows"]) == text
 
 
 def test_a_record_is_older_once_a_source_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +131,7 @@ def test_the_page_of_commands_is_current() -> None:
 def test_the_page_of_the_configuration_is_current() -> None:
     """Otherwise: `python -m tools.configuration_page`."""
     assert configuration_page.PAGE.read_text(encoding="utf-8") == configuration_page.page()
+    assert configuration_page.PIPELINE_PAGE.read_text(encoding="utf-8") == configuration_page.pipeline_page()
     assert configuration_page.COMING_FROM.read_text(encoding="utf-8") == configuration_page.coming_from()
 
 
@@ -141,7 +143,8 @@ def test_the_tables_of_changed_models_are_current() -> None:
 @pytest.mark.parametrize("name", [name for name, field in Config.model_fields.items() if not field.is_required()])
 def test_the_page_of_the_configuration_has_every_setting_as_it_is_typed(name: str) -> None:
     """Typed as they stand there, the defaults make the section that there is without."""
-    text = configuration_page.PAGE.read_text(encoding="utf-8")
+    pages = configuration_page.PAGE, configuration_page.PIPELINE_PAGE
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     _, _, section = text.partition(f"\n## {name}\n")
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| `([^|]*)` \| [^|]", section.partition("\n## ")[0], re.MULTILINE)
     (record,) = records_in(Config.model_fields[name].annotation)

@@ -27,6 +27,11 @@ PHRASES = {
     "in place of the": "instead of the",
     "is to blame": "is at fault",
     "beside a mapping": "together with a mapping",
+    "goes by validations": "needs validations",
+    "nothing new is to be saved": "there is nothing new to save",
+    "of which the answers count": "only answers count",
+    "where nothing is said": "by default",
+    "this process alone": "one process",
 }
 AT_MOST_THRICE = ("by name", "to the bit")
 

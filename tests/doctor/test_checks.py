@@ -22,8 +22,11 @@ def test_an_exception_ends_its_check_alone() -> None:
         yield Finding("one", "is here")
         raise OSError("no such bus\nmore")
 
-    assert isolated("two", check) == [Finding("one", "is here"), Finding("two", "not found out: OSError: no such bus")]
-    assert isolated("two", check, is_vital=True)[1].problem == "not found out: OSError: no such bus"
+    assert isolated("two", check) == [
+        Finding("one", "is here"),
+        Finding("two", "couldn't be determined: OSError: no such bus"),
+    ]
+    assert isolated("two", check, is_vital=True)[1].problem == "couldn't be determined: OSError: no such bus"
 
 
 def test_calls_end_in_their_order() -> None:

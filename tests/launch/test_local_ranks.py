@@ -187,7 +187,7 @@ def test_the_ranks_end_with_their_launcher(waiting: ForkedProgram, tmp_path: Pat
 def test_memory_is_named_only_where_it_may_have_run_out(is_short: bool) -> None:
     with pytest.raises(RankFailedError) as raised:
         _raise_first_cause({1: -signal.SIGKILL, 0: 1}, {}, is_short)
-    assert ("perhaps as memory ran out" in str(raised.value)) == is_short
+    assert ("perhaps because memory ran out" in str(raised.value)) == is_short
 
 
 SAVES_FOR_LONG = """

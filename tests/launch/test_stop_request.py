@@ -65,7 +65,7 @@ def test_a_request_while_imports_run_is_answered_as_any(tmp_path: Path, number: 
         assert process.stdout.readline() == "importing torch and transformers\n"
         process.send_signal(number)
         _, said = process.communicate(timeout=LIMIT)
-    assert said == f"{number.name} ended the run while no rank was training; nothing new is to be saved\n"
+    assert said == f"{number.name} ended the run while no rank was training; there is nothing new to save\n"
     assert process.returncode == StoppedRunError.exit_code
     assert not (tmp_path / "run").exists()
 

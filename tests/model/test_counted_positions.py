@@ -42,7 +42,7 @@ def test_positions_begin_after_the_padding_tokens_id() -> None:
     ("inputs", "message"),
     [
         (tokens().index_fill(1, torch.tensor([0, 7]), PADDING), r"row 0 .* padding \(token id 3\) before other tokens"),
-        (tokens(LONGEST + 1), "max_position_embeddings=64, of which the first 4 are no token's. Use at most 60"),
+        (tokens(LONGEST + 1), "max_position_embeddings=64, of which the first 4 are reserved. Use at most 60"),
     ],
     ids=["padding", "too long"],
 )

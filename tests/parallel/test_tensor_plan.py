@@ -120,7 +120,7 @@ def test_parts_cover_a_parameter_once(sizes: list[int], num_parts: int, copies: 
             None,
             r"6 key-value heads for 12 query heads: 4 tensor ranks can neither",
         ),
-        (llama(intermediate_size=46), 4, None, r"mlp.gate_proj has 46 features to share, which 4 tensor ranks can't"),
+        (llama(intermediate_size=46), 4, None, r"mlp.gate_proj has 46 features, which 4 tensor ranks can't"),
         (llama(vocab_size=3), 4, None, r"model.embed_tokens has 3 rows, too few for 4 tensor ranks"),
         (ARCHITECTURES["gpt_oss"], 2, None, r"'gpt_oss' has no plan.*model.layers.\*.self_attn.q_proj.*tensor_plan="),
         (ARCHITECTURES["llama4_text"], 2, None, r"in the style 'packed_rowwise', which isn't supported. Supported are"),

@@ -302,7 +302,7 @@ def test_an_adapter_of_another_model_is_not_loaded(tmp_path: Path) -> None:
         "has in another shape": saved | {name: saved[name][:-1].clone()},
     }.items():
         save_file(changed, file)
-        with pytest.raises(SlipstreamError, match=f"isn't of an adapter of this model: it {said} base_model"):
+        with pytest.raises(SlipstreamError, match=f"isn't an adapter of this model: it {said} base_model"):
             Pipeline.from_pretrained(base, lora=tmp_path / "adapter")
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(SlipstreamError, match="corrupt or truncated"):

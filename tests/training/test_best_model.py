@@ -159,11 +159,11 @@ def test_commands_take_the_best(run: tuple[RunFolder, CompletedProcess[str]], tm
     [
         (
             ["--training.eval_every=0", "--training.patience=null"],
-            "keep_best=true goes by validations; give",
+            "keep_best=true needs validations; give",
         ),
         (
             ["--training.eval_every=0", "--checkpoint.keep_best=false"],
-            "patience=3 goes by validations; give",
+            "patience=3 needs validations; give",
         ),
         (["--data.validation_fraction=0"], "validation_fraction=0 holds no text out"),
         (["--checkpoint.keep_best=false", "--training.export=best"], "the checkpoint that checkpoint.keep_best=true"),

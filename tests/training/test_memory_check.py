@@ -34,7 +34,7 @@ def configured(**sections: Any) -> Any:
     [
         "rank 1 failed. torch.OutOfMemoryError: CUDA out of memory. Tried",
         "rank 1 failed. RuntimeError: can't allocate memory: 9 bytes",
-        "rank 1 was ended by SIGKILL, perhaps as memory ran out; the other ranks were stopped",
+        "rank 1 was ended by SIGKILL, perhaps because memory ran out; the other ranks were stopped",
     ],
 )
 def test_what_to_lower_and_by_how_much(failure: str) -> None:
@@ -52,7 +52,7 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     run = configured(pipeline={"num_ranks": 2, "num_microbatches": 2, "slices": 2})
     account = memory_account(run, LlamaConfig(**MODEL))
     assert account is not None
-    (said,) = less_memory("rank 1 was ended by SIGKILL, perhaps as memory ran out", run, lambda: account)
+    (said,) = less_memory("rank 1 was ended by SIGKILL, perhaps because memory ran out", run, lambda: account)
     found = [float(number) for number in re.findall(r"([\d.]+) [kM]B", said)]
     assert len(found) == 5
     assert max(found[1:]) < found[0]

@@ -663,7 +663,7 @@ def test_a_request_to_stop_in_the_preflight_is_answered_like_others(
     ended = run([sys.executable, "-c", STOPS_ITSELF, how, str(times)], "train", config, "--runtime.self_check=true")
     assert ended.returncode == 75, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
-    assert last == "SIGTERM ended the run while no rank was training; nothing new is to be saved"
+    assert last == "SIGTERM ended the run while no rank was training; there is nothing new to save"
     assert not output.path.exists()
 
 

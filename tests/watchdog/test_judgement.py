@@ -88,7 +88,7 @@ def test_who_waits_for_a_rank_that_is_not_heard_is_not_blamed() -> None:
     fault = find_fault(reports, limit=5.0, now=1011.0, since_pause=100.0)
     assert fault is not None
     assert set(fault.reasons) == {1}
-    assert "doesn't answer since 11 s" in describe_fault(fault, reports, 5.0)
+    assert "hasn't answered for 11 s" in describe_fault(fault, reports, 5.0)
 
 
 def test_the_default_limit_grows_with_the_longest_wait_and_is_long_while_first_steps_compute() -> None:

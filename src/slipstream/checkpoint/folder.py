@@ -47,7 +47,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path, keep: int = 2, keep_every: int = 0, work: Path | None = None) -> None:
         if keep < 1 or keep_every < 0:
-            raise SlipstreamError(f"{keep=}, {keep_every=}: keep at least 1, and every 0th (none) or more")
+            raise SlipstreamError(f"{keep=}, {keep_every=}: give keep from 1, and keep_every from 0 (none)")
         self.path, self._keep, self._keep_every = Path(path), keep, keep_every
         self._work, self._owns_work = (self.path, False) if work is None else (work, True)
 

@@ -148,7 +148,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
             raise DamagedError(f"{MANIFEST} isn't of a whole checkpoint: {error}") from None
         dtypes = {each.dtype for each in manifest.tensors.values()}
         if unknown := {name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)}:
-            raise DamagedError(f"{MANIFEST} has a tensor of {min(unknown)!r}, which is no dtype")
+            raise DamagedError(f"{MANIFEST} has a tensor of {min(unknown)!r}, which isn't a dtype")
         return manifest
 
     def metadata(self) -> dcp.Metadata:

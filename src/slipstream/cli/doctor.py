@@ -29,10 +29,10 @@ def doctor(
     ] = 30.0,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Show what this machine can do, at which rates, and what isn't here.
+    """Show what this machine can do, how fast, and what is missing.
 
-    Among the ranks of torchrun or srun, neighbours also exchange in both directions at once, as they will in training.
-    Exits with 0 if a training can run here, and with 1 if something would make it fail, which is said with what to do.
+    Under torchrun or srun, neighbouring ranks also exchange in both directions at once, as they will in training. Exits
+    with 0 if a run can work here, and with 1 if something would make it fail, and says what to do.
     """
     from slipstream.extras.doctor import examine
 

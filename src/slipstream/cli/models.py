@@ -27,7 +27,7 @@ def export(
 ) -> None:
     """Write the whole model of CHECKPOINT and its tokenizer, as transformers loads them.
 
-    Runs in this process alone, whichever mesh trained the model.
+    Runs in one process, whichever mesh trained the model.
     """
     from slipstream.launch import Progress
     from slipstream.train.export import check_export_folder, choose_checkpoint, export_checkpoint
@@ -68,11 +68,11 @@ def evaluate(
     best: Best = False,
     remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Show MODEL's loss on FILE: of text and samples with its perplexity, of pairs of answers with their rewards.
+    """Show MODEL's loss on FILE, with the perplexity of text and samples and the rewards of pairs of answers.
 
-    Of a run, its exported model is taken, else its newest checkpoint, and the loss is what its validation reports: with
-    the run's sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2.
-    Runs in this process alone.
+    For a run, uses its exported model, else its newest checkpoint, and reports what its validation does, with the run's
+    sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2. Runs in one
+    process.
     """
     settings = [*context.args]
     if stray := next((each for each in settings if not each.startswith("--")), None):
@@ -119,7 +119,7 @@ def generate(
 ) -> None:
     """Print PROMPT as MODEL continues it.
 
-    Of a run, its exported model is taken, else its newest checkpoint. Runs in this process alone.
+    For a run, uses its exported model, else its newest checkpoint. Runs in one process.
     """
     import torch
 

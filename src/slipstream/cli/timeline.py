@@ -159,7 +159,7 @@ def _of_run(folder: Path) -> Path:
         )
     inside = sorted(each.parent for each in folder.glob(f"*/{run.perfetto.name}"))
     raise SlipstreamError(
-        f"the folder {folder} is no run's: it has no {run.perfetto.name}. Give what training.output was"
+        f"{folder} isn't a run's folder: it has no {run.perfetto.name}. Give what training.output was"
         + (f", such as {inside[0]}" if inside else "")
     )
 

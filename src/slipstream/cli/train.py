@@ -88,7 +88,7 @@ def init(
 ) -> None:
     """Write a configuration that trains MODEL on DATA on this machine, with comments: for `slipstream train`.
 
-    What the rows of DATA are is found: text, conversations, prompts with completions, or pairs of answers. Any setting
+    Finds out what the rows of DATA are: text, conversations, prompts with completions, or pairs of answers. Any setting
     can be given as for `slipstream train`: --training.seq_len=4096.
     """
     check_new_file(output, "--output", overwrite)

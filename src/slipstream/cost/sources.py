@@ -151,7 +151,7 @@ class ProfileSource:
     def notes(self) -> tuple[str, ...]:
         off, link = f"{self.profile.error:.1%}", "computed from the measured link, without overlap."
         if self.profile.link is None:
-            link = "left out: one process alone has measured no link."
+            link = "left out: one process can't measure a link."
         return (
             f"Times come from a profile; at the points held out, its fits are off by {off} on average.",
             f"The gradients' reduction between pipelines is {link}",

@@ -156,7 +156,8 @@ def check_partition(partition: Sequence[float], num_layers: int, units_per_layer
         halves = "multiples of 0.5" if units_per_layer == 2 else "whole numbers, as its layers can't be cut in half"
         raise SlipstreamError(
             f"partition={list(partition)} has {sum(partition):g} layers; give every stage at least {least:g}, in "
-            f"{halves} (the first and the last may have 0, for an end of the model alone), and the model's "
+            f"{halves} (the first may have 0, for the embedding alone, and the last 0, for the head alone), and the "
+            "model's "
             f"{num_layers} in all."
         )
 

@@ -38,7 +38,7 @@ PipelinePlan = Mapping[str, Any]  # as base_model_pp_plan: module -> (inputs, ou
 _TOY_LENGTH = 12  # tokens
 SUPPORTED = (
     "Sequences are pipelined by microbatches only. Plans allow T5Gemma (encoder and decoder), EuroBERT, ESMC, "
-    "UltraBERT and the vision encoder of DeepSeek-OCR-2. To a vision model without a plan give one, for ViT "
+    "UltraBERT and the vision encoder of DeepSeek-OCR-2. Give a vision model without a plan one: for ViT "
     "plan={'embeddings': (['pixel_values'], ['hidden_states']), 'layers': (['hidden_states'], ['hidden_states']), "
     "'layernorm': (['hidden_states'], ['hidden_states'])}. Causal LMs go to slipstream.Pipeline as they are"
 )

@@ -305,7 +305,7 @@ def _raise_first_cause(ended: dict[int, int], error_files: dict[int, Path], is_s
             sys.stderr.write(f"{text}\n")
         rank, code = next(iter(silent.items()))
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        how += ", perhaps as memory ran out" if code == -signal.SIGKILL and is_short else ""
+        how += ", perhaps because memory ran out" if code == -signal.SIGKILL and is_short else ""
         # A watcher that ends its rank because another one has ended writes an error first.
         lost = tuple(sorted(rank for rank, code in silent.items() if -code in _ENDED_FROM_OUTSIDE))
         raise RankFailedError(f"rank {rank} {how}; the other ranks were stopped", lost=lost)

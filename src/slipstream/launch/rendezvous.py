@@ -219,7 +219,7 @@ def _describe_silence(place: RendezvousPoint, reason: str) -> str:
     host = socket.gethostname()
     return (
         f"rank {place.rank} on {host} got no answer from the master at {place} ({_resolve(place)}) within "
-        f"{place.seconds:g} seconds ({reason}). Check that rank 0 has started there, that the name stands for its "
+        f"{place.seconds:g} seconds ({reason}). Check that rank 0 has started there, that the name resolves to its "
         f"address here (getent hosts {place.address}), and that firewalls pass the port (nc -vz {place.address} "
         f"{place.port}); to wait longer, set {RENDEZVOUS_SECONDS}={2 * place.seconds:g}"
     )

@@ -127,7 +127,7 @@ class StopRequest:
 
 
 def _end_at_once(name: str) -> None:
-    text = f"{name} ended the run before its first step; nothing new is to be saved"
+    text = f"{name} ended the run before its first step; there is nothing new to save"
     end_watch(text)
     if launched_error_file() is None:  # our launcher says it for all ranks
         sys.stderr.write(f"{text}\n")

@@ -24,12 +24,12 @@ from slipstream.model.quantised import quantise, quantised_names
 # What these compute of a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")
 
-_PROMPTS = "it puts tokens or keys before each sequence, which the first slice would have and others not"
+_PROMPTS = "it puts tokens or keys before each sequence, which only the first slice would have"
 _REASONS = {
     **dict.fromkeys(("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"), _PROMPTS),
     **dict.fromkeys(("ADAPTION_PROMPT", "CARTRIDGE"), _PROMPTS),
     "LN_TUNING": "let the norms' own weights be trained instead, by requires_grad",
-    "ADALORA": "it adds a term over all layers to the loss, and takes ranks away as it trains",
+    "ADALORA": "it adds a term over all layers to the loss, and lowers ranks during training",
     **dict.fromkeys(
         ("VERA", "PVERA", "VBLORA", "RANDLORA", "UNILORA", "TINYLORA"),
         "its layers share weights, which several ranks would hold",
@@ -40,7 +40,7 @@ _REASONS = {
 _SHARED_METHODS = ("LORA", "IA3", "LOHA")
 _NOT_SHARED = {
     "LOKR": "its factors are blocks of the weight, not rows and columns",
-    "OFT": "it turns blocks of features, which ranks would have parts of",
+    "OFT": "it rotates blocks of features, of which ranks would have only parts",
     "HRA": "it reflects all input features together",
 }
 
@@ -167,7 +167,7 @@ def check_tied(model: PreTrainedModel) -> None:
         if is_wrapper(module) and any(parameter.requires_grad for parameter in module.parameters()):
             raise SlipstreamError(
                 f"{name} shares its weight with {', '.join(sorted(tied - {name}))}, so an adapter of it, or a copy in "
-                "modules_to_save, would part them. Leave it out."
+                "modules_to_save, would separate them. Leave it out."
             )
 
 
@@ -323,7 +323,7 @@ def check_saved_weights(folder: str | Path, adapted: Any, adapter: Adapter) -> N
     }.items():
         if keys:
             raise SlipstreamError(
-                f"{Path(folder) / _WEIGHTS} isn't of an adapter of this model: it {problem} {min(keys)}. Give the "
+                f"{Path(folder) / _WEIGHTS} isn't an adapter of this model: it {problem} {min(keys)}. Give the "
                 "model that the adapter was trained on."
             )
 
@@ -490,7 +490,7 @@ def find_frozen(whole: nn.Module, patterns: Sequence[str], setting: str = "freez
     frozen = [names for names in weights if any(fnmatchcase(name, each) for name in names for each in patterns)]
     if weights and len(frozen) == len(weights):
         raise SlipstreamError(
-            f"{setting}={[*patterns]} matches all of the model's parameters, so that nothing would be trained. Give "
+            f"{setting}={[*patterns]} matches all of the model's parameters, so nothing would be trained. Give "
             f"patterns that leave some, such as {_below(weights[-1][0])}."
         )
     return frozenset(name for names in frozen for name in names)

@@ -138,7 +138,7 @@ def _with_tensors(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnato
     except SlipstreamError:
         raise
     except Exception as error:  # the model's own code
-        reason = f"its layers take more than hidden states from others, which can't be told ({error})"
+        reason = f"its layers take more than hidden states from others, which can't be determined ({error})"
         raise _refusal(config, reason) from error
     return replace(anatomy, hidden=hidden, crossing=crossing)
 

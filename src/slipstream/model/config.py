@@ -240,7 +240,7 @@ def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: 
     if length > limit:
         raise SlipstreamError(
             f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings="
-            f"{limit + first}, of which the first {first} are no token's. Use at most {limit} tokens."
+            f"{limit + first}, of which the first {first} are reserved. Use at most {limit} tokens."
         )
     pads = input_ids == config.pad_token_id
     rows = (pads[:, :-1] & ~pads[:, 1:]).any(1).nonzero().flatten().tolist()
@@ -280,7 +280,7 @@ def check_router_loss(config: PretrainedConfig, setting: str = "router_loss") ->
     another one by `setting`."""
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise SlipstreamError(
-            f"output_router_logits=True asks for the load-balancing loss of {config.model_type!r}, which is over the "
-            f"experts of all layers together, of which a stage has some. Give {setting}='per_layer' for that of each "
-            "layer by itself, or set output_router_logits=False."
+            f"output_router_logits=True asks for the load-balancing loss of {config.model_type!r}, which is computed "
+            f"over the experts of all layers together, and a stage has only some. Give {setting}='per_layer' to "
+            "compute it for each layer, or set output_router_logits=False."
         )

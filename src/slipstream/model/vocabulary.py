@@ -299,7 +299,7 @@ def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> Hea
         raise _refusal(f"model_type {config.model_type!r} changes what its head returns, such as by a scale or a cap")
     lookups = [call for call in calls if call.name == embedding]
     if embedding and not _only_looks_up(model.get_submodule(embedding), lookups, tokens):
-        raise _refusal(f"{embedding} of model_type {config.model_type!r} does more than to look the tokens' rows up")
+        raise _refusal(f"{embedding} of model_type {config.model_type!r} does more than look up the tokens' rows")
     return HeadNames(name, embedding)
 
 
@@ -311,7 +311,7 @@ def _tied_embedding(model: Any, head: str, anatomy: ModelAnatomy) -> str:
         shared = ", ".join(" with ".join(each) for each in anatomy.tied)
         raise _refusal(f"model_type {model.config.model_type!r} shares {shared}, not its head with its token embedding")
     if not isinstance(embedding, nn.Embedding) or [*embedding.state_dict()] != ["weight"]:
-        raise _refusal(f"{name} is a {type(embedding).__name__}, not an nn.Embedding with a weight alone")
+        raise _refusal(f"{name} is a {type(embedding).__name__}, not an nn.Embedding with only a weight")
     if embedding.max_norm or embedding.scale_grad_by_freq or embedding.sparse:
         raise _refusal(f"{name} has max_norm, scale_grad_by_freq or sparse")
     return name

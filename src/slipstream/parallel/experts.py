@@ -51,7 +51,7 @@ def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> 
         if "." in parse_name(f"{name}.weight").rest.replace("base_layer.", ""):
             raise SlipstreamError(
                 f"{option}: {name} is in a trained copy (modules_to_save) of a larger module, of which other parts "
-                "aren't spread. Name the experts in its place."
+                "aren't spread. Name the experts instead."
             )
     for name, number in counts.items():
         if number % size:

@@ -263,9 +263,9 @@ class BatchAgreement:
 def _check_trained(is_trained: bool) -> None:
     if not is_trained:
         raise SlipstreamError(
-            "nothing would be trained: requires_grad is False of every parameter. Of an adapter that PEFT has loaded "
-            "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); of any other model call "
-            "requires_grad_() of what is to be trained before the Pipeline is made. pipe.evaluate(...) takes batches "
+            "nothing would be trained: requires_grad is False of every parameter. For an adapter that PEFT has loaded, "
+            "type peft.PeftModel.from_pretrained(model, folder, is_trainable=True); for any other model, call "
+            "requires_grad_() on what is to be trained, before the Pipeline is made. pipe.evaluate(...) takes batches "
             "as step does, and gives the loss alone."
         )
 

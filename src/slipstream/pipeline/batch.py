@@ -392,7 +392,7 @@ def _check_positions(positions: Tensor, mask: Tensor) -> None:
     rows = (~follows.all(1)).nonzero()[:, 0].tolist()
     if rows:
         raise SlipstreamError(
-            f"position_ids of row {rows[0]} don't count on, beside an attention_mask. For documents, at which "
+            f"position_ids of row {rows[0]} don't count up in a batch with an attention_mask. For documents, at which "
             "positions restart, leave attention_mask out: with it the unsplit model attends across them."
         )
     if (mask == 0).any() and (positions[:, 0] != 0).any():

@@ -333,7 +333,8 @@ def check_sequences(loss: SequenceLoss, whole: WholeBatch | Sequences) -> None:
     """Raises SlipstreamError where a batch isn't of whole groups of sequences, each with a target that counts."""
     if whole.document_ids is not None or getattr(whole, "position_ids", None) is not None:
         raise SlipstreamError(
-            "document_ids or position_ids with a SequenceLoss, to which a row is a sequence. Leave them out, and give "
+            "document_ids or position_ids with a SequenceLoss, for which each row is a sequence. Leave them out, and "
+            "give "
             "sequences of different lengths as a list."
         )
     if len(whole.targets) % loss.group_size:

@@ -134,7 +134,7 @@ def choose_costs(
         )
     if fused and not _is_counted_on(cluster):
         raise SlipstreamError(
-            "fused with measured costs, which are those of what was measured. Name a cluster such as h100-dgx, or "
+            "fused with measured costs, which hold only for what was measured. Name a cluster such as h100-dgx, or "
             "leave fused out."
         )
     if cluster is None:

@@ -242,8 +242,9 @@ class _SliceComparison:
             again = as_tuple(_called(layer, whole.module, as_value(_cloned(given), self._is_tuple)))
         if not _are_equal(whole.outputs[0], again, whole.bound):
             raise SlipstreamError(
-                f"{layer} returns something else when it is called twice with the same: it draws random numbers that "
-                "aren't PyTorch's, or keeps a state, of which slices would make something else. Put it before "
+                f"{layer} returns something else when it is called again with the same input: it draws random numbers "
+                "that "
+                "aren't PyTorch's, or keeps a state, which slices would change. Put it before "
                 f"CutTokens, or leave slices out. {_LEFT_OUT}"
             )
 

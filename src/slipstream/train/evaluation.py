@@ -141,7 +141,7 @@ def _check_settings_alone(request: EvaluationRequest) -> None:
         without.append(f"--seq-len={request.seq_len}")
     if without:
         raise SlipstreamError(
-            f"{without[0]} without FILE: what the run held out is in tokens already, and in sequences as it validates. "
+            f"{without[0]} without FILE: what the run held out is already tokenised and cut into sequences. "
             "Give a file, or leave it out"
         )
 
@@ -346,8 +346,8 @@ def name_reference(config: Config, run: RunFolder | None, given: str | None) -> 
     what = "weights in 4 bits" if lora.get("base_precision", "full") != "full" else "random weights"
     if what != "random weights" or not config.model.pretrained:
         raise SlipstreamError(
-            f"the run began with {what}, and hasn't kept how probable these answers were by them; name a model to "
-            "compare with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
+            f"the run began with {what}, and didn't keep how probable these answers were then; name a model to compare "
+            "with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
         )
     return str(config.model.path)
 

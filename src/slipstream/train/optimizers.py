@@ -216,7 +216,7 @@ def _check_step(settings: OptimizerSection) -> None:
     closure = inspect.signature(find_class(settings.name).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise SlipstreamError(
-            f"optimizer.name={settings.name} needs a closure, by which it runs the model several times a step; a run "
+            f"optimizer.name={settings.name} needs a closure, with which it runs the model several times a step; a run "
             "computes its gradients once. Give another optimizer, such as adamw"
         )
 

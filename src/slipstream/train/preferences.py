@@ -192,7 +192,7 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
         if not np.isfinite(text).all():
             number = int(np.flatnonzero(~np.isfinite(text.reshape(-1, 2)).all(1))[0])
             raise SlipstreamError(
-                f"the model finds an answer of pair {number + 1} impossible or not a number before the training; check "
+                f"before training, an answer of pair {number + 1} has a log-probability that isn't finite; check "
                 "its weights, or give another --training.precision"
             )
     _write(run, values, _describe(config, texts))

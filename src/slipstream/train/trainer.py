@@ -95,7 +95,7 @@ class Trainer:
         # 1. Whether the run has been asked to stop before it began.
         self._stop.begin()
         if asked := next(filter(None, run.world.gather(self._stop.name)), ""):
-            raise StoppedRunError(f"{asked} ended the run before its first step; nothing new is to be saved")
+            raise StoppedRunError(f"{asked} ended the run before its first step; there is nothing new to save")
         # 2. The steps, each with its validation, checkpoint and export where they are due.
         failures_noted = self._checkpoints.failures_noted(self._parts)
         with run.progress.training(self._num_steps, state.step) as show, failures_noted:

@@ -158,9 +158,11 @@ _DEATHS = {
 
 def _lost(report: Report, seconds: float) -> str:
     if report.has_own_line and report.has_lost_watcher:
-        return f"isn't watched since {seconds:.0f} s: its watcher has ended, and it starts no other, as if stopped"
+        return (
+            f"hasn't been watched for {seconds:.0f} s: its watcher has ended, and it starts no new one, as if stopped"
+        )
     stopped = "" if report.was_watched else ", or it was stopped before it was watched"
-    return f"doesn't answer since {seconds:.0f} s: its machine is gone, or the network between{stopped}"
+    return f"hasn't answered for {seconds:.0f} s: its machine is gone, or the network between{stopped}"
 
 
 def _stopped(report: Report) -> str:
@@ -173,8 +175,8 @@ def _stalled(report: Report) -> str:
     if report.waits:
         return f"has waited for {report.silent:.0f} s"
     if report.computes:
-        return f"is slow: it has computed for {report.silent:.0f} s without getting on"
-    return f"hangs: it hasn't got on for {report.silent:.0f} s, and doesn't compute"
+        return f"is slow: it has computed for {report.silent:.0f} s without progress"
+    return f"hangs: it has made no progress for {report.silent:.0f} s, and doesn't compute"
 
 
 def describe_fault(fault: Fault, reports: Mapping[int, Report], limit: float, setting: str = "") -> str:

@@ -91,7 +91,7 @@ class Watcher:
             rank, host = self._settings["rank"], socket.gethostname()
             state = "waiting" if self._last.waits else "not waiting"
             return (
-                f"the watchers' hub, which {starter} has started at {place}, doesn't answer since {silent:.0f} s: its "
+                f"the watchers' hub, which {starter} has started at {place}, hasn't answered for {silent:.0f} s: its "
                 f"machine is gone, or the network between it and {host}\n  rank {rank} ({host}, process "
                 f"{self._parent}), {state}: {self._position(self._last)['doing']}"
             )

@@ -189,7 +189,7 @@ def test_a_layer_that_was_changed_stays_a_layer() -> None:
     for change in (forward_hook, doubled_forward):
         inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         change(inner)
-        with pytest.raises(SlipstreamError, match="needed are 2 stages"):
+        with pytest.raises(SlipstreamError, match="it takes 2 stages"):
             Pipeline(nn.Sequential(inner, linear(), Classes()), num_ranks=2, partition=[1, 3])
 
 

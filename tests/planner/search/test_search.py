@@ -480,7 +480,7 @@ def test_what_fits_no_choice_wants_more_devices() -> None:
 
 
 def test_a_batch_that_nothing_divides() -> None:
-    with pytest.raises(SlipstreamError, match="no configuration divides: 4 devices, 6 layers, a global batch of 7"):
+    with pytest.raises(SlipstreamError, match="no configuration fits these numbers: 4 devices, 6 layers, a global"):
         search_plans(source(), SEQ_LEN, 7, options=PlanOptions(data_parallel=(2,)))
 
 

@@ -157,7 +157,7 @@ def test_the_dump_reads_back_as_the_same_configuration(path: Path, tmp_path: Pat
         ("--pipeline.microbatches=[[3]]", ["microbatches[0]=[3]: give a list [a whole number from 1, a list of whole"]),
         ("--pipeline.microbatches=x", ["give a list of lists [a whole number from 1, a list of whole numbers]"]),
         ("--data.dataset=x", ["one of data.corpus, data.files, data.dataset and", "given: corpus and dataset"]),
-        ("--training.steps", ["'--training.steps' is no setting with its value", "--training.steps=100"]),
+        ("--training.steps", ["'--training.steps' isn't a setting with a value", "--training.steps=100"]),
         ("--training.steps.more=1", ["can't set training.steps.more", "steps is the value 10"]),
         ("--training.steps=[", ["training.steps='['", "isn't valid YAML"]),
     ],

@@ -71,7 +71,7 @@ def test_cells_of_a_csv_file_are_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", ["b.txt", "b.parquet", "folder"])
 def test_files_of_several_kinds_are_refused(tmp_path: Path, second: str) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"of which one source takes one kind.* --data.sources=\[{files: \[a.txt\]}"):
+    with pytest.raises(ValueError, match=r"and a source takes one kind.* --data.sources=\[{files: \[a.txt\]}"):
         DataSection(files=[tmp_path / "a.jsonl", tmp_path / second])
 
 

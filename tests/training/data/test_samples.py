@@ -316,7 +316,7 @@ def test_nothing_that_counts_is_refused_with_counts(tokenise: Tokenise) -> None:
         ({"messages": ["a"]}, {}, "row 1: messages must be a list of messages like {role: user"),
         ({"prompt": "a", "completion": TURNS}, {}, "must both be texts or both lists of messages"),
         ({"prompt": "a", "completion": "b"}, {"loss": "assistant"}, "data.loss=assistant needs messages"),
-        ({"input_ids": [1, 2], "labels": [1]}, {}, "row 1: labels has 1 tokens, but input_ids 2; give as many"),
+        ({"input_ids": [1, 2], "labels": [1]}, {}, "row 1: labels has 1 tokens, but input_ids 2; give the same number"),
         ({"input_ids": [1, -100]}, {}, "row 1: input_ids must be lists of token ids"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, {}, "row 1: labels must be lists of token ids, or -100"),
     ],

@@ -159,7 +159,7 @@ def test_columns_that_say_no_rating_are_refused(tmp_path: Path) -> None:
 def test_settings_of_another_loss_are_refused() -> None:
     given = {"model": {"config": tiny_llama()}, "data": {"dataset": "a.jsonl"}}
     training = {"output": "x", "steps": 1, "seq_len": 8}
-    with pytest.raises(SlipstreamError, match=r"preference.gamma=1.0 with preference.loss=kto: it is of simpo"):
+    with pytest.raises(SlipstreamError, match=r"preference.gamma=1.0 with preference.loss=kto: it belongs to simpo"):
         parse_config({**given, "training": training, "preference": {"loss": "kto", "gamma": 1.0}})
 
 

@@ -385,8 +385,8 @@ def compare_adapted(name: str, group: RankGroup) -> None:
 def what_cannot_be_cut_is_refused(group: RankGroup) -> None:
     for of, config, said in (
         ("qwen3_moe", lora(), "tensor ranks share these experts, whose adapter they can't"),
-        ("gpt2", lora(lora_bias=True, target_modules=["c_proj"], fan_in_fan_out=True), "would count the bias of"),
-        ("llama", lora(target_modules=["q_proj"], modules_to_save=["mlp"]), "name those parts in its place"),
+        ("gpt2", lora(lora_bias=True, target_modules=["c_proj"], fan_in_fan_out=True), "would add the bias of"),
+        ("llama", lora(target_modules=["q_proj"], modules_to_save=["mlp"]), "name those parts instead"),
         ("starcoder2, biases", peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]), "IA3 scales"),
     ):
         with pytest.raises(SlipstreamError, match=said):

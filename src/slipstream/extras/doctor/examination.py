@@ -265,7 +265,7 @@ def find_shared_memory() -> Iterator[Finding]:
     usage = shutil.disk_usage(_SHARED_MEMORY)
     advice = None
     if usage.free < _LITTLE_SHARED:
-        advice = "little for NCCL and data loaders with workers: docker run --shm-size=8g, or --ipc=host"
+        advice = "too little for NCCL and data loaders with workers: docker run --shm-size=8g, or --ipc=host"
     yield Finding(str(_SHARED_MEMORY), f"{bytes_text(usage.total)}, {bytes_text(usage.free)} free", advice=advice)
 
 

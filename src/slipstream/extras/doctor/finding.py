@@ -33,7 +33,7 @@ def isolated(topic: str, check: Check, is_vital: bool = False) -> list[Finding]:
     try:
         found.extend(check())
     except Exception as error:
-        text = f"not found out: {error_text(error)}"
+        text = f"couldn't be determined: {error_text(error)}"
         found.append(Finding(topic, text, text if is_vital else None))
     return found
 

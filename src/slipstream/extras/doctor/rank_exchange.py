@@ -40,7 +40,7 @@ _HOW = {
     "machine, NCCL_SOCKET_IFNAME or NCCL_IB_DISABLE=1 between machines",
 }
 
-_WRONG = "a training would go wrong in silence: see dmesg for errors of a device or link, and try NCCL_P2P_DISABLE=1"
+_WRONG = "a run would silently go wrong: see dmesg for errors of a device or link, and try NCCL_P2P_DISABLE=1"
 
 
 class RankExchange:

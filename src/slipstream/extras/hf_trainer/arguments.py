@@ -149,7 +149,7 @@ def _in_part(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
     if loader.dispatch_batches:
         yield "accelerator_config.dispatch_batches=True: leave it out, every rank reads its replica's batches."
     if pipe.num_replicas > 1 and not loader.even_batches:
-        yield "accelerator_config.even_batches=False: leave it out, all replicas run equally many steps."
+        yield "accelerator_config.even_batches=False: leave it out, all replicas run the same number of steps."
     if pipe.num_replicas > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices=False: leave it out, the loss is the mean over all replicas' labels."
     if args.label_names not in (None, ["labels"]):

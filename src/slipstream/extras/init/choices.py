@@ -147,7 +147,7 @@ def choose_pipeline(
     found, problem = _fastest(model_config, machine, most, dtype, training)
     if found is None:
         return PipelineChoice(
-            {"num_ranks": most}, {}, f"the run plans itself, as here no plan could be made ({problem})"
+            {"num_ranks": most}, {}, f"the run plans itself, as no plan could be made here ({problem})"
         )
     best, num_ranks = found.best, found.best.configuration.pipeline_parallel
     if not is_packed:

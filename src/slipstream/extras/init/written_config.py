@@ -245,7 +245,7 @@ def _data(choices: Choices) -> ConfigPart:
         settings.append(Setting("packing", "none", "each document is a sequence, as packed ones would see each other"))
     share = f"share of the {choices.noun} that is held out"
     settings.append(Setting("validation_fraction", training.held_out, share))
-    settings.append(_tip("validation", "held-out.jsonl", "a file that is held out in place of that share"))
+    settings.append(_tip("validation", "held-out.jsonl", "a file to hold out instead"))
     if data.opened.has_messages:
         settings.append(_tip("chat_template", "chat.jinja", "instead of the tokenizer's"))
     if not (data.is_text or data.are_pairs):
@@ -255,7 +255,7 @@ def _data(choices: Choices) -> ConfigPart:
 
 def _preference(choices: Choices) -> Iterator[ConfigPart]:
     if choices.data.are_pairs:
-        beta = Setting("beta", 0.1, "the larger, the closer the model stays to what it was")
+        beta = Setting("beta", 0.1, "a larger one keeps the model closer to what it was")
         smoothing = _tip("label_smoothing", 0.1, "how probable it is that a pair is the wrong way round")
         yield ConfigPart(
             "preference", "Chosen answers become more probable.", (Setting("loss", "dpo"), beta, smoothing)
@@ -268,9 +268,9 @@ def _pipeline(choices: Choices) -> ConfigPart:
 
 
 def _memory() -> ConfigPart:
-    recompute = _tip("recompute", "full", "activations are computed again, and don't have to be kept")
-    limit = _tip("limit", 16_000_000_000, "bytes of each process, which a plan keeps to")
-    return ConfigPart("memory", "To need less memory.", (recompute, limit))
+    recompute = _tip("recompute", "full", "compute activations again instead of keeping them")
+    limit = _tip("limit", 16_000_000_000, "bytes that each process may hold")
+    return ConfigPart("memory", "To use less memory.", (recompute, limit))
 
 
 def _parallel(choices: Choices) -> Iterator[ConfigPart]:
@@ -317,7 +317,7 @@ def _training(choices: Choices) -> ConfigPart:
     if chosen.eval_every:
         settings.append(Setting("eval_every", chosen.eval_every, "steps between validations"))
         settings.append(_tip("patience", 3, "validations without an improvement, after which the run ends"))
-    settings.append(_tip("spike_factor", 20.0, "a step whose loss is so many times the usual one is a bad step"))
+    settings.append(_tip("spike_factor", 20.0, "a loss this many times the usual one makes a step bad"))
     settings.append(_tip("bad_numbers", "skip", "a bad step changes nothing; by default it ends the run"))
     return ConfigPart("training", "How long, and where the results go.", tuple(settings))
 
@@ -327,7 +327,7 @@ def _checkpoint(choices: Choices) -> ConfigPart:
     if choices.training.eval_every:
         settings.append(_tip("keep_best", True, "also keep the one of the lowest validation loss"))
     settings.append(_tip("resume", "latest", "go on from the newest one, where there is one"))
-    return ConfigPart("checkpoint", "What a run goes on from.", tuple(settings))
+    return ConfigPart("checkpoint", "What a run resumes from.", tuple(settings))
 
 
 def _sample() -> ConfigPart:

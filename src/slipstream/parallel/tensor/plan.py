@@ -90,13 +90,13 @@ def cut_experts(
     without = sorted(key.removeprefix(f"{name}.") for key in parameters if styles.get(key) not in cuttable)
     if without:
         raise SlipstreamError(
-            f"the plan cuts the experts {name}, but not their {', '.join(without)}, which every rank would then count. "
+            f"the plan cuts the experts {name}, but not their {', '.join(without)}, which every rank would then add. "
             "Train with tp=1."
         )
     if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
         raise SlipstreamError(
-            f"the experts {name} keep their weights transposed or interleave gate and up, for which there is no cut "
-            "here. Train with tp=1."
+            f"the experts {name} keep their weights transposed or interleave gate and up, which can't be cut here. "
+            "Train with tp=1."
         )
     cuts = {}
     for key, parameter in parameters.items():
@@ -159,7 +159,7 @@ def _packed(name: str, size: int, heads: AttentionHeads | None, tensor_ranks: in
 def _check_features(name: str, size: int, num_parts: int) -> None:
     if size % num_parts:
         raise SlipstreamError(
-            f"{name} has {size} features to share, which {num_parts} tensor ranks can't evenly. Choose tp from the "
+            f"{name} has {size} features, which {num_parts} tensor ranks can't share evenly. Choose tp from the "
             f"divisors of {size}."
         )
 
@@ -507,14 +507,14 @@ def _problems(plan: TensorPlan, name: str, module: Any, is_row: bool) -> Iterato
     if inside:
         yield (
             f"{name} has a trained copy (modules_to_save) of parts that {plan.tensor_ranks} tensor ranks share, such "
-            f"as {inside[0].rpartition('.')[0]}; name those parts in its place."
+            f"as {inside[0].rpartition('.')[0]}; name those parts instead."
         )
     if f"{name}.weight" not in plan.cuts or not is_row:
         return
     has_bias = getattr(own_module(module), "bias", None) is not None
     factors = dict(module.named_parameters())
     if any(parse_name(f"{name}.{each}")[1:] == ("lora_B", "bias") for each in factors):
-        yield f"lora_bias=True: each of {plan.tensor_ranks} tensor ranks would count the bias of {name}'s lora_B."
+        yield f"lora_bias=True: each of {plan.tensor_ranks} tensor ranks would add the bias of {name}'s lora_B."
     if has_bias and any(features_of("ia3_l", tuple(p.shape))[0] == 0 for key, p in factors.items() if "ia3_l" in key):
         yield (
             f"IA3 scales the output of {name} with its bias, which {plan.tensor_ranks} tensor ranks add after their "

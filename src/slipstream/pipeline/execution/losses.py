@@ -299,8 +299,8 @@ class _Trial:
                 apart = torch.cat(pair, place)
                 if apart.numel() and not (whole - apart).abs().max() <= self._bound * apart.abs().max():
                     raise SlipstreamError(
-                        f"the gradients of the sum that loss_fn returns are others for some {parts} alone than beside "
-                        f"others: {rule}"
+                        f"the gradients of the sum that loss_fn returns differ between some {parts} alone and the same "
+                        f"next to others: {rule}"
                     )
         if 0 in self._dims and first.total:
             twice = self._joined(self._outputs, 0)

@@ -448,6 +448,6 @@ def check_token_ids(config: PretrainedConfig, inputs: Tensor, targets: Tensor) -
     for name, token in vars(config).items():
         if _PLACEHOLDER.fullmatch(name) and isinstance(token, int) and bool((inputs == token).any()):
             raise SlipstreamError(
-                f"the inputs have token {token}, {name} of {config.model_type!r}, in whose place the model puts what "
+                f"the inputs have token {token}, {name} of {config.model_type!r}, which the model replaces by what "
                 "isn't text. Only text is trained here: leave such samples out."
             )

@@ -92,8 +92,8 @@ def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, op
         "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
         f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
         "parallel.shard_parameters=True": (options.parallel.shard_parameters, "rows of rows aren't gathered"),
-        f"schedule={options.schedule!r}": (options.schedule in AUTOMATIC, "the parts are no part of what it measures"),
-        "slices='auto'": (options.slices == "auto", "the parts are no part of what it measures"),
+        f"schedule={options.schedule!r}": (options.schedule in AUTOMATIC, "it doesn't measure the parts of the head"),
+        "slices='auto'": (options.slices == "auto", "it doesn't measure the parts of the head"),
     }
     for setting, (is_given, reason) in problems.items():
         if is_given:

@@ -115,7 +115,7 @@ def given_counts(
         raise SlipstreamError(f"partition={partition!r}: give 'auto' or the number of layers of every stage.")
     if len(partition) != num_stages or sum(partition) != num_layers or not are_allowed(partition):
         raise SlipstreamError(
-            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; needed are "
+            f"partition={list(partition)} has {len(partition)} stages and {sum(partition)} layers; it takes "
             f"{num_stages} stages of {allowed}, {num_layers} layers in all."
         )
     return [int(count) if count == int(count) else count for count in partition]

@@ -247,7 +247,8 @@ def _check(schedule: str | Schedule, slices: object, num_microbatches: int, num_
     if num_microbatches % num_flushes:
         allowed = [count for count in range(1, num_microbatches + 1) if num_microbatches % count == 0]
         raise SlipstreamError(
-            f"memory.num_flushes={num_flushes} for {num_microbatches} microbatches: each flush has as many. Choose one "
+            f"memory.num_flushes={num_flushes} for {num_microbatches} microbatches: all flushes have the same number. "
+            "Choose one "
             f"of {', '.join(map(str, allowed))}."
         )
 
@@ -256,7 +257,7 @@ def _check_fits(schedule: Schedule, num_ranks: int, compiled: Sequence[str]) -> 
     if compiled and any(action.op is Op.I for action in schedule.positions):
         raise SlipstreamError(
             f"{compiled[0]} is compiled, so its backward is one piece, but the schedule {schedule.name!r} splits "
-            "backwards into input and weight gradients. Compile norms and activations alone, or use a schedule of "
+            "backwards into input and weight gradients. Compile only norms and activations, or use a schedule of "
             "whole backwards: gpipe, 1f1b, interleaved-1f1b or breadth-first."
         )
     if schedule.num_ranks != num_ranks:

@@ -286,7 +286,8 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     allowed = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in given.items() if values is not None)
     devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
     return SlipstreamError(
-        f"no configuration divides: {devices}, {layers}, a global batch of {plural(space.global_batch, 'sequence')}. "
+        f"no configuration fits these numbers: {devices}, {layers}, a global batch of "
+        f"{plural(space.global_batch, 'sequence')}. "
         "The data-parallel degree must divide the batch, the pipeline's be at most the layers, and their product "
         f"with the tensor-parallel degree (of {source.tensor_parallel_degrees}) be the devices. Change the batch or "
         f"the number of nodes{', or allow more than ' + allowed if allowed else ''}."

@@ -44,20 +44,20 @@ class SourceSection(Record):
     """The column that holds the documents."""
     messages_column: str = "messages"
     """The column that holds the conversations: lists of messages, each with a role and a content, or as ShareGPT has
-    them, with `from` and `value`. Where no column is called messages, one called `conversations` is it."""
+    them, with `from` and `value`. Without such a column, one called `conversations` is read."""
     loss: Loss | None = None
     """The tokens that count. all; assistant: those of the assistant's turns; completion: those of `completion`, or of
     a conversation's last turn. Default: assistant for messages and questions, completion for prompt-completion, else
     all."""
     max_samples: PositiveInt | None = None
-    """How many rows or documents are read: the first ones. Default: all."""
+    """Read only the first so many rows or documents. Default: all."""
 
     @field_validator("suffixes")
     @classmethod
     def _have_dots(cls, suffixes: list[str]) -> list[str]:
         dotted = ", ".join(f".{each.removeprefix('.')}" for each in suffixes)
         if without := [each for each in suffixes if not each.startswith(".")]:
-            raise ValueError(f"{without[0]!r} has no dot, which is part of it; give [{dotted}]")
+            raise ValueError(f"{without[0]!r} lacks its dot; give [{dotted}]")
         return suffixes
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class SourceSection(Record):
         if len({each.replace(".jsonl", ".json") for each in endings}) > 1:
             kinds = " and ".join(each or "of texts" for each in endings)
             raise ValueError(
-                f"data.files names files {kinds}, of which one source takes one kind: tables are read as rows, a text "
+                f"data.files names files {kinds}, and a source takes one kind: tables are read as rows, a text "
                 "as a document. Give each kind as a source: --data.sources=[{files: [a.txt]}, {files: [b.jsonl]}]"
             )
         return self
@@ -165,8 +165,7 @@ class DataSection(SourceSection):
                 )
         if self.validation is not None and self.dataset is None and not _is_file(self.validation):
             raise ValueError(
-                f"data.validation={self.validation} is no file, and a split needs data.dataset, whose split it is; "
-                "give a file"
+                f"data.validation={self.validation} isn't a file, and a split needs data.dataset; give a file"
             )
         return self
 
@@ -222,23 +221,23 @@ class PreferenceSection(Record):
 
     loss: Literal["dpo", "simpo", "orpo", "kto"] = "dpo"
     """dpo: the logistic loss of the difference between both answers' rewards (Rafailov et al. 2023, equation 7). A
-    reward is beta times the log of how much more probable an answer has become than before the training. simpo: the
-    same without a model before, of beta times the mean log-probability of an answer's tokens, less gamma (Meng et al.
-    2024, equation 6). orpo: the cross-entropy of the prompt with the chosen answer, and beta times the logistic loss of
-    the log of both answers' odds ratio (Hong et al. 2024, equations 6 and 7). kto: of each answer by itself, how far
-    its reward is on the right side of a reference point, which is the mean reward of prompts with other prompts'
-    answers (Ethayarajh et al. 2024, equation 8)."""
+    reward is beta times the log of how much more probable an answer has become since the start. simpo: the same without
+    a reference model, for beta times the mean log-probability of an answer's tokens, less gamma (Meng et al. 2024,
+    equation 6). orpo: the cross-entropy of the prompt with the chosen answer, and beta times the logistic loss of the
+    log of both answers' odds ratio (Hong et al. 2024, equations 6 and 7). kto: how far each answer's reward is on the
+    right side of a reference point, the mean reward of prompts with other prompts' answers (Ethayarajh et al. 2024,
+    equation 8)."""
     beta: PositiveFloat = 0.1
-    """What rewards are multiplied by. dpo: the larger, the closer the model stays to what it was; simpo: 2 to 2.5 are
+    """What rewards are multiplied by. dpo, kto: a larger one keeps the model closer to what it was; simpo: 2 to 2.5 are
     usual; orpo: the weight of the odds ratio."""
     gamma: float = Field(default=0.5, ge=0)
-    """Of simpo: by how much the chosen answer's reward should be larger."""
+    """simpo: by how much the chosen answer's reward should be larger."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """How probable it is that a pair is the wrong way round (conservative DPO, Mitchell 2023); of dpo and simpo."""
+    """How probable it is that a pair is the wrong way round (conservative DPO, Mitchell 2023), for dpo and simpo."""
     desirable_weight: PositiveFloat = 1.0
-    """Of kto: the weight of answers that are wanted."""
+    """kto: the weight of answers that are wanted."""
     undesirable_weight: PositiveFloat = 1.0
-    """Of kto: the weight of the others."""
+    """kto: the weight of the others."""
 
     @property
     def has_reference(self) -> bool:
@@ -258,8 +257,8 @@ class PreferenceSection(Record):
             value = getattr(self, name)
             if self.loss not in losses and value != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"preference.{name}={value} with preference.loss={self.loss}: it is of {' and '.join(losses)}; "
-                    "leave it out"
+                    f"preference.{name}={value} with preference.loss={self.loss}: it belongs to "
+                    f"{' and '.join(losses)}; leave it out"
                 )
         return self
 
@@ -270,7 +269,7 @@ def check_preference(data: DataSection, pipeline: PipelineSection) -> None:
         _check_source(source, "data" if data.sources is None else f"data.sources[{number}]")
     refused = {
         "data.packing=fixed": (data.packing == "fixed", "each answer is a sequence of its own length"),
-        "data.streaming=true": (data.streaming, "what the model finds of all pairs is computed before the first step"),
+        "data.streaming=true": (data.streaming, "the reference of all pairs is computed before the first step"),
         "pipeline.vocabulary=spread": (pipeline.vocabulary == "spread", "its loss needs all logits in one place"),
         "pipeline.router_loss=per_layer": (
             pipeline.router_loss != "none",

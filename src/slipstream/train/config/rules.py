@@ -251,10 +251,10 @@ def check_validations(training: TrainingSection, checkpoint: CheckpointSection, 
     }
     for setting in filter(by_validation.get, by_validation):
         if not training.eval_every:
-            raise ValueError(f"{setting} goes by validations; give --training.eval_every=100, or leave it out")
+            raise ValueError(f"{setting} needs validations; give --training.eval_every=100, or leave it out")
         if data.validation is None and not data.validation_fraction:
             raise ValueError(
-                f"{setting} goes by validations, and data.validation_fraction=0 holds no text out; give a larger "
+                f"{setting} needs validations, and data.validation_fraction=0 holds no text out; give a larger "
                 "share, such as --data.validation_fraction=0.05, or name a text in data.validation"
             )
     if training.export == "best" and not checkpoint.keep_best:
@@ -275,7 +275,7 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
     "max_train_samples": ("data.max_samples", "the first rows of a source"),
     "val_set_size": ("data.validation_fraction", "a share of the documents, not a number of rows"),
     "sample_packing": ("data.packing", "fixed packs samples into sequences of training.seq_len tokens; none doesn't"),
-    "template": ("data.chat_template", "a file; by default the tokenizer's own"),
+    "template": ("data.chat_template", "chatml, gemma, llama3, zephyr or a file; by default the tokenizer's own"),
     "max_seq_length": ("training.seq_len", ""),
     "sequence_length": ("training.seq_len", ""),
     "sequence_len": ("training.seq_len", ""),

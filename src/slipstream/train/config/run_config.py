@@ -135,7 +135,7 @@ class Config(Record):
         if self.memory.limit is not None and self.memory.limit < _LEAST_MEMORY:
             given = self.memory.limit
             raise ValueError(
-                f"memory.limit={given:g} is in bytes, of which no model trains in so few; give "
+                f"memory.limit={given:g} is in bytes, too few to train any model; give "
                 f"--memory.limit={given:g}e9 if gigabytes were meant"
             )
         if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
@@ -495,7 +495,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
     """Sets `--a.b=value` or `a.b=value` in nested dictionaries. Raises SlipstreamError where it can't be read."""
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
-        raise SlipstreamError(f"{override!r} is no setting with its value; write it as --training.steps=100")
+        raise SlipstreamError(f"{override!r} isn't a setting with a value; write it as --training.steps=100")
     *path, key = _MESH.get(name) or _FOLDED.get(name) or name.split(".")
     section = values
     for part in path:

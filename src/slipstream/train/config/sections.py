@@ -55,10 +55,10 @@ class PipelineSection(Record):
     stages_per_rank: PositiveInt = 1
     """Stages of each process: 1 for gpipe, 1f1b, zb-h1 and zb-h2, 2 for zb-v, v-half and v-min, any for the others."""
     schedule: str = "1f1b"
-    """Order of forwards and backwards: a name, or the .txt file of a schedule (a run leaves its own), whose folder is
-    this configuration's where none is given. auto: the best order found for the stages' costs; auto-v: the
-    same in a V-shaped placement, with 2 stages per rank. Where schedule, slices, partition and stages_per_rank are all
-    left out, they are planned from measured costs."""
+    """Order of forwards and backwards: a name, or a schedule's .txt file (a run leaves its own), by default next to the
+    configuration. auto: the best order found for the stages' costs; auto-v: the same in a V-shaped placement, with 2
+    stages per rank. If schedule, slices, partition and stages_per_rank are all left out, they are planned from measured
+    costs."""
     num_microbatches: PositiveInt = 1
     """Parts of a batch that go through the pipeline one after another."""
     slices: Literal["auto"] | PositiveInt | list[PositiveInt] = 8
@@ -116,8 +116,8 @@ class TrainingSection(Record):
     epochs: PositiveFloat | None = None
     """Passes over the training text; or give `steps`."""
     precision: Literal["float32", "bf16", "bf16-weights", "fp16"] = "float32"
-    """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, of which the optimizer
-    has float32 copies, and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
+    """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, with float32 copies for
+    the optimizer and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
     that adapts during training. Default on GPUs with bfloat16: bf16-weights, or bf16 with
     `parallel.shard_parameters`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -151,9 +151,9 @@ class TrainingSection(Record):
     """How often `slipstream train` restarts its local ranks from the last good checkpoint after one has crashed, unless
     the same step fails twice. Under torchrun, use --max-restarts."""
     min_ranks: PositiveInt | None = None
-    """The fewest processes with which the run goes on where others are lost, and takes them in again when they are
-    back: its own local ones, or those of `torchrun --nnodes=MIN:MAX`. The mesh that is given is then the largest. null:
-    always all."""
+    """Go on with at least this many processes after others are lost, and with more once they are back: the run's own
+    local ones, or those of `torchrun --nnodes=MIN:MAX`. The mesh that is given is then the largest. null: always
+    all."""
     stall_limit: PositiveFloat | Literal["off"] | None = None
     """Seconds that a rank may wait for others, or be stopped, before the run ends and names the rank at fault.
     Compiling, loading, saving, validating and exporting don't count. Default: the larger of 60 and five times the

@@ -81,7 +81,7 @@ def with_special_tokens(tokenizer: Any, section: DataSection) -> Any:
     if end is not None:
         if end not in tokenizer.get_vocab():
             raise SlipstreamError(
-                f"data.end_of_text={end} is no token of the tokenizer, so that a model couldn't write it at once; give "
+                f"data.end_of_text={end} isn't a token of the tokenizer, so a model couldn't write it as one; give "
                 f"one that is, or add it with --data.special_tokens=['{end}']"
             )
         tokenizer.eos_token = end
@@ -114,7 +114,7 @@ class ChatTemplate:
             template = template.get("default")
         if template is None:
             raise SlipstreamError(
-                "the tokenizer has no chat template, by which messages become text; name one with "
+                "the tokenizer has no chat template, which turns messages into text; name one with "
                 f"--data.chat_template=chatml (or {', '.join(each for each in NAMED_TEMPLATES if each != 'chatml')}), "
                 "give the file of one with --data.chat_template=chat.jinja, or name an instruct model's with "
                 "--data.tokenizer=..."

@@ -73,11 +73,11 @@ class OpenSource:
         """Returns how many rows there are, of what form, and which tokens count."""
         if self.form == "rated":
             number = len(self.rows) * (2 if self._answers_column == "chosen" else 1)
-            return f"preferences: {number:,} answers, each wanted or not, of which the answers count"
+            return f"preferences: {number:,} answers, each wanted or not; only answers count"
         if self.form == "pairs":
             has_prompts = "prompt" in self.rows.column_names
             whose = "a prompt of its own" if has_prompts else "the first messages that both have"
-            return f"preferences: {plural(len(self.rows), 'pair')} of answers to {whose}, of which the answers count"
+            return f"preferences: {plural(len(self.rows), 'pair')} of answers to {whose}; only answers count"
         if isinstance(self.rows, Documents):
             return f"text: {plural(len(self.rows), 'document')}, {self.rows.num_characters:,} characters"
         counted = {"all": "every token counts", "assistant": "the assistant's turns count"}
@@ -211,8 +211,8 @@ def find_form(source: SourceSection, columns: Sequence[str]) -> str:
         )
     if not fitting and {*PAIR_COLUMNS} <= {*columns}:
         raise SlipstreamError(
-            f"{source.name} has the columns {' and '.join(PAIR_COLUMNS)}, pairs of answers to prefer one of, for which "
-            "a configuration has the section preference: give --preference.loss=dpo, or choose the column of a text "
+            f"{source.name} has the columns {' and '.join(PAIR_COLUMNS)}, pairs of answers, which need the section "
+            "preference: give --preference.loss=dpo, or choose the column of a text "
             "with data.text_column"
         )
     if not fitting:

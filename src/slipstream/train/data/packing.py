@@ -88,7 +88,7 @@ class PackedSamples(TextSequences):
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None) -> None:
         self._contents = best_fit(text.lengths, seq_len)
         if not self._contents:
-            raise SlipstreamError("there is no sample to train on; give more of them")
+            raise SlipstreamError("there is no sample to train on; give more data")
         super().__init__(text, seq_len, seed, np.full(len(self._contents), seq_len))
 
     @property

@@ -302,7 +302,7 @@ def _given_tokens(row: Mapping[str, Any]) -> Sample:
     if len(tokens) == 0:
         raise UnusableRowError(_EMPTY)
     if len(labels) != len(tokens):
-        raise SlipstreamError(f"labels has {len(labels)} tokens, but input_ids {len(tokens)}; give as many")
+        raise SlipstreamError(f"labels has {len(labels)} tokens, but input_ids {len(tokens)}; give the same number")
     if any(not isinstance(each, int) or each < 0 for each in tokens):
         raise SlipstreamError("input_ids must be lists of token ids, whole numbers from 0")
     if any(not isinstance(each, int) or (each < 0 and each != IGNORED) for each in labels):

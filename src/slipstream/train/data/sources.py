@@ -146,7 +146,7 @@ def _bad_line_of(path: Path) -> str:
             except ValueError as error:
                 return f"{path}, line {number} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
             if not isinstance(row, dict):
-                return f'{path}, line {number} is no row: {shown}. Write each line as {{"text": ...}}'
+                return f'{path}, line {number}: {shown} isn\'t a row. Write each line as {{"text": ...}}'
     return ""
 
 

@@ -194,7 +194,7 @@ class StreamedSequences(TrainingSequences):
                 seed = int(np.random.default_rng([self.seed, number]).integers(2**31))
                 sequences = sequences_of([text], self.packing, self.seq_len, seed, pads=True)
                 return _Block(number, first, sequences, state)
-        raise SlipstreamError(f"{_MOST_EMPTY} blocks of rows hold nothing to train on; see what was said of them")
+        raise SlipstreamError(f"{_MOST_EMPTY} blocks of rows hold nothing to train on; see the messages above")
 
 
 _ROUND = 256  # sequences
