@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -41,27 +41,25 @@ class ShardedParameters:
 
     is_sharded = True
 
-    def __init__(self, stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]], data: RankGroup) -> None:
-        """Collective over the replicas, which hold equal parameters. From now on parameters of the modules are DTensors
-        between steps.
+    def __init__(
+        self, stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]], copies_of: Callable[[str], RankGroup]
+    ) -> None:
+        """Collective over the replicas. From now on parameters of the modules are DTensors between steps.
 
         Args:
             stages: of each of this rank's stages its model and those layers of it that are gathered by themselves.
-            data: the replicas, two or more.
+            copies_of: returns the ranks that hold a parameter and see other tokens, over which it is sharded.
 
         Raises SlipstreamError where a parameter has no rows, or is held by two modules.
         """
-        self._data = data
         for model, _ in stages.values():
             _check_can_be_sharded(model)
-        assert data.process_group is not None
-        device = next(next(iter(stages.values()))[0].parameters()).device
-        if device.type == "cuda" and data.gpu_backend != "nccl":
-            refuse_shards()
-        mesh = DeviceMesh.from_group(data.process_group, device.type, mesh_dim_names=("dp",))
-        self._modules = {stage: _shard(*modules, mesh) for stage, modules in stages.items()}
         self._models = {stage: model for stage, (model, _) in stages.items()}
-        named = [named for model in self._models.values() for named in model.named_parameters()]
+        self._copies = {name: copies_of(name) for name, _ in self._named()}
+        meshes = {ranks: _mesh_of(ranks, self._named()[0][1].device) for ranks in dict.fromkeys(self._copies.values())}
+        of_parameter = {id(parameter): meshes[self._copies[name]] for name, parameter in self._named()}
+        self._modules = {stage: _shard(*modules, of_parameter) for stage, modules in stages.items()}
+        named = self._named()  # which are others now
         self._shapes = {name: parameter.shape for name, parameter in named}
         self._trained = {name for name, parameter in named if parameter.requires_grad}
         self._masters = {name: master for name, parameter in named if (master := _rows_of(parameter)).numel()}
@@ -79,8 +77,9 @@ class ShardedParameters:
     def rows(self, name: str) -> range:
         """Returns the rows (dim 0) of the parameter that this replica has, as torch.chunk distributes them."""
         num_rows = self._shapes[name][0]
-        most = _most_rows(self._shapes[name], self._data.size)
-        return range(min(most * self._data.rank, num_rows), min(most * (self._data.rank + 1), num_rows))
+        copies = self._copies[name]
+        most = _most_rows(self._shapes[name], copies.size)
+        return range(min(most * copies.rank, num_rows), min(most * (copies.rank + 1), num_rows))
 
     def is_spread(self, name: str) -> bool:
         """Returns whether each replica has different rows of it: true of every parameter, including frozen ones."""
@@ -113,10 +112,12 @@ class ShardedParameters:
         """Starts reducing a stage's gradients, after its last backward, and releases its whole weights. Collective."""
         self._missing.discard(stage)
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
-        for bucket in in_buckets(trained, lambda parameter: parameter.dtype):
-            packed = torch.cat([_in_parts(gradient, self._data.size) for gradient in take_gradients(bucket)], 1)
-            shapes = [self._padded(name) for name, _ in bucket]
-            self._started.append(PendingReduction(bucket, shapes, packed, *self._data.start_reduce_scatter(packed)))
+        for copies in dict.fromkeys(self._copies[name] for name, _ in trained):
+            alike = [named for named in trained if self._copies[named[0]] is copies]
+            for bucket in in_buckets(alike, lambda parameter: parameter.dtype):
+                packed = torch.cat([_in_parts(gradient, copies.size) for gradient in take_gradients(bucket)], 1)
+                shapes = [self._padded(name) for name, _ in bucket]
+                self._started.append(PendingReduction(bucket, shapes, packed, *copies.start_reduce_scatter(packed)))
         _reshard(self._modules[stage])
 
     @torch.no_grad()
@@ -133,10 +134,13 @@ class ShardedParameters:
                     add_gradient(self._masters[name], gradient if self._scale == 1 else gradient.div_(self._scale))
         self._started = []
 
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [named for model in self._models.values() for named in model.named_parameters()]
+
     def _padded(self, name: str) -> tuple[int, ...]:
         """Returns the shape in which a replica's part is sent: that of the largest part."""
         shape = self._shapes[name]
-        return (_most_rows(shape, self._data.size), *shape[1:])
+        return (_most_rows(shape, self._copies[name].size), *shape[1:])
 
     def _check_trained(self) -> None:
         for name, master in self._masters.items():
@@ -162,25 +166,47 @@ def _check_can_be_sharded(model: nn.Module) -> None:
             )
 
 
-def _shard(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> list[FSDPModule]:
+def _mesh_of(ranks: RankGroup, device: torch.device) -> DeviceMesh:
+    assert ranks.process_group is not None
+    if device.type == "cuda" and ranks.gpu_backend != "nccl":
+        refuse_shards()
+    return DeviceMesh.from_group(ranks.process_group, device.type, mesh_dim_names=("dp",))
+
+
+def _shard(model: nn.Module, layers: Sequence[nn.Module], meshes: Mapping[int, DeviceMesh]) -> list[FSDPModule]:
     """Returns FSDP2's modules, which neither reduce gradients nor release what they gathered until asked to."""
-    modules = [fully_shard(module, mesh=mesh, reshard_after_forward=False) for module in _units(model, layers)]
+
+    def mesh_of(module: nn.Module) -> DeviceMesh:
+        return meshes[id(next(module.parameters()))]
+
+    units = [(module, mesh_of(module)) for module in _units(model, layers, mesh_of)]
+    modules = [fully_shard(module, mesh=mesh, reshard_after_forward=False) for module, mesh in units]
     for sharded in modules:
         sharded.set_requires_gradient_sync(False)
         sharded.set_reshard_after_backward(False)
     return modules
 
 
-def _units(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yields the layers, and what has parameters outside of them, inner modules first.
+def _units(
+    model: nn.Module, layers: Sequence[nn.Module], mesh_of: Callable[[nn.Module], DeviceMesh]
+) -> Iterator[nn.Module]:
+    """Yields the layers, and what has parameters outside of them, inner modules first; of a layer also the parts that
+    other ranks hold than the rest, such as its experts.
 
     It doesn't yield the model: on a stage that isn't the last one its output is a placeholder's, about which FSDP2
     would warn.
     """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
-    outside = [module for module in model.modules() if id(module) not in in_layers]
-    yield from (layer for layer in layers if next(layer.parameters(), None) is not None)
-    yield from (module for module in reversed(outside) if next(module.parameters(recurse=False), None) is not None)
+    for layer in layers:
+        if own := _with_parameters(layer.modules()):
+            yield from (module for module in own if mesh_of(module) is not mesh_of(own[0]))
+            yield layer
+    yield from reversed(_with_parameters(module for module in model.modules() if id(module) not in in_layers))
+
+
+def _with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns those that have parameters of their own."""
+    return [module for module in modules if next(module.parameters(recurse=False), None) is not None]
 
 
 def _reshard(modules: Sequence[FSDPModule]) -> None:

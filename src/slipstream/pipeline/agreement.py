@@ -16,7 +16,6 @@ from slipstream.errors import SlipstreamError
 from slipstream.parallel import PendingWork, Ranks, ranks_text
 from slipstream.pipeline.batch import Sequences, WholeBatch
 from slipstream.pipeline.cut_batch import SplitBatch
-from slipstream.schedule import Schedule
 from slipstream.watchdog import waiting
 
 _CALLS = (
@@ -33,7 +32,7 @@ _CALLS = (
     "timeline",
     "memory_table",
 )
-_NUM_VALUES = 4
+_NUM_VALUES = 5
 _made: Counter[tuple[int, ...]] = Counter()  # Pipelines in this process, by the ranks that share them
 
 
@@ -48,8 +47,8 @@ class RankValues(NamedTuple):
 class CallAgreement:
     """Lets all ranks of a mesh find out together whether they are in one call, and exchange a few numbers.
 
-    Every collective method of a Pipeline begins with this all-gather of six numbers for each rank. It has one shape, so
-    that calls that differ meet in it: a gather of weights that met a sum of losses would end the processes, or wait.
+    Every collective method of a Pipeline begins with this all-gather of seven numbers for each rank. It has one shape,
+    so that calls that differ meet in it: a gather of weights that met a sum of losses would end the processes, or wait.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -71,7 +70,7 @@ class CallAgreement:
         return self.finish()
 
     def start(self, values: Sequence[int] | Tensor, of_list: bool = False) -> None:
-        """Starts to exchange some numbers, up to four int64, in the method that runs; `of_list` where they are those of
+        """Starts to exchange some numbers, up to five int64, in the method that runs; `of_list` where they are those of
         its plan for a list of sequences, which comes before those of the batch. Collective."""
         self.finish()
         if self._ranks.world.size == 1:
@@ -123,16 +122,6 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
     )
 
 
-def check_one_order(ranks: Ranks, schedule: Schedule) -> None:
-    """Raises SlipstreamError on every rank where replicas, whose layers exchange tokens, would run different actions,
-    or the same in another order: they would wait for each other for ever. Collective."""
-    if len({*ranks.copies.gather(schedule.checksum)}) > 1:
-        raise SlipstreamError(
-            "the replicas would run different actions, and with ep their layers exchange tokens in each. Give all of "
-            "them rows of one length, or slices as a count that each row has tokens for."
-        )
-
-
 _MOST_BYTES = 2**20  # of a tensor that are read; of a larger one, elements at equal distances
 _REFUSED = -1
 
@@ -150,7 +139,8 @@ _NOTHING = _Totals(num_valid=0, max_position=-1, trains=True)
 
 class BatchAgreement:
     """Lets all ranks of a mesh find out together whether each pipeline's ranks have one batch, how many targets count
-    in all, which position is the largest, and whether anything is trained.
+    in all, which position is the largest, whether anything is trained, and, where layers of replicas exchange tokens,
+    whether all run the same actions.
 
     The numbers travel in the message with which the call begins. On CPUs, where there are no replicas, no ranks that
     share layers and no memory limit, it travels while the first stage computes its first slice: call `finish` before
@@ -168,21 +158,23 @@ class BatchAgreement:
         self,
         whole: WholeBatch | Sequences,
         split: Callable[[], SplitBatch],
+        order: int,
         needs_targets: bool = True,
         trains: bool = True,
     ) -> SplitBatch:
         """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
-        batch with those of the other ranks.
+        batch with those of the other ranks. `order` is a checksum of the actions that run it.
 
-        Raises SlipstreamError on every rank where it can't be split on one, or no target counts that is needed; where a
-        pipeline's ranks differ, or no rank `trains`, this does or `finish`.
+        Raises SlipstreamError on every rank where it can't be split on one, no target counts that is needed, or
+        replicas with different experts would run different actions; where a pipeline's ranks differ, or no rank
+        `trains`, this does or `finish`.
         """
         try:
             batch = split()
         except SlipstreamError:
             self._refuse()
             raise
-        totals = self._start(whole, _Totals(batch.num_valid, batch.max_position, trains))
+        totals = self._start(whole, _Totals(batch.num_valid, batch.max_position, trains), order)
         if totals.num_valid == 0 and needs_targets:
             self.finish()  # other ranks may have other batches
             raise SlipstreamError(
@@ -206,7 +198,7 @@ class BatchAgreement:
             return _NOTHING
         replicas: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         totals: dict[int, _Totals] = {}
-        for rank, replica, (checksum, num_valid, largest, trains) in answers:
+        for rank, replica, (checksum, num_valid, largest, trains, _) in answers:
             replicas[replica].append((checksum, rank))
             others = totals.get(replica)
             totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
@@ -217,18 +209,23 @@ class BatchAgreement:
             )
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
+        if self._ranks.experts.size > 1 and len({values[-1] for *_, values in answers}) > 1:
+            raise SlipstreamError(
+                "the replicas would run different actions, and with ep their layers exchange tokens in each. Give all "
+                "of them rows of one length, or slices as a count that each row has tokens for."
+            )
         found = [*totals.values()]
         _check_trained(any(each.trains for each in found))
         largest = max(each.max_position for each in found)
         return _Totals(sum(each.num_valid for each in found), largest, trains=True)
 
-    def _start(self, whole: WholeBatch | Sequences, own: _Totals) -> _Totals:
+    def _start(self, whole: WholeBatch | Sequences, own: _Totals, order: int = 0) -> _Totals:
         """Begins to compare a batch with those of the other ranks; returns what all replicas have."""
         if self._ranks.world.size == 1:
             _check_trained(own.trains)
             return own
         self._whole = whole
-        self._ask(_checksum(whole), own)
+        self._ask(_checksum(whole), own, order)
         return self.finish() if self._waits else own
 
     def _refuse(self) -> None:
@@ -237,9 +234,9 @@ class BatchAgreement:
             self._ask(_REFUSED, _NOTHING)
             self._calls.finish()
 
-    def _ask(self, checksum: int, own: _Totals) -> None:
+    def _ask(self, checksum: int, own: _Totals, order: int = 0) -> None:
         self.finish()
-        self._calls.start([checksum, *own])
+        self._calls.start([checksum, *own, order])
 
     def _raise_difference(self, replicas: dict[int, list[tuple[int, int]]]) -> None:
         """Raises the error that names the ranks that differ, and what each was given."""

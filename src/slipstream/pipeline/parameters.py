@@ -43,7 +43,7 @@ class Parameters:
         self._gradients: GradientReduction | ShardedParameters
         if shards_parameters and ranks.copies.size > 1:
             modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
-            self._masters = self._gradients = ShardedParameters(modules, ranks.copies)
+            self._masters = self._gradients = ShardedParameters(modules, self.copies_of)
         else:
             dtype = torch_dtype(options.precision.master_dtype)
             self._masters = MasterParameters(list(self._own()), self.copies_of, shards_optimizer, dtype)

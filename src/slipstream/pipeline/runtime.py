@@ -26,7 +26,7 @@ from slipstream.model import PipelineStage
 from slipstream.model.autograd_memory import take_differing_layers
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.agreement import BatchAgreement, CallAgreement, check_one_order
+from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
 from slipstream.pipeline.batch import Inputs, Sequences, WholeBatch, given_batch
 from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import (
@@ -296,7 +296,7 @@ class PipelineRuntime:
         microbatches = self.settings.microbatches(rows.shape[0] if rows.dim() else 0, length)
         self._adopt(self.settings.schedule)
         cut = partial(self.family.split, whole, microbatches, self._seed())
-        return self._agreed(whole, cut, needs_targets, has_backward), microbatches
+        return self._agreed(whole, cut, self.layout.order, needs_targets, has_backward), microbatches
 
     def _cut_sequences(
         self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, has_backward: bool = False
@@ -309,15 +309,20 @@ class PipelineRuntime:
             raise
         self.settings.is_resting = True
         cut = partial(self.family.split_sequences, whole, plan, self._seed())
-        batch = self._agreed(whole, cut, needs_targets, has_backward)
+        batch = self._agreed(whole, cut, plan.schedule, needs_targets, has_backward)
         self._adopt(plan.schedule)
         return batch, plan
 
     def _agreed(
-        self, whole: WholeBatch | Sequences, cut: Callable[[], SplitBatch], needs_targets: bool, has_backward: bool
+        self,
+        whole: WholeBatch | Sequences,
+        cut: Callable[[], SplitBatch],
+        order: Schedule,
+        needs_targets: bool,
+        has_backward: bool,
     ) -> SplitBatch:
-        """Returns what `cut` makes of the batch, once all ranks know that each can run it. Collective. With
-        `has_backward` some rank must train something."""
+        """Returns what `cut` makes of the batch, once all ranks know that each can run it, in this order. Collective.
+        With `has_backward` some rank must train something."""
 
         def checked() -> SplitBatch:
             if self.layout.num_frozen_stages:
@@ -327,7 +332,8 @@ class PipelineRuntime:
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
             return batch
 
-        batch: Any = self._agreement.check(whole, checked, needs_targets, not has_backward or self._trains_here())
+        trains = not has_backward or self._trains_here()
+        batch: Any = self._agreement.check(whole, checked, order.checksum, needs_targets, trains)
         for axis, group in self.ranks.token_axes:
             assert axis.part_of is not None
             batch = axis.part_of(batch, group.rank, group.size)
@@ -341,8 +347,6 @@ class PipelineRuntime:
         computed again isn't what it was.
         """
         self._last_schedule, self._last_sequences = schedule.name, batch.sequences
-        if self.ranks.experts.size > 1:
-            check_one_order(self.ranks, schedule)
         graphs = self.graphs
         self.transport.begin(self._agreement.finish)
         if self._recomputes:
@@ -398,8 +402,6 @@ class PipelineRuntime:
         nothing on ranks without the last stage. Collective."""
         collected = CollectedOutputs(function)
         executors = self._made_executors(collected)
-        if self.ranks.experts.size > 1:
-            check_one_order(self.ranks, self.layout.evaluation)
         self.transport.begin(self._agreement.finish)
         run_together(executors, self.layout.evaluation, batch)
         for executor in executors:

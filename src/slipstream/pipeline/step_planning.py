@@ -77,7 +77,7 @@ class StepPlanning:
             prepared = self._own(lengths, given)
         except SlipstreamError as error:
             problem = error
-        same_lengths, same_plan, fits = self._compare(lengths, prepared)
+        same_lengths, same_plan, fits, one_order = self._compare(lengths, prepared)
         if problem is not None:
             raise problem
         if not fits:
@@ -89,7 +89,7 @@ class StepPlanning:
             raise DifferentLengthsError
         assert prepared is not None
         plan = prepared.plan if same_plan else self._first_ranks(prepared.plan)
-        return plan if self._ranks.experts.size == 1 else self._in_one_order(plan, given is not None)
+        return plan if self._ranks.experts.size == 1 or one_order else self._in_one_order(plan, given is not None)
 
     def _own(self, lengths: Lengths, given: StepPlan | None) -> _PreparedPlan:
         if given is not None:
@@ -104,15 +104,16 @@ class StepPlanning:
         self._lay_out(plan.schedule)
         return _PreparedPlan.of(plan)
 
-    def _compare(self, lengths: Lengths, prepared: _PreparedPlan | None) -> tuple[bool, bool, bool]:
-        """Returns whether the pipeline's ranks have the same lengths, and the same plan, and whether all ranks have
-        one. Collective."""
+    def _compare(self, lengths: Lengths, prepared: _PreparedPlan | None) -> tuple[bool, bool, bool, bool]:
+        """Returns whether the pipeline's ranks have the same lengths, and the same plan, whether all ranks have one,
+        and whether those of all ranks are in one order. Collective."""
         seen = [_checksum(lengths), prepared.checksum if prepared else 0]
-        self._calls.start([*seen, prepared is None], of_list=True)
+        self._calls.start([*seen, prepared is None, prepared.plan.schedule.checksum if prepared else 0], of_list=True)
         others = self._calls.finish()
         mine = [each.values for each in others if each.replica == self._ranks.data.rank]
         same = [all(values[place] == number for values in mine) for place, number in enumerate(seen)]
-        return same[0], same[1], not any(each.values[2] for each in others)
+        one_order = len({each.values[3] for each in others}) <= 1
+        return same[0], same[1], not any(each.values[2] for each in others), one_order
 
     def _in_one_order(self, plan: StepPlan, is_given: bool) -> StepPlan:
         """Returns the plan, or what is made of it so that all replicas run the same actions, in which they exchange
@@ -121,16 +122,14 @@ class StepPlanning:
         Raises SlipstreamError on every rank where a plan was given that would have to be changed.
         """
         mine = [(sum(slices), len(slices)) for slices in plan.slices]  # the tokens and slices of each microbatch
-        found = self._ranks.copies.gather((plan.schedule.checksum, mine, is_given))
-        if len({checksum for checksum, *_ in found}) == 1:
-            return plan
-        if any(given for *_, given in found):
+        found = self._ranks.copies.gather((mine, is_given))
+        if any(given for _, given in found):
             raise SlipstreamError(
                 "plan=... on a mesh with ep: the replicas' plans differ in their order, or not all were given one, and "
                 "all have to run the same actions. Give plans with one schedule, or leave them out."
             )
-        number = min(len(microbatches) for _, microbatches, _ in found)
-        joined = [[(*map(sum, zip(*run, strict=True)),) for run in _runs(each, number)] for _, each, _ in found]
+        number = min(len(microbatches) for microbatches, _ in found)
+        joined = [[(*map(sum, zip(*run, strict=True)),) for run in _runs(each, number)] for each, _ in found]
         counts = tuple(
             min(max(count for _, count in each), min(tokens for tokens, _ in each))
             for each in zip(*joined, strict=True)

@@ -157,18 +157,20 @@ def what_it_says() -> None:
 
 
 def apart() -> None:
-    """Another token in the first of two documents changes no logit of the second, which begins inside of a part."""
-    inputs, ids = tokens(1), document_ids((29, 35))
+    """Another token in the first of two documents changes no logit of the second, which begins inside of the first
+    rank's part of a slice, or of the second's."""
+    inputs = tokens(1)
+    changed = inputs.clone()
+    changed[0, 11] = inputs[0, 11] % 60 + 1
     for name, kind in product(("llama", "gemma3", "gpt_oss"), KINDS):
         pipe = make_pipe(model_of(name), mesh=make_mesh(cp=2), slices=SLICES, context_exchange=kind)
-        before = pipe.logits(inputs, document_ids=ids)
-        changed = inputs.clone()
-        changed[0, 11] = inputs[0, 11] % 60 + 1
-        after = pipe.logits(changed, document_ids=ids)
-        assert isinstance(before, Tensor)
-        assert isinstance(after, Tensor)
-        assert torch.equal(before[:, 29:], after[:, 29:]), (name, kind)
-        assert not torch.equal(before[:, 11:29], after[:, 11:29]), (name, kind)
+        for end in (29, 50):  # of tokens 26 to 63 the ranks have 19 each
+            ids = document_ids((end, 64 - end))
+            before, after = (pipe.logits(each, document_ids=ids) for each in (inputs, changed))
+            assert isinstance(before, Tensor)
+            assert isinstance(after, Tensor)
+            assert torch.equal(before[:, end:], after[:, end:]), (name, kind, end)
+            assert not torch.equal(before[:, 11:end], after[:, 11:end]), (name, kind, end)
 
 
 def exchanged_bytes() -> None:

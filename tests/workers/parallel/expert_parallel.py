@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from slipstream import Memory, Parallelism, Pipeline, SlipstreamError, make_mesh
+from slipstream import Memory, Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
@@ -43,6 +45,7 @@ from support.architectures import tokens as random_tokens
 from support.mixtures import mixture
 from support.mixtures import unsplit_step as balanced_step
 from support.parallel.group_cases import by_name, run_cases
+from support.preferences import log_probabilities, preference, references
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -161,12 +164,11 @@ def in_one_process() -> None:
 
 
 @no_rounding_inside()
-def sharded_optimizer() -> None:
-    """Three steps of AdamW give one process's weights, with optimizer state sharded over those that hold the same."""
-    for shard in (False, True):
-        pipe = Pipeline(
-            model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=Parallelism(shard_optimizer=shard)
-        )
+def sharded() -> None:
+    """Three steps of AdamW give one process's weights, with optimizer state or all of a parameter sharded over the
+    ranks that hold it."""
+    for parallel in (Parallelism(), Parallelism(shard_optimizer=True), Parallelism(shard_parameters=True)):
+        pipe = Pipeline(model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=parallel)
         whole = model_of("gpt_oss")
         theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, pipe))
         for seed in range(3):
@@ -253,20 +255,85 @@ def plans_that_differ() -> None:
         pipe.evaluate(few, few)
 
 
+def steady_steps() -> None:
+    """Once replicas have found that their order is one, no step gathers values: it travels with the batch's numbers."""
+    pipe = Pipeline(model_of("qwen3_moe"), slices=3, num_microbatches=2, mesh=replicas())
+    rows, sequences = random_tokens(ROWS, 24), [*random_tokens(ROWS, 24)]
+    for given in (rows, sequences):
+        pipe.step(given, given)
+        with patch.object(dist, "all_gather_object", side_effect=AssertionError("a gather of values")):
+            pipe.step(given, given)
+            pipe.evaluate(given, given)
+
+
+@no_rounding_inside()
+def preferences() -> None:
+    """A loss of pairs, on rows and on sequences of other lengths on each replica, and where ranks share slices too."""
+    for mesh, lengths in (
+        (replicas(), (24,) * 4),
+        (replicas(), (31, 2, 17, 40)),
+        (make_mesh(cp=2, ep=2), (9, 7, 5, 12)),
+    ):
+        loss_fn, whole = SequenceLoss(preference, group_size=2), model_of("qwen3_moe")
+        pipe = Pipeline(model_of("qwen3_moe"), slices=3, num_microbatches=1, mesh=mesh, loss_fn=loss_fn)
+        sequences = [random_tokens(1, length, seed=place)[0] for place, length in enumerate(lengths)]
+        wanted = torch.cat([log_probabilities(whole, each[None], each[None]) for each in sequences])
+        expected = preference(wanted, references(4)).mean()
+        expected.backward()
+        mine = slice(2 * pipe.replica, 2 * pipe.replica + 2) if pipe.num_replicas > 1 else slice(0, 4)
+        given: Any = torch.stack(sequences[mine]) if len({*lengths}) == 1 else sequences[mine]
+        loss = pipe.step(given, given, sequence_values=references(4)[mine])
+        assert abs(loss - expected) < BOUND * abs(expected)
+        assert wrong_by(pipe, gradients(whole)) < BOUND
+        assert torch.allclose(pipe.sequence_log_probabilities(), wanted[mine], rtol=1e-10)
+
+
+@no_rounding_inside()
+def logits() -> None:
+    """Each replica has the logits of its own rows, whose tokens went to experts of the others."""
+    pipe, whole = Pipeline(model_of("deepseek_v3"), slices=SLICES, mesh=replicas()), model_of("deepseek_v3")
+    inputs, _ = batch(pipe.num_replicas)
+    wanted = own(pipe, whole(input_ids=inputs, use_cache=False).logits)
+    found = pipe.logits(own(pipe, inputs))
+    assert isinstance(found, Tensor)
+    assert (found - wanted).abs().max() < BOUND * wanted.abs().max()
+
+
+def dropout() -> None:
+    """Draws are those of replicas that each have all experts, in another order and recomputed too."""
+    config, found = copy.deepcopy(MODELS["qwen3_moe"]), []
+    config.attention_dropout = 0.3
+    for ep, schedule, again in (
+        (1, "1f1b", "none"),
+        (2, "1f1b", "none"),
+        (2, "gpipe", "full"),
+        (2, "zb-h1", "selective"),
+    ):
+        torch.manual_seed(5)
+        memory = Memory(recompute=again)
+        pipe = Pipeline(build(config).train(), slices=SLICES, mesh=replicas(ep), schedule=schedule, memory=memory)
+        pipe.step(*(own(pipe, each) for each in batch(pipe.num_replicas)))
+        found.append(next(p.grad for name, p in pipe.named_parameters() if name.endswith("0.self_attn.q_proj.weight")))
+        assert (found[-1] - found[0]).abs().max() < BOUND * found[0].abs().max(), (ep, schedule, again)
+    whole = build(config).eval()
+    unsplit_step(whole, *batch(pipe.num_replicas))
+    assert (gradients(whole)["model.layers.0.self_attn.q_proj.weight"] - found[0]).abs().max() > 1e-3 * found[
+        0
+    ].abs().max()
+
+
 def refusals() -> None:
     """What can't be exact is refused on every rank, with what to type."""
     with pytest.raises(SlipstreamError, match=r"ep=3: experts are spread over replicas, of which there are 2.*1, 2"):
         make_mesh(dp=2, ep=3)
-    mesh, sharded = replicas(), Parallelism(shard_parameters=True)
-    odd = Qwen3MoeConfig(**_COMMON, num_experts=3)
-    for model, options, words in (
-        (build(ARCHITECTURES["llama"]), {}, "ep=2: 'llama' has no experts that can be spread"),
-        (build(odd), {}, "has 3 experts, which 2 ranks can't share evenly. Choose from 1, 3"),
-        (model_of("qwen3_moe"), {"parallel": sharded}, "ep=2 with parallel.shard_parameters=True"),
-        (nn.Sequential(nn.Linear(2, 2)), {}, "an nn.Sequential on a mesh with ep=2"),
+    mesh, odd = replicas(), Qwen3MoeConfig(**_COMMON, num_experts=3)
+    for model, words in (
+        (build(ARCHITECTURES["llama"]), "ep=2: 'llama' has no experts that can be spread"),
+        (build(odd), "has 3 experts, which 2 ranks can't share evenly. Choose from 1, 3"),
+        (nn.Sequential(nn.Linear(2, 2)), "an nn.Sequential on a mesh with ep=2"),
     ):
         with pytest.raises(SlipstreamError, match=words):
-            Pipeline(model, mesh=mesh, **options)
+            Pipeline(model, mesh=mesh)
 
 
 @no_rounding_inside()
@@ -310,6 +377,7 @@ def four_replicas() -> None:
     for ep in (2, 4):
         exact("qwen3_moe", partial(replicas, ep))
         exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard_optimizer=True))
+        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard_parameters=True))
 
 
 def tensor_ranks() -> None:
@@ -332,7 +400,11 @@ CASES = by_name(
         shared_slices,
         memory,
         in_one_process,
-        sharded_optimizer,
+        sharded,
+        steady_steps,
+        preferences,
+        logits,
+        dropout,
         packed_documents,
         lists_of_sequences,
         plans_that_differ,

@@ -113,7 +113,7 @@ class CausalLMFamily:
         if options.runtime.fused:
             check_compiler(device.type)
         if (size := ranks.experts.size) > 1:
-            ranks.decided(lambda: check_expert_parallel(self.config, self.adapter, size, options, f"ep={size}"))
+            ranks.decided(lambda: check_expert_parallel(self.config, self.adapter, size, f"ep={size}"))
             if device.type == "cuda" and ranks.world.gpu_backend != "nccl":
                 raise SlipstreamError(
                     f"ep={size}: between GPUs tokens go to their experts by NCCL alone, and gloo connects these. Give "

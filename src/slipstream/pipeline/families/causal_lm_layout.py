@@ -206,9 +206,7 @@ def plan_shares(
     return adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())
 
 
-def check_expert_parallel(
-    config: PretrainedConfig, adapter: Adapter | None, size: int, options: PipelineOptions, option: str
-) -> None:
+def check_expert_parallel(config: PretrainedConfig, adapter: Adapter | None, size: int, option: str) -> None:
     """Raises SlipstreamError, the same on every rank, where experts can't be spread over `size` ranks, as the `option`
     asks."""
     if size == 1:
@@ -217,11 +215,6 @@ def check_expert_parallel(
     if adapter is not None:
         whole = adapted_model(whole, adapter).get_base_model()
     check_experts(whole, config.model_type, size, option)
-    if options.parallel.shard_parameters:
-        raise SlipstreamError(
-            f"{option} with parallel.shard_parameters=True, which gathers parameters over ranks that hold other "
-            "experts. Use parallel.shard_optimizer=True."
-        )
 
 
 def load_layers(

@@ -129,8 +129,7 @@ def check_shares(config: Config, model_config: Any) -> None:
     if parallel.tensor > 1:
         cut = parallel.tensor, parallel.tensor_plan, adapter, parallel.experts == 1
         plan_shares(model_config, find_anatomy(model_config), *cut)
-    options = PipelineOptions(**config.pipeline_options())
-    check_expert_parallel(model_config, adapter, parallel.experts, options, f"parallel.experts={parallel.experts}")
+    check_expert_parallel(model_config, adapter, parallel.experts, f"parallel.experts={parallel.experts}")
 
 
 def check_layers(config: Config, model_config: Any) -> None:
