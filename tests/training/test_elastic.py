@@ -165,6 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "given layers": ({"data": 2, "partition": [4, 4], "min_ranks": 1}, r"would do is 2: give --training.min_ranks=2"),
     "ranks that share layers": ({"tensor": 2, "data": 2, "min_ranks": 1}, r"with 1 of 8 .* would do is 2"),
     "optimizer": ({"name": "adafactor", "shard_optimizer": True, "data": 2, "min_ranks": 2}, "shard_optimizer=true"),
+    "parts": ({"name": "adafactor", "shard_optimizer": True, "context": 2}, "shard_optimizer=true"),
     "weights": ({"num_ranks": 4, "limit": 2.5e5, "min_ranks": 1}, "would do is 4: give --training.min_ranks=4"),
     "activations": ({"num_ranks": 4, "limit": 1.5e6, "min_ranks": 1}, "the fullest rank of .* would hold"),
     "routers": ({"data": 4, "router_loss": "per_layer", "min_ranks": 2}, "depends on the microbatches"),

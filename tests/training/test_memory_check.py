@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from slipstream import SlipstreamError
+from slipstream.model import meta_model
 from slipstream.train.config.run_config import parse_config
 from slipstream.train.preflight import less_memory, memory_account
 from slipstream.train.preflight.memory_check import check_memory
@@ -77,6 +78,7 @@ def test_other_failures_are_not_of_memory(failure: str) -> None:
         ({"pipeline": {"num_ranks": 1}}, 16 * NUM_PARAMETERS),
         ({"pipeline": {"num_ranks": 2}}, 8 * NUM_PARAMETERS),
         ({"pipeline": {"num_ranks": 2}, "parallel": {"data": 2, "shard_optimizer": True}}, 6 * NUM_PARAMETERS),
+        ({"pipeline": {"num_ranks": 2}, "parallel": {"context": 2, "shard_optimizer": True}}, 6 * NUM_PARAMETERS),
     ],
 )
 def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
@@ -84,3 +86,22 @@ def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
     check_memory(configured(**sections, memory={"limit": least}), config)
     with pytest.raises(SlipstreamError, match="weights, gradients and AdamW's state alone, of"):
         check_memory(configured(**sections, memory={"limit": least - 1}), config)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "of_experts", "of_others"),
+    [
+        ({"data": 4, "experts": 2}, 8, 16),
+        ({"data": 4, "experts": 2, "tensor": 2}, 8, 8),  # which doesn't cut experts
+        ({"data": 4, "experts": 2, "shard_optimizer": True}, 6, 10),
+        ({"data": 4, "experts": 2, "shard_parameters": True}, 4, 4),
+    ],
+)
+def test_the_least_limit_of_experts(parallel: dict[str, Any], of_experts: float, of_others: float) -> None:
+    config = Qwen3MoeConfig(**MODEL, num_key_value_heads=2, head_dim=8, moe_intermediate_size=32, num_experts=4)
+    experts = 2 * 4 * 3 * 16 * 32
+    least = of_experts * experts + of_others * (sum(each.numel() for each in meta_model(config).parameters()) - experts)
+    given = {"pipeline": {"num_ranks": 1}, "parallel": parallel}
+    check_memory(configured(**given, memory={"limit": least}), config)
+    with pytest.raises(SlipstreamError, match="one of the"):
+        check_memory(configured(**given, memory={"limit": least - 1}), config)

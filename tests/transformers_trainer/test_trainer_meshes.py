@@ -19,9 +19,9 @@ def run(folder: Path, num_processes: int, *meshes: str) -> None:
 
 @pytest.mark.more
 def test_stages_and_tensor_ranks_train_and_other_processes_go_on(tmp_path: Path) -> None:
-    """Of two processes' checkpoints two replicas, two tensor ranks, and one process alone go on."""
+    """Of two processes' checkpoints two replicas, tensor ranks, ranks that share slices, and one process go on."""
     write_expected(tmp_path)
-    run(tmp_path, 2, "begin:stages", "begin:tensors", "go-on:replicas", "go-on:tensors")
+    run(tmp_path, 2, "begin:stages", "begin:tensors", "go-on:replicas", "go-on:tensors", "go-on:slices")
     for saved in (CHECKPOINT, "tensors/checkpoint-2"):
         with no_rounding_inside():
             alone = slipstream_trainer(tmp_path / "alone")

@@ -249,6 +249,11 @@ class Ranks:
         return self.world.rank == 0
 
     @property
+    def leads_replica(self) -> bool:
+        """Whether this is the first of the ranks that are given the same rows."""
+        return all(group.rank == 0 for axis, group in self.groups.items() if axis.shares_batch)
+
+    @property
     def share_gradients(self) -> bool:
         """Whether gradients are summed over replicas, or over ranks that share layers."""
         return self.world.size > self.pipeline.size

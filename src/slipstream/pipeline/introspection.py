@@ -65,6 +65,16 @@ class PipelineFacts:
         return self._runtime.ranks.leads
 
     @property
+    def leads_replica(self) -> bool:
+        """Whether this is the one rank of those that are given the same rows that speaks for them."""
+        return self._runtime.ranks.leads_replica
+
+    @property
+    def num_processes(self) -> int:
+        """The processes of the whole mesh."""
+        return self._runtime.ranks.world.size
+
+    @property
     def has_own_loss(self) -> bool:
         """Whether a `loss_fn` was given, so that a step's loss isn't cross-entropy."""
         return self._runtime.has_own_loss

@@ -70,6 +70,5 @@ def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:
     """Returns the mesh of ranks; None where all of them are on the pipeline axis, or one process is measured alone."""
     if not dist.is_initialized() or dist.get_world_size() == config.pipeline.num_ranks:
         return None
-    parallel = config.parallel
-    sizes = config.pipeline.num_ranks, parallel.data, parallel.tensor
-    return make_mesh(*sizes, device.type, ep=parallel.experts, cp=parallel.context)
+    sizes: dict[str, Any] = config.mesh_sizes
+    return make_mesh(**sizes, device_type=device.type)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from slipstream.errors import SlipstreamError
-from slipstream.train.config import Config, dump_config, parse_config
+from slipstream.train.config import MESH_SETTINGS, Config, dump_config, parse_config
 from slipstream.units import table_text
 
 
@@ -117,13 +117,10 @@ def described_change(
 def with_mesh_of(config: Config, facts: Mapping[str, Any]) -> Config:
     """Returns the configuration with the mesh and the microbatches that a checkpoint's facts have."""
     before, mesh = facts["settings"]["pipeline"], facts["mesh"]
-    pipeline = {"num_ranks": mesh["pp"], "num_microbatches": before["num_microbatches"]}
-    names = {"data": "dp", "context": "cp", "experts": "ep", "tensor": "tp"}
-    parallel = {name: mesh.get(axis, 1) for name, axis in names.items()}
-    sections = {
-        "pipeline": config.pipeline.model_copy(update=pipeline),
-        "parallel": config.parallel.model_copy(update=parallel),
-    }
+    settings: dict[str, dict[str, int]] = {"pipeline": {"num_microbatches": before["num_microbatches"]}, "parallel": {}}
+    for axis, (section, name) in MESH_SETTINGS.items():
+        settings[section][name] = mesh.get(axis, 1)
+    sections = {name: getattr(config, name).model_copy(update=changed) for name, changed in settings.items()}
     return config.model_copy(update=sections)
 
 

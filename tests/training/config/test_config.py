@@ -56,6 +56,15 @@ def test_there_are_as_many_ranks_as_the_launcher_started(path: Path, monkeypatch
         load_config(path, ["--dp=3", "--training.batch_size=3"])
 
 
+def test_experts_are_spread_over_replicas_and_ranks_that_share_slices(path: Path) -> None:
+    two = ["--pp=1", "--training.batch_size=2"]
+    assert load_config(path, [*two, "--ep=2"]).mesh_text == "--pp=1 --dp=2 --tp=1 --ep=2"
+    shared = load_config(path, [*two, "--ep=2", "--cp=2"])
+    assert (shared.mesh_text, shared.num_processes) == ("--pp=1 --dp=1 --cp=2 --tp=1 --ep=2", 2)
+    with pytest.raises(SlipstreamError, match=r"experts=4 doesn't divide parallel\.data=1 times parallel\.context=2"):
+        load_config(path, [*two, "--ep=4", "--cp=2"])
+
+
 @pytest.mark.parametrize(
     ("capability", "settings", "ranks", "precision"),
     [

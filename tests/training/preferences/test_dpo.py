@@ -93,9 +93,9 @@ def test_in_bfloat16_it_is_as_near_to_plain_dpo_as_the_unsplit_model(expected: A
     assert measured["margin"] == pytest.approx(rewards["margin"], abs=0.05)
 
 
-@pytest.mark.parametrize("mesh", ["dp", "tp"])
+@pytest.mark.parametrize("mesh", ["dp", "tp", pytest.param("cp", marks=pytest.mark.more)])
 def test_replicas_and_tensor_ranks(expected: Any, mesh: str) -> None:
-    """Two processes: each with half of the pairs, or with half of every layer and of the vocabulary."""
+    """Two processes: each with half of the pairs, of every layer and of the vocabulary, or of every slice."""
     ended = launch(2, WORKERS / "training" / "preference_meshes.py", mesh)
     assert ended.returncode == 0, ended.stderr[-3000:]
     errors = [float(line) for line in ended.stdout.splitlines()]

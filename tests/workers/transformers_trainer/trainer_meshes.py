@@ -9,7 +9,13 @@ from slipstream import make_mesh
 from support.architectures import no_rounding_inside
 from support.trainer_resuming import CHECKPOINT, check_end, slipstream_trainer
 
-MESHES = {"stages": {"pp": 2}, "tensors": {"tp": 2}, "replicas": {"dp": 2}, "both": {"pp": 2, "dp": 2}}
+MESHES = {
+    "stages": {"pp": 2},
+    "tensors": {"tp": 2},
+    "slices": {"cp": 2},
+    "replicas": {"dp": 2},
+    "both": {"pp": 2, "dp": 2},
+}
 
 
 def begins(folder: Path, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
@@ -173,7 +172,7 @@ def _of_processes(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
         )
     if args.ddp_timeout != 1800:
         yield f"ddp_timeout={args.ddp_timeout}: give Pipeline(runtime=slipstream.Runtime(stall_limit=...))."
-    processes = math.prod(each.size for each in pipe.axes.values())
+    processes = pipe.num_processes
     if args.world_size != processes:
         on_cpu = pipe.device.type == "cpu" and not args.use_cpu  # then accelerate knows of one process
         instead = "TrainingArguments(use_cpu=True)" if on_cpu else "a mesh of all processes"

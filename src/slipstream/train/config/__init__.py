@@ -4,6 +4,7 @@ from slipstream.train.config.data_section import DataSection, PreferenceSection,
 from slipstream.train.config.rules import named_schedule
 from slipstream.train.config.run_config import (
     DECIDED_BY_PLAN,
+    MESH_SETTINGS,
     SMALLEST,
     Config,
     dump_config,

@@ -135,16 +135,12 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: in
 
 
 def check_expert_ranks(parallel: ParallelSection) -> None:
-    """Raises ValueError where experts can't be spread over the replicas."""
-    if parallel.data % parallel.experts:
+    """Raises ValueError where experts can't be spread over the ranks that otherwise hold the same weights."""
+    if parallel.num_copies % parallel.experts:
         raise ValueError(
-            f"parallel.experts={parallel.experts} doesn't divide parallel.data={parallel.data}, the replicas that have "
-            f"the experts; choose one that does, or --dp={parallel.experts}"
-        )
-    if parallel.experts > 1 and parallel.shard_parameters:
-        raise ValueError(
-            f"parallel.experts={parallel.experts} with parallel.shard_parameters=true, which gathers parameters over "
-            "ranks that hold other experts; use parallel.shard_optimizer=true"
+            f"parallel.experts={parallel.experts} doesn't divide parallel.data={parallel.data} times "
+            f"parallel.context={parallel.context}, the ranks that have the experts; choose one that does, or "
+            f"--dp={parallel.experts}"
         )
 
 

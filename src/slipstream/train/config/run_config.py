@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -224,16 +224,25 @@ class Config(Record):
         return self.data.vocab_size is None and self.data.tokenizer in (None, self.model.path)
 
     @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """What `make_mesh` is given: the ranks along each axis, and over how many of these experts are spread."""
+        return {axis: getattr(getattr(self, section), name) for axis, (section, name) in MESH_SETTINGS.items()}
+
+    @property
     def num_processes(self) -> int:
         """Ranks of the whole mesh."""
-        return self.pipeline.num_ranks * self.parallel.data * self.parallel.context * self.parallel.tensor
+        return self.num_ranks_without(())
+
+    def num_ranks_without(self, axes: Collection[str]) -> int:
+        """Returns the product of the other axes' sizes."""
+        return prod(size for axis, size in self.mesh_sizes.items() if axis in _AXES and axis not in axes)
 
     @property
     def mesh_text(self) -> str:
         """The mesh as it is typed."""
-        context = f" --cp={self.parallel.context}" if self.parallel.context > 1 else ""
-        experts = f" --ep={self.parallel.experts}" if self.parallel.experts > 1 else ""
-        return f"--pp={self.pipeline.num_ranks} --dp={self.parallel.data}{context} --tp={self.parallel.tensor}{experts}"
+        return " ".join(
+            f"--{axis}={size}" for axis, size in self.mesh_sizes.items() if size > 1 or axis in _ALWAYS_TYPED
+        )
 
 
 class _TwiceError(Exception):
@@ -391,15 +400,16 @@ def _has_bfloat16() -> bool:
 
 _SECONDS_TO_ASK, _FIRST_WITH_BFLOAT16 = 30.0, 8.0
 
-# The axes of the mesh, as they are typed, and the settings that they are
-_MESH = {
+# The sizes of the mesh, as they are typed, and the settings that they are
+MESH_SETTINGS = {
     "pp": ("pipeline", "num_ranks"),
     "dp": ("parallel", "data"),
     "cp": ("parallel", "context"),
     "tp": ("parallel", "tensor"),
+    "ep": ("parallel", "experts"),
 }
-
-_FOLDED = {"ep": ("parallel", "experts")}  # typed like an axis, of whose processes another one has
+_AXES = [axis for axis in MESH_SETTINGS if axis != "ep"]  # whose product is the number of processes
+_ALWAYS_TYPED = ("pp", "dp", "tp")
 
 
 def _fill_mesh(values: dict[str, Any]) -> None:
@@ -407,11 +417,12 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     that are, it gives the first sizes that fit, and notes that they are to be chosen. Experts have replicas over which
     they are spread."""
     parallel = values.get("parallel")
-    if isinstance(parallel, dict) and "experts" in parallel:
-        parallel.setdefault("data", parallel["experts"])
+    if isinstance(parallel, dict) and "experts" in parallel and not {"data", "context"} & parallel.keys():
+        parallel["data"] = parallel["experts"]
     given = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
-        for axis, (section, name) in _MESH.items()
+        for axis, (section, name) in MESH_SETTINGS.items()
+        if axis in _AXES
     }
     automatic = [axis for axis, size in given.items() if size == "auto"]
     if not automatic:
@@ -428,7 +439,7 @@ def _fill_mesh(values: dict[str, Any]) -> None:
             f"multiple of {others}, or change them"
         )
     if len(automatic) == 1:
-        section, name = _MESH[automatic[0]]
+        section, name = MESH_SETTINGS[automatic[0]]
         values.setdefault(section, {})[name] = world // others
         return
     _leave_mesh_open(values, automatic)
@@ -460,9 +471,9 @@ def meshes_of(values: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
     is_open = values["plan"]["open"]
     axes = [axis for axis in ("tp", "dp", "pp") if axis in is_open]
     for sizes in _products(number, len(axes)):
-        filled = values | {section: dict(values.get(section) or {}) for section, _ in _MESH.values()}
+        filled = values | {section: dict(values.get(section) or {}) for section, _ in MESH_SETTINGS.values()}
         for axis, size in zip(axes, sizes, strict=True):
-            section, name = _MESH[axis]
+            section, name = MESH_SETTINGS[axis]
             filled[section][name] = size
         if "microbatches" in is_open and isinstance(rows := values["training"].get("batch_size", 1), int):
             filled["pipeline"]["num_microbatches"] = max(1, rows // filled["parallel"].get("data", 1))
@@ -496,7 +507,7 @@ def set_override(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.removeprefix("--").partition("=")
     if not equals or not name:
         raise SlipstreamError(f"{override!r} isn't a setting with a value; write it as --training.steps=100")
-    *path, key = _MESH.get(name) or _FOLDED.get(name) or name.split(".")
+    *path, key = MESH_SETTINGS.get(name) or name.split(".")
     section = values
     for part in path:
         section = section.setdefault(part, {})

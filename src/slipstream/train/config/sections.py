@@ -94,8 +94,13 @@ class ParallelSection(Parallelism):
     """Processes that share every slice, each with some of its tokens. They have consecutive ranks, in steps of
     `tensor`: keep them within a node."""
     experts: PositiveInt = 1
-    """Replicas over which each layer's experts are spread, next to each other: they exchange tokens in every layer.
-    Where `data` isn't given there are as many replicas."""
+    """Ranks over which each layer's experts are spread, next to each other: they exchange tokens in every layer. It
+    divides `data` times `context`; where neither is given there are as many replicas."""
+
+    @property
+    def num_copies(self) -> int:
+        """The ranks that hold the same weights and see other tokens."""
+        return self.data * self.context
 
 
 class TrainingSection(Record):

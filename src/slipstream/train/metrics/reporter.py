@@ -129,9 +129,7 @@ class Reporter:
             trial: whether "auto" was still to plan what to run.
             asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
         """
-        # one rank of each replica
-        is_first = all(group.rank == 0 for name, group in self._pipe.axes.items() if name != "dp")
-        documents = batch.document_lengths() if is_first else []
+        documents = batch.document_lengths() if self._pipe.leads_replica else []
         computed = Phases.computed(timeline, self._pipe.rank, result.optimizer_seconds, data_seconds)
         sent_now, on_gpu = self._traffic.of_step(self._pipe.bytes_sent), GpuMemory.now()
         mine = peak_memory(), sent_now, documents, asked_to_stop, computed, on_gpu

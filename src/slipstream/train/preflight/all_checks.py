@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +207,7 @@ def possible_meshes(config: Config, model_config: Any) -> Iterator[Config]:
         )
     problem, found = None, 0
     values = yaml.safe_load(dump_config(config))
-    left = config.num_processes // _given_ranks(config)
+    left = config.num_processes // config.num_ranks_without(config.plan.open)
     for filled in meshes_of(values, left):
         try:
             tried = parse_config(filled)
@@ -222,12 +221,6 @@ def possible_meshes(config: Config, model_config: Any) -> Iterator[Config]:
         yield tried
     if not found:
         raise SlipstreamError(f"{axes}: no mesh of {config.num_processes} ranks is possible: {problem}")
-
-
-def _given_ranks(config: Config) -> int:
-    """Returns the product of the axes that aren't open."""
-    sizes = {"pp": config.pipeline.num_ranks, "dp": config.parallel.data, "tp": config.parallel.tensor}
-    return prod(size for axis, size in sizes.items() if axis not in config.plan.open)
 
 
 def first_mesh(config: Config, model_config: Any) -> Config:
@@ -300,7 +293,7 @@ def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
     if parallel.experts > 1:
         yield f"parallel.experts={parallel.experts}", "parallel.experts=1"
     for name in ("shard_optimizer", "shard_parameters"):
-        if parallel.data > 1 and getattr(parallel, name):
+        if parallel.num_copies > 1 and getattr(parallel, name):
             yield f"parallel.{name}=true", f"parallel.{name}=false"
     if traits.reach == "model" and pipeline.num_ranks > 1:
         yield f"pipeline.num_ranks={pipeline.num_ranks}", "pipeline.num_ranks=1"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor, nn
 
 from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
 from slipstream.model.adapters import find_frozen, freeze
+from slipstream.model.anatomy import expert_modules
 from slipstream.model.autograd_memory import recompute_advice
 from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
@@ -59,7 +62,7 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
     if memory.recompute != "none" and memory.offload < 1:
         share = min(1.0, memory.offload + 0.5)
         changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
-    if config.parallel.data > 1 and not config.parallel.shard_optimizer:
+    if config.parallel.num_copies > 1 and not config.parallel.shard_optimizer:
         changes.append(("--parallel.shard_optimizer=true", {"shard_optimizer": True}))
     half = max(1, training.seq_len // 2)
     changes.append((f"--training.seq_len={half} (now {training.seq_len})", {"seq_len": half}))
@@ -83,23 +86,37 @@ def check_memory(config: Config, model_config: Any) -> None:
     limit, parallel, num_ranks = config.memory.limit, config.parallel, config.pipeline.num_ranks
     if limit is None:
         return
-    state = _STATE_BYTES / (parallel.data if parallel.shard_optimizer else 1)
     whole = meta_model(model_config)
     freeze(whole, find_frozen(whole, config.model.freeze, "model.freeze"))
-    number = sum(parameter.numel() for parameter in whole.parameters())
-    trained = sum(parameter.numel() for parameter in whole.parameters() if parameter.requires_grad)
-    trained = 0 if config.lora is not None else trained
-    shared = num_ranks * parallel.tensor * (parallel.data if parallel.shard_parameters else 1)
-    least = (_FROZEN_BYTES * (number - trained) + (_TRAINED_BYTES + state) * trained) / shared
+    parameters = [*whole.parameters()]
+    trained = [each for each in parameters if each.requires_grad and config.lora is None]
+    spread = _spread_experts(whole) if parallel.experts > 1 else set()
+
+    def held(some: Iterable[Tensor], is_sharded: bool) -> float:
+        total = 0.0
+        for each in some:
+            is_spread = id(each) in spread
+            replicas = parallel.num_copies if is_sharded else parallel.experts if is_spread else 1
+            total += each.numel() / replicas / (1 if is_spread else parallel.tensor)  # which doesn't cut experts then
+        return total / num_ranks
+
+    shards = parallel.shard_parameters
+    least = _FROZEN_BYTES * held(parameters, shards) + (_TRAINED_BYTES - _FROZEN_BYTES) * held(trained, shards)
+    least += _STATE_BYTES * held(trained, shards or parallel.shard_optimizer)
     if least <= limit:
         return
     what = "the frozen weights" if config.lora is not None else "weights, gradients and AdamW's state"
-    on = "the rank holds" if shared == 1 else f"one of the {config.num_processes} ranks holds"
+    on = "the rank holds" if config.num_processes == 1 else f"one of the {config.num_processes} ranks holds"
     raise SlipstreamError(
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of {what} alone, of "
-        f"{number:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
-        f"--pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
+        f"{sum(each.numel() for each in parameters):,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or "
+        f"so, --pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
     )
+
+
+def _spread_experts(whole: nn.Module) -> set[int]:
+    """Returns the identities of the parameters of experts."""
+    return {id(each) for _, experts in expert_modules(whole) for each in experts.parameters()}
 
 
 _ANY_CLUSTER = "a100-dgx"  # memory doesn't depend on how fast it is
