@@ -153,8 +153,14 @@ def test_what_is_saved_has_the_logits_that_were_trained(folder: Path, tmp_path: 
             assert not torch.allclose(whole(input_ids=tokens()).logits, expected, atol=1e-2)
 
 
-def test_plans_count_4_bits() -> None:
+def test_plans_count_4_bits_and_leave_those_of_weights_as_they_are() -> None:
     config = ARCHITECTURES["llama"]
+    with torch.device("meta"):
+        shapes = QuantisedLinear(nn.Linear(96, 64))
+    real = QuantisedLinear(nn.Linear(96, 64))  # after the other, of which bitsandbytes must keep nothing
+    own = {name: (each.shape, each.dtype) for name, each in real.named_buffers()}
+    assert own == {name: (each.shape, each.dtype) for name, each in shapes.named_buffers()}
+    assert shapes.weight.shape == real.weight.shape
     wide, narrow = (
         count_model(config, 256, torch.bfloat16, TrainedWeights(adapter=Adapter("default", lora(), each)))
         for each in (False, True)

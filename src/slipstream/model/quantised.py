@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -39,17 +40,13 @@ class QuantisedLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear) -> None:
         """Quantises the weight of `linear`, which may be on the meta device, and takes its bias over."""
-        from bitsandbytes.functional import quantize_4bit
-
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self._wide = linear.weight.dtype
         weight = linear.weight.detach()
-        narrow = weight if weight.dtype.itemsize <= 4 else weight.to(torch.float32)
-        packed, state = quantize_4bit(narrow, blocksize=_BLOCK, compress_statistics=True, quant_type=_KIND)
+        packed, *scales = _empty(weight) if weight.is_meta else _quantised(weight)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        found = state.absmax, state.state2.absmax, state.state2.code, state.offset
-        for name, tensor in zip(("scales", "scale_of_scales", "scale_code", "offset"), found, strict=True):
+        for name, tensor in zip(("scales", "scale_of_scales", "scale_code", "offset"), scales, strict=True):
             self.register_buffer(name, tensor, persistent=False)
         self.train(linear.training)
 
@@ -83,6 +80,28 @@ class QuantisedLinear(nn.Linear):
         destination[f"{prefix}weight"] = self.dequantised(self._wide).cpu()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns a weight's 4 bits, packed, and the tensors of their scales."""
+    from bitsandbytes.functional import quantize_4bit
+
+    narrow = weight if weight.dtype.itemsize <= 4 else weight.to(torch.float32)
+    packed, state = quantize_4bit(narrow, blocksize=_BLOCK, compress_statistics=True, quant_type=_KIND)
+    return packed, state.absmax, state.state2.absmax, state.state2.code, state.offset
+
+
+def _empty(weight: Tensor) -> tuple[Tensor, ...]:
+    """Returns the same of a weight on the meta device, not by bitsandbytes, which would keep a table from there."""
+    import bitsandbytes  # noqa: F401 - it registers the operations that make the weight wide
+
+    blocks = math.ceil(weight.numel() / _BLOCK)
+    bits = [(math.ceil(weight.numel() / 2), 1), (blocks,)]
+    wide = [(math.ceil(blocks / _SCALES),), (256,), ()]
+    return (
+        *(weight.new_empty(size, dtype=torch.uint8) for size in bits),
+        *(weight.new_empty(size, dtype=torch.float32) for size in wide),
+    )
 
 
 class _Product(torch.autograd.Function):
