@@ -13,7 +13,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from benchmarks.papers.unfused_attention import UnfusedCosts
-from slipstream.cost import AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount, Stage, StageParts
+from slipstream.cost import REPLAYED, AnalyticCosts, AnalyticSource, Cluster, ModelCount, PartCount, Stage, StageParts
 from slipstream.cost.analytic import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.bounds import PlacedPartition, ScheduleShape
@@ -115,7 +115,7 @@ class PaperSpace(PlanSpace):
 
     def actions(self, configuration: Configuration) -> ActionArrays:
         """Returns the papers' schedule, whose backwards are whole."""
-        return whole_backwards(self.shape(configuration), configuration.recompute != "none")
+        return whole_backwards(self.shape(configuration), configuration.recompute in REPLAYED)
 
 
 @lru_cache(maxsize=KEPT)
