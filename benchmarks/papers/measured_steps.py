@@ -6,8 +6,9 @@ A row is a configuration with its measured step. What the systems that were meas
 here: Megatron reduces gradients behind the last microbatch's backward and gathers weights behind the first one's
 forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share tokens, and where the
 system overlaps their exchanges with products, only what can't be hidden counts. Eight and four bits have the data
-sheets' rates for products of layers, attention and head not. Nothing is fitted but one factor of the rates for each
-device and number of bits, on every second row.
+sheets' rates for products of layers, attention and head not. Products of weight gradients add them up, but
+torchtitan's; Seq1F1B's timers wait for the device around each action. Nothing is fitted but one factor of the rates for
+each device and number of bits, on every second row.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -66,9 +68,18 @@ SOURCES = {  # where a row's source begins so
     "pytorch/torchtitan": "torchtitan",
     "zwx119": "Seq1F1B",
     "sail-sg": "Vocabulary Parallelism",
+    "arXiv 2407.21783": "Llama 3",
 }
 OVERLAPS_TENSOR = ("MLPerf", "DGX Cloud", "Megatron-Bridge")  # exchanges of tensor parallelism with products
 GRADIENT_BYTES = {"torchtitan": 4.0, "Seq1F1B": 4.0}  # all others reduce in 16 bits
+# layers of each stage by vocabulary, of the authors' file of stage times (artifact/exp_one_host.csv)
+REDISTRIBUTED = {
+    32000: (4, 4, 4, 4, 4, 4, 4, 4),
+    64000: (4, 4, 4, 4, 4, 4, 5, 3),
+    128000: (4, 4, 4, 4, 4, 5, 5, 2),
+    256000: (4, 4, 4, 5, 5, 5, 5, 0),
+}
+LORA_RANK = 32  # Megatron-Bridge's default, on all four products of a layer
 VOCABULARY = 51200  # of a GPT where the row doesn't say
 
 
@@ -154,8 +165,12 @@ class Row:
     def model(self) -> ModelCount:
         shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
         kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
+        kind = "gpt with dropout" if self.source == "Korthikanti 2022" else kind
         is_fused = self.source != "torchtitan" or "compile" in self.text["note"]
-        model = counted(kind, *shape, self.number("vocab", VOCABULARY), self.number("seq"), is_fused)
+        model = counted(
+            kind, *shape, self.number("vocab", VOCABULARY), self.number("seq"), is_fused, "LoRA" in self.text["use"]
+        )
+        model = model if self.source == "torchtitan" else with_sums_in_products(model)
         if self.bits == 16:
             return model
         rate = NARROW[self.device.split("-")[0].upper()][self.bits]
@@ -169,9 +184,8 @@ class Row:
         if described.nodes_per_domain > 1:
             described = replace(described, nodes_per_domain=NODES_OF_A_RACK)
         device = described.device
-        curve = tuple((tokens, factor * share) for tokens, share in device.efficiency)
-        attention = factor * device.attention_efficiency
-        return replace(described, device=replace(device, efficiency=curve, attention_efficiency=attention))
+        names = ("matmul_efficiency", "attention_efficiency")
+        return replace(described, device=replace(device, **{name: factor * getattr(device, name) for name in names}))
 
     def candidate(self, factor: float) -> SimulatedConfiguration:
         source = MeasuredSource(self, self.cluster(factor))
@@ -193,16 +207,21 @@ def counted(
     vocabulary: int,
     length: int,
     fused: bool = True,
+    with_lora: bool = False,
 ) -> ModelCount:
-    """Counts a model of whole layers. They are alike, so that two of them are enough."""
+    """Counts a model of whole layers. But for the first, which may have nothing to train below it, they are alike, so
+    that two of them are enough."""
     import torch
+    from peft import LoraConfig
     from transformers import GPT2Config, LlamaConfig, NemotronConfig
 
+    from slipstream.model.adapters import Adapter, TrainedWeights
     from slipstream.profile import count_model
 
     config: Any
-    if kind == "gpt":
+    if kind.startswith("gpt"):
         sizes = {"n_embd": hidden, "n_head": heads, "n_inner": feed_forward, "n_positions": length, "n_layer": 2}
+        sizes |= {} if "dropout" in kind else {"resid_pdrop": 0, "embd_pdrop": 0}
         config = GPT2Config(**sizes, vocab_size=vocabulary, use_cache=False, tie_word_embeddings=False)
     else:
         config = {"llama": LlamaConfig, "nemotron": NemotronConfig}[kind](
@@ -215,8 +234,22 @@ def counted(
             max_position_embeddings=length,
             use_cache=False,
         )
-    model = count_model(config, length, torch.bfloat16, fused=fused)
-    return replace(model, kinds=(0,) * layers, halves=())
+    lora = Adapter("default", LoraConfig(r=LORA_RANK, target_modules="all-linear"))
+    trained = TrainedWeights(adapter=lora if with_lora else None)
+    model = count_model(config, length, torch.bfloat16, trained, fused=fused)
+    return replace(model, kinds=(model.kinds[0], *model.kinds[1:] * (layers - 1)), halves=())
+
+
+def with_sums_in_products(model: ModelCount) -> ModelCount:
+    """Returns the model whose products of weight gradients add to those that are there, as Megatron's do, where
+    Slipstream's are added by kernels of their own: bytes that don't grow with the tokens."""
+
+    def part(layer: PartCount) -> PartCount:
+        count = layer.ops[Op.W]
+        moved = {name: Amount(0.0, getattr(count, name).per_token) for name in ("wide_bytes", "other_bytes")}
+        return replace(layer, ops={**layer.ops, Op.W: replace(count, **moved)})
+
+    return replace(model, layers=tuple(map(part, model.layers)), head=part(model.head))
 
 
 def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
@@ -251,8 +284,7 @@ class MeasuredCosts(AnalyticCosts):
         if not self.overlaps_tensor or not part.attentions:
             return whole
         tokens = self.microbatch_size * length
-        rate = self.cluster.device.matmul_flops(self.model.dtype, tokens)
-        products = part.ops[Op.F if op is Op.R else op].flops.at(tokens) / self.tensor_parallel / rate
+        products = self.product_seconds(part.ops[Op.F if op is Op.R else op], tokens)
         return np.maximum(whole / self.tensor_parallel, whole - products)
 
     def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
@@ -272,10 +304,17 @@ class MeasuredCosts(AnalyticCosts):
 
 
 class KorthikantiCosts(UnfusedCosts):
-    """Costs of 2022, whose selective recomputation is that of attention's scores; the optimizer wasn't timed."""
+    """Costs of 2022, whose selective recomputation is that of attention's scores."""
 
-    def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
-        return 0.0
+    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns what isn't hidden. In the backward the sums of input gradients run beside the products of the weight
+        gradient; where ranks share tokens, the gathering of output gradients, half of it all, runs beside nothing."""
+        whole = super()._part_reduce_seconds(part, op, length)
+        if op is not Op.I or not part.attentions:
+            return whole
+        ahead = whole / 2 if self.sequence_parallel else 0.0
+        products = self.product_seconds(part.ops[Op.W], self.microbatch_size * length)
+        return ahead + np.maximum(0.0, whole - ahead - products)
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
         if recompute != "selective":
@@ -299,7 +338,8 @@ class TorchtitanCosts(MeasuredCosts):
 
 @dataclass(frozen=True)
 class SpreadHeadCosts(MeasuredCosts):
-    """Costs where every stage has its share of embedding and head, as the vocabulary is spread over them."""
+    """Costs where every stage has its share of embedding and head, as the vocabulary is spread over them: two more
+    actions forward, and two backward."""
 
     num_stages: int = 1
 
@@ -310,8 +350,19 @@ class SpreadHeadCosts(MeasuredCosts):
 
     def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         ends = (self.model.embedding, self.model.head)
-        spread = sum(super(SpreadHeadCosts, self).part_seconds(part, op, length, context) for part in ends)
-        return super().seconds(layers, op, length, context) + spread / self.num_stages
+        ops = (Op.I, Op.W) if op is Op.B else (op,)
+        spread = sum(super(SpreadHeadCosts, self).part_seconds(p, o, length, context) for p in ends for o in ops)
+        seconds = super().seconds(layers, op, length, context) + spread / self.num_stages
+        return seconds + (0 if op is Op.W else 2 * self.cluster.device.action_seconds)
+
+
+class TimedCosts(MeasuredCosts):
+    """Costs of a run whose timers wait for the device before and after each action: the host starts no kernel ahead, so
+    what that takes it adds up."""
+
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+        host = sum(number * self._host_seconds(part, op) for number, part in self.model.counted(layers))
+        return super().seconds(layers, op, length, context) + host
 
 
 class MeasuredSource(PaperSource):
@@ -329,13 +380,14 @@ class MeasuredSource(PaperSource):
         more = {
             "sequence_parallel": tensor_parallel > 1,
             "gradient_bytes": GRADIENT_BYTES.get(row.source, 2.0),
-            "overlaps_tensor": row.source in OVERLAPS_TENSOR,
+            "overlaps_tensor": row.source in OVERLAPS_TENSOR or "async" in row.text["note"].lower(),
             "length": row.number("seq"),
             "num_gathers": 2 * per_replica if row.text["fsdp"] else 1,
         }
         if "vocab-" in row.text["schedule"]:
             return SpreadHeadCosts(*common, **more, num_stages=row.number("pp"))
-        return (TorchtitanCosts if row.source == "torchtitan" else MeasuredCosts)(*common, **more)
+        kinds = {"torchtitan": TorchtitanCosts, "Seq1F1B": TimedCosts}
+        return kinds.get(row.source, MeasuredCosts)(*common, **more)
 
 
 class MeasuredSpace(PaperSpace):
@@ -360,8 +412,11 @@ class MeasuredSpace(PaperSpace):
         if num_layers % num_stages == 0 and "redis" not in self._of.text["schedule"]:
             return super()._cut_equally(tensor, size, pipeline, stages_per_rank)
         costs, num_parts = self.costs(tensor, size), num_layers + 2
-        if num_parts % num_stages == 0:  # embedding and head count as a layer each
-            numbers: Sequence[int] = [num_parts // num_stages] * num_stages
+        if "redis" in self._of.text["schedule"]:
+            first, *inner, last = REDISTRIBUTED[self._of.number("vocab")]
+            numbers: Sequence[int] = [first + 1, *inner, last + 1]
+        elif num_parts % num_stages == 0:  # embedding and head count as a layer each
+            numbers = [num_parts // num_stages] * num_stages
         else:
             ends = (range(1), range(num_layers - 1, num_layers))
             layer = sequence_seconds(costs, self.seq_len, range(1, 2))
@@ -436,8 +491,36 @@ def report() -> dict[str, Any]:
         "factors": {f"{device}, {bits} bits": factor for (device, bits), factor in factors.items()},
         "groups": summaries(found),
         "not expressed": reasons(found),
+        "llama 3 405b": meta_405b(),
         "rows": found,
     }
+
+
+# Llama 3's Table 4: 400 teraFLOP/s a GPU. Stages per rank and recomputation aren't published.
+META = {
+    **{"model": "Llama3.1 405B", "layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248, "gated": 1},
+    **{"vocab": 128256, "seq": 8192, "gpu": "H100", "gpus": 16384, "precision": "BF16", "tp": 8, "pp": 16, "dp": 128},
+    **{"mbs": 1, "gbs": 2048, "source": "arXiv 2407.21783"},
+}
+META_FLOPS = 400e12
+
+
+def meta_405b() -> list[dict[str, Any]]:
+    """Predicts Llama 3's training of 405B for every number of stages a rank and kind of recomputation: its time, and
+    whether it fits a device's memory without headroom."""
+    found, blank = [], dict.fromkeys(rows()[0].text, "")
+    for stages, recompute in product(range(2, 9), ("none", "selective", "full")):
+        given = META | {"vp": stages, "recompute": recompute}
+        row = Row(blank | {name: str(value) for name, value in given.items()})
+        candidate = row.candidate(1.0)
+        source, seconds = candidate.space.source, candidate.step()[0]
+        flops = source.peak_seconds(row.number("gbs"), row.number("seq")) * source.cluster.device.flops["bfloat16"]
+        measured = flops / (row.number("gpus") * META_FLOPS)
+        found.append(
+            {"stages a rank": stages, "recompute": recompute, "seconds": seconds, "error": seconds / measured - 1}
+            | {"bytes": max(candidate.peaks()), "fits": max(candidate.peaks()) <= source.memory, "measured": measured}
+        )
+    return found
 
 
 def reasons(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:

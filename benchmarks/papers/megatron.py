@@ -39,7 +39,7 @@ class Constants:
     def cluster(self) -> Cluster:
         device = replace(
             SELENE.device,
-            efficiency=((1.0, self.matmul),),
+            matmul_efficiency=self.matmul,
             attention_efficiency=self.matmul,
             memory_efficiency=self.traffic,
         )

@@ -49,7 +49,7 @@ class Constants:
         base = CLUSTER
         device = replace(
             base.device,
-            efficiency=((1.0, self.matmul),),
+            matmul_efficiency=self.matmul,
             attention_efficiency=self.attention,
             memory_efficiency=self.memory,
             kernel_seconds=self.kernel,

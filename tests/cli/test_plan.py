@@ -44,7 +44,7 @@ CLUSTER: dict[str, Any] = {
         "memory": 1e9,
         "memory_bandwidth": 1e10,
         "kernel_seconds": 0,
-        "efficiency": [[1, 0.5], [64, 1]],
+        "matmul_efficiency": 1,
     },
     "inside": {"bandwidth": 1e10, "latency": 1e-6},
     "between": {"bandwidth": 1e9, "latency": 1e-5},

@@ -229,7 +229,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
     """Four devices on which kernels cost nothing, so that slices are short."""
-    numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0, "efficiency": [[1, 0.5], [64, 1]]}
+    numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0, "matmul_efficiency": 1}
     device = {"name": "small", "flops": {"float32": 1e9}, **numbers}
     links = {"inside": {"bandwidth": 1e10, "latency": 1e-6}, "between": {"bandwidth": 1e9, "latency": 1e-5}}
     path = tmp_path / "cluster.yaml"

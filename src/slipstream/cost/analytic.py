@@ -2,7 +2,8 @@
 
 A slice of n tokens (all sequences of the microbatch together) after a context takes, on one of t tensor-parallel ranks:
 
-    matrix products   max(FLOPs / t / rate(n), bytes / t / bandwidth)      weights are read however short the slice
+    matrix products   FLOPs / t / rate + bytes / bandwidth                 of each one side is as wide as the hidden
+                                                                           state, on every rank; all else is 1/t
     other kernels     bytes / bandwidth                                    as wide as the hidden state: on every rank
     attention         FLOPs of the scores under the mask / t / rate(n)     a fused kernel: scores aren't written
                       bytes of the context's gradients / bandwidth         of keys and values, added in the backward
@@ -26,6 +27,8 @@ from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount,
 from slipstream.cost.stages import ActionBytes, Stage, all_of, kept_by_layers, layers_with_backward, pipeline_costs
 from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost
+
+_HEAD_WIDTHS = 32  # FlashAttention computes with heads as wide as the next multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +122,20 @@ class AnalyticCosts:
             return sum(self.part_seconds(part, each, length, context) for each in (Op.I, Op.W))
         op = Op.F if op is Op.R else op
         device, tokens, count = self.cluster.device, self.microbatch_size * length, part.ops[op]
-        products = np.maximum(
-            count.flops.at(tokens) / self.tensor_parallel / device.matmul_flops(self.model.dtype, tokens),
-            count.matmul_bytes.at(tokens) / self.tensor_parallel / device.bytes_per_second,
-        )
         scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
-        busy = products + self._elementwise_seconds(count, tokens) + scores
+        busy = self.product_seconds(count, tokens) + self._elementwise_seconds(count, tokens) + scores
         busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
         return busy + self._part_reduce_seconds(part, op, length)
+
+    def product_seconds(self, count: OpCount, tokens: Any) -> Any:
+        """Returns the time of the matrix products. What they read and write isn't hidden behind what they compute: so a
+        product of short slices, or narrow as t ranks share it, computes for less of its time."""
+        read = count.matmul_bytes
+        whole = min(count.num_matmuls * self.model.hidden_size * self.model.dtype_bytes, read.per_token)
+        shared = read.constant + (read.per_token - whole) * tokens
+        moved = (whole * tokens + shared / self.tensor_parallel) / self.cluster.device.bytes_per_second
+        rate = self.tensor_parallel * self.cluster.device.matmul_flops(self.model.dtype)
+        return count.flops.at(tokens) / rate + moved
 
     def _host_seconds(self, part: PartCount, op: Op) -> float:
         """Returns the time in which the host starts a layer's kernels; I and W share that of a backward."""
@@ -186,13 +195,14 @@ class AnalyticCosts:
         device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
         num_scores = call.window.scores(context + length) - call.window.scores(context)
         scores = heads * (self.microbatch_size * num_scores)
-        keys, values = call.key_width, call.value_width
+        keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
         width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
         computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * length)
         if op is Op.F:
             return computed
         read = call.window.context_keys(context)
-        numbers = self.microbatch_size * read * call.num_key_value_heads * (keys + values) / self.tensor_parallel
+        numbers = self.microbatch_size * read * call.num_key_value_heads * (call.key_width + call.value_width)
+        numbers = numbers / self.tensor_parallel
         # a kernel writes them; then they are read, and the sums in float32 are read and written
         return computed + numbers * (2 * self.model.dtype_bytes + 2 * 4) / device.bytes_per_second
 

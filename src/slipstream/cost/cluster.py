@@ -84,10 +84,11 @@ COUNT = PlausibleRange(1, 1e6, "a whole number")
 class Device:
     """One accelerator.
 
-    `efficiency` has (tokens, fraction) pairs: the fraction of the peak that matrix products of this many tokens reach,
-    interpolated linearly over the logarithm of the tokens; `attention_curve` likewise the fraction of
-    `attention_efficiency` that slices of so many tokens reach. `action_seconds` is what doesn't shrink with a slice
-    beyond its kernels: the host's work to start an action, to wait for its message and to post the next one.
+    A matrix product takes its FLOPs at `matmul_efficiency` of the peak and then its bytes at `memory_efficiency` of the
+    memory's bandwidth, so that narrow and short products reach less. `attention_curve` has (tokens, fraction) pairs:
+    the fraction of `attention_efficiency` that slices of so many tokens reach, linear over the logarithm of the tokens.
+    `action_seconds` is what doesn't shrink with a slice beyond its kernels: the host's work to start an action, to wait
+    for its message and to post the next one.
     `layer_seconds` is the host's work to start a layer's kernels, forward or backward: a layer takes as long at least.
     """
 
@@ -96,7 +97,7 @@ class Device:
     memory: Annotated[float, BYTES]  # bytes
     memory_bandwidth: Annotated[float, BANDWIDTH]  # bytes per second
     kernel_seconds: Annotated[float, SECONDS]  # the shortest time of a kernel, launch included
-    efficiency: Annotated[tuple[tuple[float, float], ...], _curve]
+    matmul_efficiency: Annotated[float, FRACTION]  # the share of the peak at which matrix products compute
     attention_curve: Annotated[tuple[tuple[float, float], ...], _curve] = ((1.0, 1.0),)
     layer_seconds: Annotated[float, SECONDS] = 0.0
     action_seconds: Annotated[float, SECONDS] = 0.0  # of each forward or backward of a stage, however short its slice
@@ -105,16 +106,19 @@ class Device:
     host_bandwidth: Annotated[float, BANDWIDTH] = 16e9  # bytes per second to the host's memory, in one direction
     host_memory: Annotated[float, BYTES] = 32e9  # bytes of the host's memory for each device
 
-    def matmul_flops(self, dtype: str, num_tokens: Any) -> Any:
-        """Returns the FLOP/s that matrix products of `num_tokens` tokens reach, as a number or an array."""
-        if dtype not in self.flops:
-            known = ", ".join(self.flops)
-            raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
-        return self.flops[dtype] * _along(self.efficiency, num_tokens)
+    def matmul_flops(self, dtype: str) -> float:
+        """Returns the FLOP/s at which matrix products compute, besides reading and writing their operands."""
+        return self._peak(dtype) * self.matmul_efficiency
 
     def attention_flops(self, dtype: str, num_tokens: Any) -> Any:
         """Returns the FLOP/s that attention of a slice of `num_tokens` tokens reaches, as a number or an array."""
-        return self.flops[dtype] * self.attention_efficiency * _along(self.attention_curve, num_tokens)
+        return self._peak(dtype) * self.attention_efficiency * _along(self.attention_curve, num_tokens)
+
+    def _peak(self, dtype: str) -> float:
+        if dtype not in self.flops:
+            known = ", ".join(self.flops)
+            raise SlipstreamError(f"dtype={dtype!r} has no peak on {self.name}: use {known}, or add flops.{dtype}.")
+        return self.flops[dtype]
 
     @property
     def bytes_per_second(self) -> float:

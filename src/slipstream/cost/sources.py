@@ -49,7 +49,7 @@ class AnalyticSource:
         heads = {call.num_heads for part in model.layers for call in part.attentions}
         degrees = range(1, min(heads) + 1)
         self.tensor_parallel_degrees = tuple(t for t in degrees if all(h % t == 0 for h in heads))
-        cluster.device.matmul_flops(model.dtype, 1)  # raises where the dtype has no peak
+        cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""

@@ -99,11 +99,40 @@ def parts_of(layers: Stage, num_layers: int, units_per_layer: int) -> range:
     return range(first, last)
 
 
+_Table = TypeVar("_Table", bound=TableCost, covariant=True)
+
+
+class _StageCosts(Protocol[_Table]):
+    """What stages cost and keep: `AnalyticCosts` or `Profile`."""
+
+    @property
+    def parts(self) -> Sequence[int]: ...
+
+    @property
+    def units_per_layer(self) -> int: ...
+
+    def parts_of(self, layers: Stage) -> range: ...
+
+    def has_backward(self, stage: Stage) -> bool: ...
+
+    def seconds(self, layers: StageParts, op: Op, length: Any, context: Any) -> Any: ...
+
+    def activation_bytes(self, layers: Stage, length: int) -> float: ...
+
+    def kept_bytes(self, layers: StageParts, recompute: str, length: int) -> float: ...
+
+    def message_bytes(self, length: Any) -> Any: ...
+
+    def handling_seconds(self, length: Any) -> Any: ...
+
+    def action_costs(self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int]) -> _Table: ...
+
+
 BY_LAYER = frozenset({"full", "stage+full"})  # recompute one layer after the other, within the backward
 REPLAYED = frozenset({"selective", "stage", "stage+full"})  # recompute by an R before the backward
 
 
-def layers_with_backward(costs: _Parts, stage: Stage) -> list[StageParts]:
+def layers_with_backward(costs: _StageCosts[TableCost], stage: Stage) -> list[StageParts]:
     """Returns the layers of a stage that have a backward, of each the parts that are there: what is recomputed at
     once."""
     own, last = costs.parts_of(stage), len(costs.parts) - 1
@@ -118,30 +147,12 @@ def all_of(layers: Sequence[StageParts]) -> StageParts:
     return StageParts(layers[0].start, layers[-1].stop) if layers else StageParts(0, 0)
 
 
-def kept_by_layers(costs: _Parts, stage: Stage, length: int) -> float:
+def kept_by_layers(costs: _StageCosts[TableCost], stage: Stage, length: int) -> float:
     """Returns what a slice's F keeps where its layers are recomputed one by one: what enters each of them, and what is
     saved of the model's ends."""
     ends = [StageParts(part, part + 1) for part in (0, len(costs.parts) - 1) if part in costs.parts_of(stage)]
     saved = sum(float(costs.activation_bytes(end, length)) for end in ends)
     return saved + len(layers_with_backward(costs, stage)) * float(costs.message_bytes(length))
-
-
-class _Parts(Protocol):
-    """What a model's parts keep: `AnalyticCosts` or `Profile`."""
-
-    @property
-    def parts(self) -> Sequence[int]: ...
-
-    @property
-    def units_per_layer(self) -> int: ...
-
-    def parts_of(self, layers: Stage) -> range: ...
-
-    def has_backward(self, stage: Stage) -> bool: ...
-
-    def activation_bytes(self, layers: Stage, length: int) -> float: ...
-
-    def message_bytes(self, length: Any) -> Any: ...
 
 
 def check_partition(partition: Sequence[float], num_layers: int, units_per_layer: int) -> None:
@@ -234,21 +245,6 @@ class ActionBytes:
 
 OPS = (Op.F, Op.B, Op.I, Op.W)  # the ops that have times of their own; R takes as long as F
 WITH_MESSAGES = (Op.F, Op.B, Op.I)  # the ops whose inputs and results travel between stages
-_Table = TypeVar("_Table", bound=TableCost, covariant=True)
-
-
-class _StageCosts(Protocol[_Table]):
-    """What stages cost: `AnalyticCosts` or `Profile`."""
-
-    def seconds(self, layers: StageParts, op: Op, length: Any, context: Any) -> Any: ...
-
-    def activation_bytes(self, layers: StageParts, length: int) -> float: ...
-
-    def kept_bytes(self, layers: StageParts, recompute: str, length: int) -> float: ...
-
-    def handling_seconds(self, length: Any) -> Any: ...
-
-    def action_costs(self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int]) -> _Table: ...
 
 
 def messages_of_stages(num_stages: int) -> Ints:

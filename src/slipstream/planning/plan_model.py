@@ -204,7 +204,7 @@ def _analytic_source(
             raise SlipstreamError(f"dtype={dtype!r}, but the model was counted in {model.dtype}: count it again.")
         return AnalyticSource(model, described, "counted model")
     dtype = dtype or _DTYPE
-    described.device.matmul_flops(dtype, 1)  # raises where the dtype has no peak, before the model is counted
+    described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
     count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, *parts), fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD

@@ -20,7 +20,7 @@ from support.hand_made_plan import pipeline_cost
 HIDDEN = 8
 WEIGHTS = 1000.0
 PRODUCTS = OpCount(flops=Amount(0, 2000), matmul_bytes=Amount(WEIGHTS, 0), num_matmuls=1, num_kernels=1)
-CALL = AttentionCall(num_heads=4, num_key_value_heads=2, key_width=2, value_width=2, window=AttentionWindow())
+CALL = AttentionCall(num_heads=4, num_key_value_heads=2, key_width=32, value_width=32, window=AttentionWindow())
 
 
 def part(name: str, ops: OpCount, attentions: tuple[AttentionCall, ...] = ()) -> PartCount:
@@ -54,7 +54,7 @@ def cluster() -> Cluster:
                 "memory_efficiency": 1,
                 "attention_efficiency": 1,
                 "kernel_seconds": 0,
-                "efficiency": [[1, 1]],
+                "matmul_efficiency": 1,
             },
             "inside": {"bandwidth": 1e8, "latency": 0, "efficiency": 1},
             "between": {"bandwidth": 1e7, "latency": 1e-3, "efficiency": 1, "shared_by": 2},
@@ -65,13 +65,25 @@ def cluster() -> Cluster:
 LAYER = range(1, 2)  # neither first nor last
 
 
-def test_products_are_bound_by_flops_or_by_reading_the_weights(cluster: Cluster) -> None:
+def test_products_compute_and_then_read_the_weights(cluster: Cluster) -> None:
     costs = AnalyticCosts(replace(MODEL, layers=(part("layer", PRODUCTS),)), cluster)
-    assert costs.seconds(LAYER, Op.F, 10, 0) == pytest.approx(10 * 2000 / 1e9)
-    slow_memory = replace(cluster, device=replace(cluster.device, memory_bandwidth=1e7))
-    assert AnalyticCosts(costs.model, slow_memory).seconds(LAYER, Op.F, 10, 0) == pytest.approx(WEIGHTS / 1e7)
+    assert costs.seconds(LAYER, Op.F, 10, 0) == pytest.approx((10 * 2000 + WEIGHTS) / 1e9)
     assert costs.seconds(LAYER, Op.B, 10, 0) == pytest.approx(2 * costs.seconds(LAYER, Op.F, 10, 0))
     assert costs.seconds(LAYER, Op.R, 10, 0) == costs.seconds(LAYER, Op.F, 10, 0)
+
+
+def test_a_narrow_product_computes_for_less_of_its_time(cluster: Cluster) -> None:
+    """Of its 40 bytes of a token the side that is as wide as the hidden state, 16, is whole on each of two ranks."""
+    count = replace(PRODUCTS, matmul_bytes=Amount(WEIGHTS, 40))
+    one, two = (AnalyticCosts(MODEL, cluster, t).product_seconds(count, 10) for t in (1, 2))
+    assert one == pytest.approx((10 * 2000 + WEIGHTS + 10 * 40) / 1e9)
+    assert two == pytest.approx((10 * 2000 / 2 + WEIGHTS / 2 + 10 * (16 + 24 / 2)) / 1e9)
+
+
+def test_heads_take_as_long_as_those_of_the_next_multiple_of_32(cluster: Cluster) -> None:
+    wide, narrow = CALL, replace(CALL, key_width=20, value_width=20)
+    times = [AnalyticCosts(MODEL, cluster).attention_seconds(call, Op.F, 10, 0) for call in (wide, narrow)]
+    assert times[0] == times[1]
 
 
 @pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow("sliding", 5), AttentionWindow("blockwise", 8)])
@@ -85,9 +97,9 @@ def test_attention_costs_the_scores_under_the_mask(cluster: Cluster, window: Att
     for length, context in ((1, 0), (7, 0), (7, 9), (16, 24)):
         scores = sum(query - window.first(query) + 1 for query in range(context, context + length))
         for op, products in ((Op.F, 2), (Op.I, 5), (Op.W, 0)):
-            expected = 2 * products * 2 * 4 * scores / 1e9  # 2 wide, 4 heads
-            if op is Op.I:  # and the gradients of the context's keys and values are added: 8 numbers of a key
-                expected += (context - window.first(context)) * 8 * 12 / 1e9
+            expected = 2 * products * 32 * 4 * scores / 1e9  # 32 wide, 4 heads
+            if op is Op.I:  # and the gradients of the context's keys and values are added: 128 numbers of a key
+                expected += (context - window.first(context)) * 128 * 12 / 1e9
             found = costs.seconds(LAYER, op, length, context) - plain.seconds(LAYER, op, length, context)
             assert found == pytest.approx(expected)
 
@@ -95,7 +107,7 @@ def test_attention_costs_the_scores_under_the_mask(cluster: Cluster, window: Att
 def test_without_a_fused_kernel_all_scores_are_computed_and_written(cluster: Cluster) -> None:
     costs = UnfusedCosts(MODEL, cluster)
     scores = 4 * 6 * (6 + 10)
-    expected = 6 * 2000 / 1e9 + 2 * 4 * scores / 1e9 + 6 * 2 * scores / 1e9
+    expected = (6 * 2000 + WEIGHTS) / 1e9 + 2 * 64 * scores / 1e9 + 6 * 2 * scores / 1e9
     assert costs.seconds(LAYER, Op.F, 6, 10) == pytest.approx(expected)
 
 
@@ -158,13 +170,13 @@ def test_the_host_starts_a_layers_kernels_however_short_the_slice(cluster: Clust
 def test_a_later_slice_is_dearer_by_its_context(cluster: Cluster) -> None:
     """t = b n + a (2 n c + n²), and backward g c: the context's gradients are written, read, and read and written."""
     costs = AnalyticCosts(MODEL, cluster)
-    n, numbers = 10, 2 * (2 + 2)  # of a token's keys and values
+    n, numbers = 10, 2 * (32 + 32)  # of a token's keys and values
     for c in (0, 10, 1000):
         scores = 4 * (n * c + n * (n + 1) / 2)
         forward = costs.attention_seconds(CALL, Op.F, n, c)
         backward = costs.attention_seconds(CALL, Op.I, n, c)
-        assert forward == pytest.approx(2 * scores * 4 / 1e9)
-        assert backward == pytest.approx(2 * scores * 10 / 1e9 + c * numbers * (2 * 2 + 8) / 1e9)
+        assert forward == pytest.approx(2 * scores * 64 / 1e9)
+        assert backward == pytest.approx(2 * scores * 160 / 1e9 + c * numbers * (2 * 2 + 8) / 1e9)
 
 
 def test_short_slices_reach_less_of_the_attention_kernels_rate(cluster: Cluster) -> None:

@@ -26,7 +26,8 @@ DESCRIPTION: dict[str, Any] = {
         "memory": 16e9,
         "memory_bandwidth": 1e12,
         "kernel_seconds": 5e-6,
-        "efficiency": [[1, 0.1], [100, 0.5]],
+        "matmul_efficiency": 0.5,
+        "attention_curve": [[1, 0.1], [100, 0.5]],
     },
     "inside": {"bandwidth": 100e9, "latency": 1e-6, "efficiency": 1},
     "between": {"bandwidth": 10e9, "latency": 1e-5, "shared_by": 4, "efficiency": 1},
@@ -138,8 +139,9 @@ def test_numbers_that_yaml_takes_for_text_are_numbers() -> None:
         ("inside.bandwith", 1e9, ["inside has no field 'bandwith'", "did you mean 'bandwidth'"]),
         ("inside.latency", "fast", ["inside.latency is 'fast'", "seconds"]),
         ("inside.latency", float("nan"), ["inside.latency is nan"]),
-        ("device.efficiency", [[100, 0.5], [1, 0.1]], ["efficiency has tokens [100.0, 1.0]", "from few to many"]),
-        ("device.efficiency", 0.5, ["device.efficiency is 0.5", "[tokens, fraction]"]),
+        ("device.matmul_efficiency", 80, ["device.matmul_efficiency is 80", "Type 80e-2 if percent"]),
+        ("device.attention_curve", [[9, 0.5], [1, 0.1]], ["curve has tokens [9.0, 1.0]", "from few to many"]),
+        ("device.attention_curve", 0.5, ["device.attention_curve is 0.5", "[tokens, fraction]"]),
         ("device", "V100", ["device is 'V100'", "give the fields name, flops"]),
     ],
 )
@@ -160,12 +162,13 @@ def test_names_and_files_that_are_not_there(tmp_path: Path) -> None:
         load_cluster(tmp_path / "bad.yaml")
 
 
-def test_efficiency_is_a_line_over_the_logarithm() -> None:
+def test_attentions_efficiency_is_a_line_over_the_logarithm() -> None:
     device = parse_cluster(DESCRIPTION).device
-    fractions = [device.matmul_flops("float16", tokens) / 100e12 for tokens in (1, 10, 100, 10_000)]
-    assert fractions == pytest.approx([0.1, 0.3, 0.5, 0.5])
+    fractions = [device.attention_flops("float16", tokens) / 100e12 for tokens in (1, 10, 100, 10_000)]
+    assert fractions == pytest.approx([0.05, 0.15, 0.25, 0.25])
+    assert device.matmul_flops("float16") == 50e12
     with pytest.raises(SlipstreamError, match="dtype='int3' has no peak on thing: use float16"):
-        device.matmul_flops("int3", 1)
+        device.matmul_flops("int3")
 
 
 @pytest.fixture

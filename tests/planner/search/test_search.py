@@ -112,7 +112,7 @@ def small_cluster(num_nodes: int = 2, devices_per_node: int = 2, memory: float =
                 "memory": memory,
                 "memory_bandwidth": 1e10,
                 "kernel_seconds": 1e-6,
-                "efficiency": [[1, 0.1], [64, 0.5], [512, 0.9]],
+                "matmul_efficiency": 0.9,
                 "host_bandwidth": 1e9,
             },
             "inside": {"bandwidth": 1e9, "latency": 1e-6},

@@ -311,7 +311,7 @@ def packed_rows(every: bool = False) -> None:
 def _planned(config: PretrainedConfig, seq_len: int) -> tuple[Schedule, list[int], list[float]]:
     """Returns what `slipstream plan` finds for four devices on which kernels cost nothing, so that slices are short."""
     numbers = {"memory": 1e9, "memory_bandwidth": 1e10, "kernel_seconds": 0.0}
-    device = Device(name="small", flops={"float32": 1e9}, efficiency=((1, 0.5), (64, 1)), **numbers)
+    device = Device(name="small", flops={"float32": 1e9}, matmul_efficiency=1.0, **numbers)
     cluster = replace(load_cluster("h100-dgx"), device=device, num_nodes=1, devices_per_node=4)
     degrees = {"tensor_parallel": 2, "pipeline_parallel": 2, "schedule": "auto", "recompute": "none", "offload": 0.0}
     best = slipstream.plan(config, cluster, seq_len=seq_len, global_batch=1, dtype="float32", **degrees).best

@@ -188,7 +188,7 @@ def _halves(number: int) -> Iterator[int]:
 
 _MOST_CORES = 8  # beyond which they share the memory's bandwidth more than they help
 # Assumed of what isn't in a description; a run measures its own costs before its first step.
-_EFFICIENCY = ((1.0, 0.05), (64.0, 0.5), (256.0, 0.8), (1024.0, 0.9))
+_EFFICIENCY = 0.9
 _CPU_RATES: dict[str, Any] = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
 _GPU_RATES: dict[str, Any] = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
 _CPU_LINK = LinkKind(bandwidth=2e9, latency=1e-4)
@@ -213,7 +213,7 @@ def _gpus(number: int) -> Cluster:
             device = replace(shipped.device, memory=memory)
             return replace(shipped, name=f"{number} of {name}", num_nodes=1, devices_per_node=number, device=device)
     measured = measure_peak(torch.device("cuda"), getattr(torch, kind)).flops
-    device = Device(name, {kind: measured}, memory, efficiency=_EFFICIENCY, **_GPU_RATES)
+    device = Device(name, {kind: measured}, memory, matmul_efficiency=_EFFICIENCY, **_GPU_RATES)
     return Cluster(f"{number} of {name}", device, 1, number, _GPU_LINK, _GPU_LINK)
 
 
@@ -224,7 +224,7 @@ def _cores() -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / number
     with _one_thread():
         measured = measure_peak(torch.device("cpu"), torch.float32).flops
-    device = Device("CPU core", {"float32": measured}, memory, efficiency=_EFFICIENCY, **_CPU_RATES)
+    device = Device("CPU core", {"float32": measured}, memory, matmul_efficiency=_EFFICIENCY, **_CPU_RATES)
     return Cluster(f"{number} CPU {'core' if number == 1 else 'cores'}", device, 1, number, _CPU_LINK, _CPU_LINK)
 
 
