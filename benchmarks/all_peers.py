@@ -66,7 +66,7 @@ def contenders_of(sequences: int, length: int) -> list[Contender]:
 
 
 def compare(contenders: Sequence[Contender], sequences: int, length: int, rounds: dict[str, int]) -> dict[str, Any]:
-    """Returns a case's seconds, losses and peak memory of each contender's fullest process."""
+    """Returns a case's seconds, losses and peak memory of each contender, of every process of it."""
     build_all(contenders)
     rests = {each.name: each.rest for each in contenders}
     seconds = interleaved({each.name: each.run for each in contenders}, **rounds, rests=rests)
@@ -75,7 +75,7 @@ def compare(contenders: Sequence[Contender], sequences: int, length: int, rounds
         "tokens": length,
         "medians": medians(seconds),
         "seconds": seconds,
-        "peak_memory": {each.name: max(each.peak_memory()) for each in contenders},
+        "peak_memory": {each.name: each.peak_memory() for each in contenders},
         "losses": {each.name: each.losses for each in contenders},
     }
     for each in contenders:
@@ -95,7 +95,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for row in rows:
             fastest = row["medians"].get(name) == min(row["medians"].values())
             text = f"{row['medians'][name]:.2f} s" if name in row["medians"] else "-"
-            memory = f", {row['peak_memory'][name] / 1e9:.1f} GB" if name in row["medians"] else ""
+            memory = f", {max(row['peak_memory'][name]) / 1e9:.1f} GB" if name in row["medians"] else ""
             cells.append(f"**{text}**{memory}" if fastest else text + memory)
         lines.append(" | ".join([f"| {_SHOWN.get(name, name)}", *cells, ""]))
     return "\n".join(line.rstrip() for line in lines)
