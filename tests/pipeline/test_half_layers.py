@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from slipstream import Op, Pipeline, SlipstreamError
 from slipstream.model import LayerRange
@@ -248,6 +250,17 @@ def test_auto_cuts_a_layer_where_that_balances_a_heavy_head() -> None:
     assert stages(heavy_head(num_hidden_layers=3), num_ranks=2) == [2, 1]  # already even
     first, second, third, last = stages(heavy_head(), num_ranks=2, schedule="zb-v", stages_per_rank=2)
     assert first + last + 1 == second + third  # a V: the first rank has both ends
+
+
+def test_halves_are_those_of_the_code_that_is_there_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stages(heavy_head(), num_ranks=2) == [2.5, 1.5]
+
+    def both_at_once(self: Any, hidden: Tensor, **settings: Any) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden), **settings)
+        return hidden + attended + self.mlp(self.post_attention_layernorm(hidden))
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", both_at_once)
+    assert all(layers == int(layers) for layers in stages(heavy_head(), num_ranks=2))
 
 
 @pytest.mark.parametrize(

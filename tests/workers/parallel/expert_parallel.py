@@ -45,6 +45,7 @@ from support.architectures import tokens as random_tokens
 from support.mixtures import mixture
 from support.mixtures import unsplit_step as balanced_step
 from support.parallel.group_cases import by_name, run_cases
+from support.pipelines import make_pipe
 from support.preferences import log_probabilities, preference, references
 
 _COMMON: dict[str, Any] = {
@@ -132,7 +133,7 @@ def check_step(pipe: Pipeline, whole: PreTrainedModel, inputs: Tensor, labels: T
 @no_rounding_inside()
 def exact(name: str, make: Callable[[], DeviceMesh], **options: Any) -> None:
     settings = {"slices": SLICES, "num_microbatches": 2, "mesh": make()} | options
-    pipe = Pipeline(model_of(name), **settings)
+    pipe = make_pipe(model_of(name), **settings)
     check_step(pipe, model_of(name), *batch(pipe.num_replicas))
 
 
@@ -168,7 +169,7 @@ def sharded() -> None:
     """Three steps of AdamW give one process's weights, with optimizer state or all of a parameter sharded over the
     ranks that hold it."""
     for parallel in (Parallelism(), Parallelism(shard_optimizer=True), Parallelism(shard_parameters=True)):
-        pipe = Pipeline(model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=parallel)
+        pipe = make_pipe(model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=parallel)
         whole = model_of("gpt_oss")
         theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, pipe))
         for seed in range(3):
@@ -189,7 +190,7 @@ def state_error(pipe: Pipeline, whole: PreTrainedModel) -> float:
 @no_rounding_inside()
 def packed_documents() -> None:
     """Documents on one replica alone, whose first packed slice runs a token that the others don't run."""
-    pipe, whole = Pipeline(model_of("qwen3_moe"), slices=SLICES, mesh=replicas()), model_of("qwen3_moe")
+    pipe, whole = make_pipe(model_of("qwen3_moe"), slices=SLICES, mesh=replicas()), model_of("qwen3_moe")
     inputs, labels = batch(pipe.num_replicas)
     documents = torch.zeros_like(inputs)
     documents[0, 25:], documents[1, 7:] = 1, 1
@@ -222,7 +223,7 @@ def lists_step(whole: PreTrainedModel, pieces: list[tuple[Tensor, Tensor]]) -> f
 @no_rounding_inside()
 def lists_of_sequences() -> None:
     """Replicas with other numbers of sequences and tokens run one list of actions, in a step and in an evaluation."""
-    pipe, whole = Pipeline(model_of("qwen3_moe"), slices=5, num_microbatches=3, mesh=replicas()), model_of("qwen3_moe")
+    pipe, whole = make_pipe(model_of("qwen3_moe"), slices=5, num_microbatches=3, mesh=replicas()), model_of("qwen3_moe")
     for lengths in ([[31, 2, 17, 40], [3, 5]], [[2], [60, 20, 33]], [[9, 9, 9], [9, 9, 9]]):
         for model in (whole, pipe):
             for parameter in model.parameters():
@@ -242,14 +243,14 @@ def lists_of_sequences() -> None:
 
 def plans_that_differ() -> None:
     """Plans of other orders are refused on every rank, and rows whose number of slices their length decides."""
-    pipe = Pipeline(model_of("qwen3_moe"), slices=2, mesh=replicas())
+    pipe = make_pipe(model_of("qwen3_moe"), slices=2, mesh=replicas())
     rows = [random_tokens(1, 9)[0]]
     cut = (4, 5) if pipe.replica else (9,)
     plan = StepPlan(((0,),), (cut,), make_schedule("1f1b", 1, 1, (len(cut),)))
     with pytest.raises(SlipstreamError, match="the replicas' plans differ in their order"):
         pipe.step(rows, rows, plan=plan)
     assert float(pipe.step(rows, rows)) > 0
-    pipe = Pipeline(model_of("qwen3_moe"), slices="auto", mesh=replicas())
+    pipe = make_pipe(model_of("qwen3_moe"), slices="auto", mesh=replicas())
     few = random_tokens(2, 3 if pipe.replica else 20)
     with pytest.raises(SlipstreamError, match="the replicas would run different actions"):
         pipe.evaluate(few, few)
@@ -257,7 +258,7 @@ def plans_that_differ() -> None:
 
 def steady_steps() -> None:
     """Once replicas have found that their order is one, no step gathers values: it travels with the batch's numbers."""
-    pipe = Pipeline(model_of("qwen3_moe"), slices=3, num_microbatches=2, mesh=replicas())
+    pipe = make_pipe(model_of("qwen3_moe"), slices=3, num_microbatches=2, mesh=replicas())
     rows, sequences = random_tokens(ROWS, 24), [*random_tokens(ROWS, 24)]
     for given in (rows, sequences):
         pipe.step(given, given)
@@ -275,7 +276,7 @@ def preferences() -> None:
         (make_mesh(cp=2, ep=2), (9, 7, 5, 12)),
     ):
         loss_fn, whole = SequenceLoss(preference, group_size=2), model_of("qwen3_moe")
-        pipe = Pipeline(model_of("qwen3_moe"), slices=3, num_microbatches=1, mesh=mesh, loss_fn=loss_fn)
+        pipe = make_pipe(model_of("qwen3_moe"), slices=3, num_microbatches=1, mesh=mesh, loss_fn=loss_fn)
         sequences = [random_tokens(1, length, seed=place)[0] for place, length in enumerate(lengths)]
         wanted = torch.cat([log_probabilities(whole, each[None], each[None]) for each in sequences])
         expected = preference(wanted, references(4)).mean()
@@ -291,7 +292,7 @@ def preferences() -> None:
 @no_rounding_inside()
 def logits() -> None:
     """Each replica has the logits of its own rows, whose tokens went to experts of the others."""
-    pipe, whole = Pipeline(model_of("deepseek_v3"), slices=SLICES, mesh=replicas()), model_of("deepseek_v3")
+    pipe, whole = make_pipe(model_of("deepseek_v3"), slices=SLICES, mesh=replicas()), model_of("deepseek_v3")
     inputs, _ = batch(pipe.num_replicas)
     wanted = own(pipe, whole(input_ids=inputs, use_cache=False).logits)
     found = pipe.logits(own(pipe, inputs))
@@ -311,7 +312,7 @@ def dropout() -> None:
     ):
         torch.manual_seed(5)
         memory = Memory(recompute=again)
-        pipe = Pipeline(build(config).train(), slices=SLICES, mesh=replicas(ep), schedule=schedule, memory=memory)
+        pipe = make_pipe(build(config).train(), slices=SLICES, mesh=replicas(ep), schedule=schedule, memory=memory)
         pipe.step(*(own(pipe, each) for each in batch(pipe.num_replicas)))
         found.append(next(p.grad for name, p in pipe.named_parameters() if name.endswith("0.self_attn.q_proj.weight")))
         assert (found[-1] - found[0]).abs().max() < BOUND * found[0].abs().max(), (ep, schedule, again)
@@ -333,13 +334,13 @@ def refusals() -> None:
         (nn.Sequential(nn.Linear(2, 2)), "an nn.Sequential on a mesh with ep=2"),
     ):
         with pytest.raises(SlipstreamError, match=words):
-            Pipeline(model, mesh=mesh)
+            make_pipe(model, mesh=mesh)
 
 
 @no_rounding_inside()
 def router_loss() -> None:
     """The load-balancing loss of each layer and microbatch is that of one process."""
-    pipe = Pipeline(mixture("mixtral"), slices=SLICES, num_microbatches=2, router_loss="per_layer", mesh=replicas())
+    pipe = make_pipe(mixture("mixtral"), slices=SLICES, num_microbatches=2, router_loss="per_layer", mesh=replicas())
     whole = mixture("mixtral")
     inputs, labels = batch(pipe.num_replicas)
     pipe.step(own(pipe, inputs), own(pipe, labels))
@@ -360,7 +361,7 @@ def adapted() -> None:
             for key, parameter in model.named_parameters():
                 if "lora_B" in key:
                     nn.init.normal_(parameter, std=0.1)
-        pipe = Pipeline(mine, slices=SLICES, mesh=replicas())
+        pipe = make_pipe(mine, slices=SLICES, mesh=replicas())
         check_step(pipe, whole.get_base_model(), *batch(pipe.num_replicas))
 
 

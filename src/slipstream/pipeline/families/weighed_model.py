@@ -26,6 +26,7 @@ from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op
 
+_found_halves: dict[object, tuple[LayerPart, ...]] = {}
 _WITHOUT_SCORES = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers by transformers' names
 
 
@@ -53,11 +54,18 @@ class FlopEstimate:
         self._has_head = has_head  # of whichever stage is last
 
     def halves_or_none(self) -> tuple[LayerPart, ...]:
-        """Returns the parts of half layers, none where the architecture has none: nobody asked for them."""
-        try:
-            return find_halves(self.config, self.anatomy)
-        except SlipstreamError:
-            return ()
+        """Returns the parts of half layers, none where the architecture has none: nobody asked for them.
+
+        What a toy of the same configuration and code has shown in this process isn't tried again.
+        """
+        code = frozenset((type(each), type(each).forward) for each in self._module.modules())
+        known = str(self.config.to_dict()), repr(self.anatomy), code
+        if known not in _found_halves:
+            try:
+                _found_halves[known] = find_halves(self.config, self.anatomy)
+            except SlipstreamError:
+                _found_halves[known] = ()
+        return _found_halves[known]
 
     def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
         """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
