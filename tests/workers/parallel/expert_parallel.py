@@ -367,7 +367,7 @@ def adapted() -> None:
 
 def pipelines() -> None:
     """Four processes: two replicas of a pipeline, whose ranks of one stage hold different experts."""
-    for name in MODELS:
+    for name in ("qwen3_moe", "gpt_oss"):
         exact(name, partial(make_mesh, pp=2, dp=2, ep=2))
     memory, parallel = Memory(recompute="full"), Parallelism(shard_optimizer=True)
     exact("qwen3_moe", partial(make_mesh, pp=2, dp=2, ep=2), schedule="zb-h1", memory=memory, parallel=parallel)
@@ -383,10 +383,9 @@ def four_replicas() -> None:
 
 def tensor_ranks() -> None:
     """Four processes: ranks that share layers send other tokens each, and all hold the experts of their replica."""
-    for name in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"):
-        for sequence in (False, True):
-            parallel = Parallelism(sequence_parallel=sequence)
-            exact(name, partial(make_mesh, dp=2, tp=2, ep=2), parallel=parallel)
+    for name, sequence in (("qwen3_moe", False), ("mixtral", True), ("deepseek_v3", False), ("glm4_moe", True)):
+        parallel = Parallelism(sequence_parallel=sequence)
+        exact(name, partial(make_mesh, dp=2, tp=2, ep=2), parallel=parallel)
 
 
 def of_model(name: str) -> Callable[[], None]:
