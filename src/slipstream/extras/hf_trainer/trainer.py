@@ -54,7 +54,9 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                 f"{type(self).__name__}.compute_loss would never be called, as pipe.step computes the loss: give "
                 "Pipeline(loss_fn=...), a function that returns (sum, count)."
             )
-        given = inspect.signature(Trainer).bind(model, args, *others, **options).arguments
+        known = inspect.signature(Trainer)  # a class between the two may have arguments of its own
+        own = {name: each for name, each in options.items() if name in known.parameters}
+        given = known.bind(model, args, *others, **own).arguments
         check_script(model, given)
         args = args or TrainingArguments()
         check_arguments(args, model, given.get("optimizers", (None, None))[0])
