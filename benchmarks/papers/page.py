@@ -216,7 +216,13 @@ def tables(report: dict[str, Any], steps: dict[str, Any]) -> dict[str, str]:
             "device and bits | factor", ([name, f"{factor:.2f}"] for name, factor in steps["factors"].items())
         ),
         "measured not expressed": table("why | rows", steps["not expressed"].items()),
+        "measured 405b": table("stages a rank | recompute | seconds | GB | fits", map(meta_row, steps["llama 3 405b"])),
     }
+
+
+def meta_row(row: dict[str, Any]) -> tuple[str, ...]:
+    seconds, memory = f"{row['seconds']:.2f} ({row['error']:+.1%})", f"{row['bytes'] / 1e9:.1f}"
+    return str(row["stages a rank"]), row["recompute"], seconds, memory, "yes" if row["fits"] else "no"
 
 
 def main() -> None:
