@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from slipstream import Pipeline, Runtime, SlipstreamError
 from slipstream.model import check_sliceable
@@ -22,6 +24,7 @@ from support.architectures import (
     BOUND,
     VOCABULARY,
     gradient_error,
+    llama,
     tokens,
     unsplit_step,
 )
@@ -117,6 +120,14 @@ _STATES: dict[str, tuple[PretrainedConfig, str]] = {
         "layer 1 carries an indexer's keys.*sparse attention",
     ),
 }
+
+
+def test_other_code_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"slices": 4, "num_ranks": 2, "runtime": Runtime(self_check=False)}
+    Pipeline.from_config(llama(), **options)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, hidden, **_: hidden + self.mlp(hidden.cumsum(1)))
+    with pytest.raises(SlipstreamError, match=r"can't be trained in token slices: layer 0 \(LlamaDecoderLayer\)"):
+        Pipeline.from_config(llama(), **options)
 
 
 @pytest.mark.parametrize("self_check", [True, False], ids=["self-check", "no self-check"])

@@ -8,7 +8,7 @@ stage, and parts without parameters (rotary tables) to every stage.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +97,13 @@ class ModelAnatomy:
     def first_position(self, config: PretrainedConfig) -> int:
         """Returns the position of a sequence's first token."""
         return config.pad_token_id + 1 if self.skips_padding else 0
+
+
+def what_decides(config: PretrainedConfig, anatomy: ModelAnatomy, model: nn.Module) -> Hashable:
+    """Returns what an architecture's toys depend on, so that what one has shown isn't tried again in this process: the
+    configuration, the names of its parts, and the forwards of its modules' classes, which somebody may replace."""
+    forwards = frozenset((type(each), type(each).forward) for each in model.modules())
+    return str(config.to_dict()), repr(anatomy), forwards
 
 
 def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:

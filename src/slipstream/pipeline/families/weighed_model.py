@@ -21,6 +21,7 @@ from slipstream.model import (
     meta_model,
     units_of,
     uses_randomness,
+    what_decides,
 )
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.planner.steps import StageRates
@@ -58,8 +59,7 @@ class FlopEstimate:
 
         What a toy of the same configuration and code has shown in this process isn't tried again.
         """
-        code = frozenset((type(each), type(each).forward) for each in self._module.modules())
-        known = str(self.config.to_dict()), repr(self.anatomy), code
+        known = what_decides(self.config, self.anatomy, self._module)
         if known not in _found_halves:
             try:
                 _found_halves[known] = find_halves(self.config, self.anatomy)
