@@ -7,8 +7,10 @@ here: Megatron reduces gradients behind the last microbatch's backward and gathe
 forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share tokens, and where the
 system overlaps their exchanges with products, only what can't be hidden counts. Eight and four bits have the data
 sheets' rates for products of layers, attention and head not. Products of weight gradients add them up, but
-torchtitan's; Seq1F1B's timers wait for the device around each action. Nothing is fitted but one factor of the rates for
-each device and number of bits, on every second row.
+torchtitan's; Seq1F1B's timers wait for the device around each action. Models with experts have the shapes of their
+published configurations, and tokens choose all experts alike, as in the measured runs; a token is sent once to every
+node that has some of its experts. Nothing is fitted but one factor of the rates for each device, number of bits, and
+models with experts or without, on every second row.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -28,7 +30,17 @@ from benchmarks.harness import few, write
 from benchmarks.papers.paper_plans import PaperSource, PaperSpace
 from benchmarks.papers.tables import read
 from benchmarks.papers.unfused_attention import UnfusedCosts
-from slipstream.cost import Amount, AnalyticCosts, Cluster, ModelCount, PartCount, Stage, load_cluster
+from slipstream.cost import (
+    Amount,
+    AnalyticCosts,
+    Cluster,
+    Degrees,
+    ModelCount,
+    PartCount,
+    Stage,
+    StageParts,
+    load_cluster,
+)
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.bounds import PlacedPartition
@@ -83,6 +95,63 @@ LORA_RANK = 32  # Megatron-Bridge's default, on all four products of a layer
 VOCABULARY = 51200  # of a GPT where the row doesn't say
 
 
+class ExpertShape(NamedTuple):
+    """A model with experts, by its transformers configuration with two layers and by which of these each layer is."""
+
+    model_type: str
+    sizes: tuple[tuple[str, Any], ...]
+    kinds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model_type: str, kinds: tuple[int, ...], **sizes: Any) -> Self:
+        return cls(model_type, tuple(sizes.items()), kinds)
+
+
+_QWEN3 = {"head_dim": 128, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
+_DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
+_DEEPSEEK |= {"intermediate_size": 18432, "n_shared_experts": 1}
+EXPERTS = {  # by how the table's names begin; sizes of the models' published configurations
+    "Qwen3_30B": ExpertShape.of(
+        "qwen3_moe", (0,) * 48, hidden_size=2048, num_attention_heads=32, moe_intermediate_size=768, **_QWEN3
+    ),
+    "Qwen3_235B": ExpertShape.of(
+        "qwen3_moe", (0,) * 94, hidden_size=4096, num_attention_heads=64, moe_intermediate_size=1536, **_QWEN3
+    ),
+    "GPT OSS 120B": ExpertShape.of(
+        "gpt_oss",
+        (0, 1) * 18,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=201088,
+    ),
+    "DeepSeekV3": ExpertShape.of(
+        "deepseek_v3",
+        (0,) * 3 + (1,) * 58,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_routed_experts=256,
+        vocab_size=129280,
+        **_DEEPSEEK,
+    ),
+    "Kimi_K2": ExpertShape.of(
+        "deepseek_v3",
+        (0,) + (1,) * 60,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        n_routed_experts=384,
+        vocab_size=163840,
+        n_group=1,
+        topk_group=1,
+        **_DEEPSEEK,
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """A measured step: the row of the table as text."""
@@ -106,8 +175,14 @@ class Row:
         return CLUSTERS[self.text["gpu"]].replace("a100-selene", "a100-dgx")
 
     @property
+    def kind(self) -> tuple[str, int, bool]:
+        """The device, the bits and whether there are experts: rows that share a factor."""
+        return self.device, self.bits, self.experts is not None
+
+    @property
     def group(self) -> str:
-        return f"{self.source}, {self.bits} bits"
+        shared = ", experts" if self.experts else ", context parallel" if self.number("cp") > 1 else ""
+        return f"{self.source}{shared}, {self.bits} bits"
 
     @property
     def replicas(self) -> int:
@@ -124,15 +199,20 @@ class Row:
     @property
     def problem(self) -> str | None:
         """Says why the row can't be expressed; None where it can."""
-        if self.text["dense"] != "y":
-            return "experts: the table has no shapes of them, and plans have no costs of spreading them"
-        if self.number("cp") > 1:
-            return "context parallelism: plans have no costs of it"
+        if self.text["dense"] != "y" and self.experts is None:
+            return "experts beside layers that carry states, or of shapes that transformers doesn't have"
         return None
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """The shape of a model with experts, which the table doesn't have; None without, or where it isn't known."""
+        return next((shape for name, shape in EXPERTS.items() if self.text["model"].startswith(name)), None)
 
     @property
     def assumed(self) -> str | None:
         """Says what is assumed, as neither the row nor its source tells it."""
+        if self.experts is not None:
+            return "published shapes of the model, without layers that predict several tokens"
         if not self.text["mbs"]:
             return "as many microbatches as stages, torchtitan's default"
         if not self.text["vocab"]:
@@ -158,18 +238,22 @@ class Row:
             num_slices=self.number("token_slices"),
             recompute=recompute,
             offload=0.0,
-            shard_optimizer=self.replicas > 1,
+            shard_optimizer=self.replicas * self.number("cp") > 1,
+            context_parallel=self.number("cp"),
+            expert_parallel=self.number("ep") if self.experts else 1,
         )
 
     @cached_property
     def model(self) -> ModelCount:
-        shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
-        kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
-        kind = "gpt with dropout" if self.source == "Korthikanti 2022" else kind
         is_fused = self.source != "torchtitan" or "compile" in self.text["note"]
-        model = counted(
-            kind, *shape, self.number("vocab", VOCABULARY), self.number("seq"), is_fused, "LoRA" in self.text["use"]
-        )
+        if self.experts is not None:
+            model = counted_experts(self.experts, self.number("seq"))
+        else:
+            shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
+            kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
+            kind = "gpt with dropout" if self.source == "Korthikanti 2022" else kind
+            rest = self.number("vocab", VOCABULARY), self.number("seq"), is_fused, "LoRA" in self.text["use"]
+            model = counted(kind, *shape, *rest)
         model = model if self.source == "torchtitan" else with_sums_in_products(model)
         if self.bits == 16:
             return model
@@ -252,6 +336,20 @@ def with_sums_in_products(model: ModelCount) -> ModelCount:
     return replace(model, layers=tuple(map(part, model.layers)), head=part(model.head))
 
 
+@cache
+def counted_experts(shape: ExpertShape, length: int) -> ModelCount:
+    """Counts a model with experts, of whole layers."""
+    import torch
+    from transformers import AutoConfig
+
+    from slipstream.profile import count_model
+
+    sizes = dict(shape.sizes) | {"num_hidden_layers": 2, "max_position_embeddings": length, "use_cache": False}
+    config = AutoConfig.for_model(shape.model_type, **sizes, tie_word_embeddings=False)
+    model = count_model(config, length, torch.bfloat16, fused=True)
+    return replace(model, kinds=tuple(model.kinds[kind] for kind in shape.kinds), halves=())
+
+
 def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
     """Returns the model whose layers' products are `rate` times as fast and read and write `size` times the bytes."""
 
@@ -283,13 +381,25 @@ class MeasuredCosts(AnalyticCosts):
         whole = super()._part_reduce_seconds(part, op, length)
         if not self.overlaps_tensor or not part.attentions:
             return whole
-        tokens = self.microbatch_size * length
-        products = self.product_seconds(part.ops[Op.F if op is Op.R else op], tokens)
+        tokens = self._tokens(length)
+        products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
         return np.maximum(whole / self.tensor_parallel, whole - products)
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
-        num_bytes = self.gradient_bytes * self.num_trained(layers)
-        whole = float(self.cluster.exchange_seconds(num_bytes, data_parallel, self.tensor_parallel))
+    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
+        """Returns the time of exchanges that send a token once to every device that has some of its experts, and once
+        to every node, whose devices pass it on: of k experts on n devices it is n (1 - (1 - 1/n)^k) of them."""
+        if not part.experts_per_token:
+            return 0.0
+        cluster, size = self.cluster, self.expert_parallel
+        num_nodes = max(1, size * self.tensor_parallel // cluster.devices_per_domain)
+        reached = [n * (1 - (1 - 1 / n) ** part.experts_per_token) for n in (size, num_nodes)]
+        token = self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.tensor_parallel
+        inside = token * reached[0] / cluster.inside.rate() * (1 - 1 / size)
+        across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
+        return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
+
+    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
+        whole = self._between_copies(layers, self.gradient_bytes, copies)
         return self._exposed(layers, Op.B, whole, (self.num_gathers + 1) // 2)
 
     def gather_seconds(self, layers: Stage, shards: int) -> float:
@@ -313,7 +423,7 @@ class KorthikantiCosts(UnfusedCosts):
         if op is not Op.I or not part.attentions:
             return whole
         ahead = whole / 2 if self.sequence_parallel else 0.0
-        products = self.product_seconds(part.ops[Op.W], self.microbatch_size * length)
+        products = self.product_seconds(part, part.ops[Op.W], self._tokens(length))
         return ahead + np.maximum(0.0, whole - ahead - products)
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
@@ -372,13 +482,15 @@ class MeasuredSource(PaperSource):
         super().__init__(row.model, cluster)
         self.row = row
 
-    def costs(self, tensor_parallel: int, microbatch_size: int) -> AnalyticCosts:
-        row, common = self.row, (self.model, self.cluster, tensor_parallel, microbatch_size)
+    def costs(self, degrees: Degrees, microbatch_size: int) -> AnalyticCosts:
+        row, common = self.row, (self.model, self.cluster, degrees.tensor, microbatch_size)
         if row.source == "Korthikanti 2022":
             return KorthikantiCosts(*common, sequence_parallel="sequence" in row.text["recompute"])
         per_replica = row.number("gbs") // (row.replicas * microbatch_size)
         more = {
-            "sequence_parallel": tensor_parallel > 1,
+            "sequence_parallel": degrees.tensor > 1,
+            "context_parallel": degrees.context,
+            "expert_parallel": degrees.experts,
             "gradient_bytes": GRADIENT_BYTES.get(row.source, 2.0),
             "overlaps_tensor": row.source in OVERLAPS_TENSOR or "async" in row.text["note"].lower(),
             "length": row.number("seq"),
@@ -401,27 +513,26 @@ class MeasuredSpace(PaperSpace):
 
     def cut(self, configuration: Configuration) -> PlacedPartition:
         return self._equal_layers(
-            configuration.tensor_parallel,
+            configuration.degrees,
             configuration.microbatch_size,
             configuration.pipeline_parallel,
             configuration.stages_per_rank,
         )
 
-    def _cut_equally(self, tensor: int, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
+    def _cut_equally(self, degrees: Degrees, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
         num_layers, num_stages = len(self.source.kinds), pipeline * stages_per_rank
         if num_layers % num_stages == 0 and "redis" not in self._of.text["schedule"]:
-            return super()._cut_equally(tensor, size, pipeline, stages_per_rank)
-        costs, num_parts = self.costs(tensor, size), num_layers + 2
+            return super()._cut_equally(degrees, size, pipeline, stages_per_rank)
+        costs, num_parts = self.costs(degrees, size), num_layers + 2
         if "redis" in self._of.text["schedule"]:
             first, *inner, last = REDISTRIBUTED[self._of.number("vocab")]
             numbers: Sequence[int] = [first + 1, *inner, last + 1]
         elif num_parts % num_stages == 0:  # embedding and head count as a layer each
             numbers = [num_parts // num_stages] * num_stages
         else:
-            ends = (range(1), range(num_layers - 1, num_layers))
-            layer = sequence_seconds(costs, self.seq_len, range(1, 2))
-            first, last = (sequence_seconds(costs, self.seq_len, end) - layer for end in ends)
-            numbers = partition_layers([first, *[layer] * num_layers, last], num_stages)
+            parts = (StageParts(part, part + 1) for part in range(num_parts))
+            weight = cache(lambda part: sequence_seconds(costs, self.seq_len, part))
+            numbers = partition_layers([weight(self.alike(part)) for part in parts], num_stages)
         bounds = (0, *map(int, np.cumsum(numbers)))
         return PlacedPartition(costs, tuple(stage % pipeline for stage in range(num_stages)), bounds)
 
@@ -462,9 +573,9 @@ def report() -> dict[str, Any]:
     """Predicts all rows: without a factor, with one of every second row of a device, and with one of other sources."""
     chosen = expressible()
     at = {each.text["id"]: (each.seconds(), each.seconds(0.8)) for each in chosen}
-    kinds: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    kinds: dict[tuple[str, int, bool], list[Row]] = defaultdict(list)
     for each in chosen:
-        kinds[each.device, each.bits].append(each)
+        kinds[each.kind].append(each)
     used = {kind: each[::2] for kind, each in kinds.items()}
     factors = {kind: factor_of(each, at) for kind, each in used.items()}
     found = []
@@ -477,7 +588,7 @@ def report() -> dict[str, Any]:
         if number not in at:
             found.append(about | {"not expressed": each.problem or "the same configuration and step as another row"})
             continue
-        kind = (each.device, each.bits)
+        kind = each.kind
         others = [other for other in kinds[kind] if other.source != each.source]
         predicted = {"as described": at[number][0], "with a factor": along(at[number], factors[kind])}
         if others:
@@ -488,7 +599,10 @@ def report() -> dict[str, Any]:
             | {name: {"seconds": s, "error": s / each.measured - 1} for name, s in predicted.items()}
         )
     return {
-        "factors": {f"{device}, {bits} bits": factor for (device, bits), factor in factors.items()},
+        "factors": {
+            f"{device}, {bits} bits{', experts' * has_experts}": factor
+            for (device, bits, has_experts), factor in factors.items()
+        },
         "groups": summaries(found),
         "not expressed": reasons(found),
         "llama 3 405b": meta_405b(),
@@ -532,15 +646,22 @@ WAYS = ("as described", "with a factor", "with a factor of other sources")
 
 
 def summaries(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns for each group, and for all rows of 16 bits, the mean of errors' sizes, their mean and the worst."""
+    """Returns for each group the mean of errors' sizes, their mean and the worst; and for all rows of 16 bits without
+    experts, for all with experts, with context parallelism and without either, and for all."""
     predicted = [each for each in found if "not expressed" not in each]
-    wide = [each for each in predicted if each["group"].endswith(" 16 bits")]
+    named = [[each for each in predicted if word in each["group"]] for word in (", experts", ", context")]
+    wide = [each for each in predicted if each["group"].endswith(" 16 bits") and each not in named[0]]
     groups = {name: [each for each in predicted if each["group"] == name] for name in {e["group"] for e in predicted}}
     groups = dict(sorted(groups.items())) | {
         "all of 16 bits": wide,
         "all of 16 bits, without replicas": [each for each in wide if each["replicas"] == 1],
         "all of 16 bits, with replicas": [each for each in wide if each["replicas"] > 1],
         "all of 16 bits, not fitted": [each for each in wide if not each["fitted"]],
+        "all with experts": named[0],
+        "all with context parallelism": named[1],
+        "all others": [each for each in predicted if each not in named[0] and each not in named[1]],
+        "all": predicted,
+        "all, not fitted": [each for each in predicted if not each["fitted"]],
     }
     return {name: {"rows": len(each)} | _errors(each) for name, each in groups.items() if each}
 

@@ -20,6 +20,7 @@ from slipstream.cost import (
     AnalyticCosts,
     AnalyticSource,
     Cluster,
+    Degrees,
     ModelCount,
     OpCount,
     PartCount,
@@ -54,14 +55,14 @@ class PaperCosts(UnfusedCosts):
     """Costs where replicas reduce their gradients in float16, Slipstream's are float32; and where one fitted share of
     the peak stands for all that products take, unless reading takes longer."""
 
-    def product_seconds(self, count: OpCount, tokens: Any) -> Any:
+    def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         device, t = self.cluster.device, self.tensor_parallel
         read = count.matmul_bytes.at(tokens) / t / device.bytes_per_second
         return np.maximum(count.flops.at(tokens) / t / device.matmul_flops(self.model.dtype), read)
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
+    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
         num_bytes = self.model.dtype_bytes * self.num_parameters(layers)
-        return float(self.cluster.all_reduce_seconds(num_bytes, data_parallel, self.replica_stride))
+        return float(self.cluster.all_reduce_seconds(num_bytes, copies, self.replica_stride))
 
     @property
     def replica_stride(self) -> int:
@@ -97,8 +98,8 @@ class PaperSource(AnalyticSource):
         super().__init__(model, cluster, "a paper's model")
         self._costs = costs
 
-    def costs(self, tensor_parallel: int, microbatch_size: int) -> AnalyticCosts:
-        return self._costs(self.model, self.cluster, tensor_parallel, microbatch_size)
+    def costs(self, degrees: Degrees, microbatch_size: int) -> AnalyticCosts:
+        return self._costs(self.model, self.cluster, degrees.tensor, microbatch_size)
 
 
 class PaperSpace(PlanSpace):
@@ -117,15 +118,15 @@ class PaperSpace(PlanSpace):
 
     def cut(self, configuration: Configuration) -> PlacedPartition:
         c = configuration
-        return self._equal_layers(c.tensor_parallel, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank)
+        return self._equal_layers(c.degrees, c.microbatch_size, c.pipeline_parallel, c.stages_per_rank)
 
-    def _cut_equally(self, tensor: int, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
+    def _cut_equally(self, degrees: Degrees, size: int, pipeline: int, stages_per_rank: int) -> PlacedPartition:
         num_stages = pipeline * stages_per_rank
         layers = len(self.source.kinds) // num_stages
         placement = tuple(stage % pipeline for stage in range(num_stages))
         stages = StageParts.of_partition((layers,) * num_stages, len(self.source.kinds), self.source.units_per_layer)
         return PlacedPartition(
-            self.costs(tensor, size), placement, (*(stage.start for stage in stages), stages[-1].stop)
+            self.costs(degrees, size), placement, (*(stage.start for stage in stages), stages[-1].stop)
         )
 
     def slices(self, configuration: Configuration) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.papers.paper_plans import LayersAlone, PaperCosts, PaperSource, PaperSpace
 from benchmarks.papers.tables import errors, gpt, read, slice_lengths
-from slipstream.cost import AnalyticCosts, Cluster, Stage, load_cluster
+from slipstream.cost import AnalyticCosts, Cluster, Degrees, Stage, load_cluster
 from slipstream.cost.analytic import ClusterCost
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
@@ -74,8 +74,8 @@ class ReplicasApart(PaperCosts):
     def action_costs(self, times: Any, slices: Any, data_parallel: int = 1) -> ClusterCost:
         return super().action_costs(times, slices)
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
-        return super().gradient_seconds(layers, data_parallel) + (self.reduction if data_parallel > 1 else 0)
+    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
+        return super().gradient_seconds(layers, copies) + (self.reduction if copies > 1 else 0)
 
     @property
     def replica_stride(self) -> int:
@@ -137,7 +137,7 @@ class Setting:
 
     @lru_cache(maxsize=KEPT)  # noqa: B019  settings are few
     def _costs(self, constants: Constants, num_sequences: int) -> AnalyticCosts:
-        return self.space(constants).costs(self.tensor_parallel, num_sequences)
+        return self.space(constants).costs(Degrees(self.tensor_parallel), num_sequences)
 
 
 @lru_cache(maxsize=KEPT)

@@ -41,7 +41,7 @@ def bytes_unit(num_bytes: float) -> tuple[float, str]:
 
 def plural(number: int, noun: str) -> str:
     """Returns a number and its noun: 2 slices, 1 slice."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "sh", "ss")) else "s")
 
 
 def numbers_text(numbers: Sequence[float], between: str = ", ") -> str:

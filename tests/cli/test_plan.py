@@ -19,6 +19,7 @@ from slipstream.cli.plan import training_lines
 from slipstream.cost import ProfileSource
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
+from slipstream.planner.report import reasons
 from slipstream.planner.search import make_options
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planning.plan_file import plan_settings, write_plan_file
@@ -28,9 +29,10 @@ from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import COMMUNICATION, Schedule
 from slipstream.train.config import load_config
 from slipstream.units import count_text, seconds_text
-from support.architectures import llama
+from support.architectures import ARCHITECTURES, llama
 from support.forked import COMMAND, launch, slipstream_command
 from support.hand_made_plan import MODEL, make_plan
+from support.hybrids import HYBRIDS
 from support.tiny_training import metrics_of
 
 SEQ_LEN = 64
@@ -232,10 +234,38 @@ def test_tensor_parallelism_stays_in_a_node_unless_it_is_asked_for(cluster: Path
     """Two nodes of two devices: all four share layers only where that is given."""
     source = choose_costs(llama(), cluster, seq_len=SEQ_LEN, dtype="float32")
     degrees = {
-        given: {mesh[0] for mesh in PlanSpace(source, SEQ_LEN, 4, make_options(tensor_parallel=given)).meshes()}
+        given: {
+            mesh.degrees.tensor for mesh in PlanSpace(source, SEQ_LEN, 4, make_options(tensor_parallel=given)).meshes()
+        }
         for given in (None, 4)
     }
     assert degrees == {None: {1, 2}, 4: {4}}
+
+
+def test_ranks_that_share_slices_and_experts_are_written_for_training(cluster: Path, tmp_path: Path) -> None:
+    ARCHITECTURES["gpt_oss"].save_pretrained(tmp_path / "model")
+    given = {"context_parallel": "2", "expert_parallel": "2", "pipeline_parallel": "1", "num_slices": "1"}
+    written = plan_file(tmp_path / "model", cluster, tmp_path / "plan.yaml", **given)
+    assert written["parallel"] == {"data": 2, "tensor": 1, "context_exchange": "heads", "context": 2} | {
+        "experts": 2,
+        "shard_optimizer": True,
+    }
+    assert written["plan"]["predicted"]["num_devices"] == 4
+    data = {"data": {"corpus": "python-stdlib"}, "training": written["training"] | {"output": "x", "steps": 1}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(written | data))
+    assert load_config(tmp_path / "run.yaml").num_processes == 4
+
+
+def test_why_ranks_share_no_slices_and_no_experts(cluster: Path) -> None:
+    """Where the fastest plan has neither, a line says how much longer a step takes with it, or why it can't be."""
+    settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32", "schedule": ["1f1b"]}
+    found = slipstream.plan(ARCHITECTURES["gpt_oss"], cluster, **settings)
+    said = "\n".join(reasons(found))
+    for choice in ("context_parallel", "expert_parallel"):
+        assert getattr(found.best.configuration, choice) == 1
+        assert re.search(rf"{choice.replace('_', ' ')} \d instead of 1", said)
+    recurrent = "\n".join(reasons(slipstream.plan(HYBRIDS["lfm2"], cluster, **settings)))
+    assert "context parallel 1: model_type 'lfm2' can't be trained with cp=2" in recurrent
 
 
 def test_eight_bits_are_refused_even_where_a_description_has_their_rate(tmp_path: Path) -> None:
@@ -367,6 +397,11 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
         ({"recompute": "half"}, "recompute='half' isn't known. Choose one of none, selective, full, stage"),
         ({"tensor_parallel": "two"}, "--tensor-parallel=two can't be read"),
         ({"tensor_parallel": "0"}, "tensor_parallel=0: give a whole number of 1 or more"),
+        (
+            {"expert_parallel": "2"},
+            "expert_parallel=2 can't be planned for .* 'llama' has no experts that can be spread",
+        ),
+        ({"context_parallel": "3"}, "no configuration fits these numbers: 4 devices"),
         ({"shard_optimizer": "maybe"}, "'maybe' is neither yes nor no"),
         ({"offload": "1.5"}, "offload=1.5: give the share of slices"),
         ({"memory_limit": 80.0}, "memory_limit=80.0 is implausible, it is in bytes: type 80e9"),

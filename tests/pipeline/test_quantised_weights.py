@@ -169,7 +169,10 @@ def test_plans_count_4_bits_and_leave_those_of_weights_as_they_are() -> None:
     assert narrow.num_trained == wide.num_trained
     layers = sum(each.numel() for name, each in meta_model(config).named_parameters() if "_proj" in name)
     assert sum(n * part.num_quantised for n, part in narrow.counted(narrow.whole)) == layers
-    full, packed = (sum(n * part.weight_bytes(2) for n, part in each.counted(each.whole)) for each in (wide, narrow))
+    full, packed = (
+        sum(n * (2 * part.num_parameters - part.saved_bytes(2)) for n, part in each.counted(each.whole))
+        for each in (wide, narrow)
+    )
     assert full - packed == pytest.approx(layers * (2 - QUANTISED_BYTES))
 
 

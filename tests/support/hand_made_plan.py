@@ -28,8 +28,7 @@ _CALL = AttentionCall(num_heads=32, num_key_value_heads=8, key_width=128, value_
 
 
 def _part(name: str, ops: OpCount, attentions: tuple[AttentionCall, ...] = ()) -> PartCount:
-    context = 4096.0 if attentions else 0.0
-    return PartCount(name, 200_000_000, dict.fromkeys((Op.F, Op.I, Op.W), ops), attentions, 2e5, context)
+    return PartCount(name, 200_000_000, dict.fromkeys((Op.F, Op.I, Op.W), ops), attentions, 2e5)
 
 
 MODEL = ModelCount(
@@ -80,6 +79,8 @@ def make_plan(num_ranks: int = 4, num_slices: int = 4, num_microbatches: int = 2
         "alternatives": (Alternative("schedule", second), Alternative("num_slices", third)),
         "schedule": schedule,
         "timeline": timeline,
+        "num_meshes": 9,
+        "num_bounded_meshes": 7,
         "num_configurations": 12_345,
         "num_too_large": 678,
         "num_simulated": 3,

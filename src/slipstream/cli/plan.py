@@ -22,8 +22,8 @@ _List = str | None
 _FILE_COLUMNS = 240  # where the output isn't a terminal: no cell is cut
 
 
-def _choices(what: str) -> Any:
-    return Option(help=f"{what}; separate several with commas. Default: all possible values.", metavar="LIST")
+def _choices(what: str, *names: str) -> Any:
+    return Option(*names, help=f"{what}; separate several with commas. Default: all possible values.", metavar="LIST")
 
 
 def plan(
@@ -49,6 +49,12 @@ def plan(
         str | None, Option(help="The dtype in which the model computes. Default: bfloat16, or the profiled one.")
     ] = None,
     tensor_parallel: Annotated[_List, _choices("Tensor-parallel degrees: devices that share every layer")] = None,
+    context_parallel: Annotated[
+        _List, _choices("Context-parallel degrees: ranks that share every slice", "--context-parallel", "--cp")
+    ] = None,
+    expert_parallel: Annotated[
+        _List, _choices("Ranks over which experts are spread, of those with equal weights", "--expert-parallel", "--ep")
+    ] = None,
     pipeline_parallel: Annotated[_List, _choices("Ranks per pipeline")] = None,
     data_parallel: Annotated[_List, _choices("Data-parallel degrees: pipelines that share a batch")] = None,
     stages_per_rank: Annotated[_List, _choices("Stages per rank")] = None,
@@ -90,6 +96,7 @@ def plan(
         "num_best": top,
         **_parse(int, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel),
         **_parse(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
+        **_parse(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
         **_parse(int, microbatch_size=microbatch_size, num_slices=num_slices),
         **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute),
         **_parse(float, offload=offload),
@@ -101,16 +108,16 @@ def plan(
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
     steps = 10 if tokens is None else num_steps(found, tokens)
     typed = f"train {output} --data.files=[TEXT.txt] --training.output=runs/x --training.steps={steps}"
-    print(f"to train{_launcher(found, cluster, num_nodes)} {typed}")
+    print(f"to train{_launcher(found, cluster)} {typed}")
 
 
-def _launcher(plan: Plan, cluster: str | None, num_nodes: int | None) -> str:
+def _launcher(plan: Plan, cluster: str | None) -> str:
     """Returns the words between "to train" and the command's arguments, for one machine or several."""
     nodes = 1
     if cluster is not None and not cluster.endswith(".json"):  # a profile's processes are on one machine
         from slipstream.cost import load_cluster
 
-        nodes = num_nodes or load_cluster(cluster).num_nodes
+        nodes = plan.num_devices // load_cluster(cluster).devices_per_node
     if nodes == 1:
         return ": slipstream"
     torchrun = f"torchrun --nnodes={nodes} --nproc-per-node={plan.num_devices // nodes} --rdzv-backend=c10d"

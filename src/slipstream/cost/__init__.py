@@ -14,9 +14,10 @@ from slipstream.cost.profile import (
     Profile,
     load_profile,
 )
-from slipstream.cost.sources import AnalyticSource, CostSource, HostMemorySpec, ProfileSource, StageCosts
+from slipstream.cost.sources import AnalyticSource, CostSource, Degrees, HostMemorySpec, ProfileSource, StageCosts
 from slipstream.cost.stages import (
     BY_LAYER,
+    EXCHANGES,
     OPS,
     REPLAYED,
     WITH_MESSAGES,

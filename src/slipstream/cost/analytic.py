@@ -8,22 +8,28 @@ A slice of n tokens (all sequences of the microbatch together) after a context t
     attention         FLOPs of the scores under the mask / t / rate(n)     a fused kernel: scores aren't written
                       bytes of the context's gradients / bandwidth         of keys and values, added in the backward
     all-reduces       two a layer forward, two backward                    Megatron's g and f (PTD-P section 2.3)
+    all-to-alls       of context and of expert parallelism, below
 
 but at least the number of its kernels times the shortest time of one, and as long as the host takes to start them. Each
 action of a stage adds the device's `action_seconds`, so that many short slices cost more than few long ones.
+
+Of g context-parallel ranks each has n/g tokens of everything but attention, and in attention Hq/(t g) heads of all n:
+two all-to-alls a layer, forward and backward, take queries, keys and values there, and the outputs back. Of e
+expert-parallel ranks each has 1/e of the experts; two all-to-alls take a row for every expert that a token chose there,
+and the results back. Tokens are taken to choose all experts alike, so that a rank computes as many rows as it sends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from slipstream.cost.cluster import Cluster, LinkKind
-from slipstream.cost.operation_counts import AttentionCall, ModelCount, OpCount, PartCount, StateBytes
+from slipstream.cost.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
 from slipstream.cost.stages import ActionBytes, Stage, all_of, kept_by_layers, layers_with_backward, pipeline_costs
 from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost
@@ -80,6 +86,8 @@ class AnalyticCosts:
         microbatch_size: sequences of a microbatch.
         sequence_parallel: whether tensor-parallel ranks share the tokens of what they would otherwise all compute and
             keep: norms, residuals (Korthikanti et al. 2022). What a matrix product reads is gathered and kept whole.
+        context_parallel: ranks that share every slice, each with some of its tokens.
+        expert_parallel: ranks over which experts are spread; without, tensor-parallel ranks share each of them.
     """
 
     model: ModelCount
@@ -87,6 +95,8 @@ class AnalyticCosts:
     tensor_parallel: int = 1
     microbatch_size: int = 1
     sequence_parallel: bool = False
+    context_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def parts(self) -> Sequence[int]:
@@ -121,19 +131,36 @@ class AnalyticCosts:
         if op is Op.B:
             return sum(self.part_seconds(part, each, length, context) for each in (Op.I, Op.W))
         op = Op.F if op is Op.R else op
-        device, tokens, count = self.cluster.device, self.microbatch_size * length, part.ops[op]
+        device, tokens, count = self.cluster.device, self._tokens(length), part.ops[op]
         scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
-        busy = self.product_seconds(count, tokens) + self._elementwise_seconds(count, tokens) + scores
+        busy = self.product_seconds(part, count, tokens) + self._elementwise_seconds(part, count, tokens) + scores
         busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
-        return busy + self._part_reduce_seconds(part, op, length)
+        return busy + sum(self._part_exchanges(part, op, length))
 
-    def product_seconds(self, count: OpCount, tokens: Any) -> Any:
+    def _tokens(self, length: Any) -> Any:
+        """Returns a rank's tokens of a slice, of all sequences of the microbatch."""
+        return self.microbatch_size * length / self.context_parallel
+
+    def _moved_bytes(self, part: PartCount, amount: Amount, tokens: Any) -> Any:
+        """Returns a rank's share of the bytes that kernels move; what doesn't grow with the tokens is weights."""
+        return amount.per_token * tokens / self.tensor_parallel + amount.constant * self._weights_share(part)
+
+    def _weights_share(self, part: PartCount) -> float:
+        """Returns the share of a part's parameters that one rank holds."""
+        return self._held(part.num_parameters, part.num_in_experts) / max(1, part.num_parameters)
+
+    def _held(self, number: float, in_experts: float) -> float:
+        """Returns how many of a part's parameters, of which some are in experts, one rank holds."""
+        spread = self.expert_parallel if self.expert_parallel > 1 else self.tensor_parallel
+        return (number - in_experts) / self.tensor_parallel + in_experts / spread
+
+    def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the matrix products. What they read and write isn't hidden behind what they compute: so a
         product of short slices, or narrow as t ranks share it, computes for less of its time."""
         read = count.matmul_bytes
         whole = min(count.num_matmuls * self.model.hidden_size * self.model.dtype_bytes, read.per_token)
-        shared = read.constant + (read.per_token - whole) * tokens
-        moved = (whole * tokens + shared / self.tensor_parallel) / self.cluster.device.bytes_per_second
+        shared = (read.per_token - whole) * tokens / self.tensor_parallel + read.constant * self._weights_share(part)
+        moved = (whole * tokens + shared) / self.cluster.device.bytes_per_second
         rate = self.tensor_parallel * self.cluster.device.matmul_flops(self.model.dtype)
         return count.flops.at(tokens) / rate + moved
 
@@ -153,26 +180,59 @@ class AnalyticCosts:
         total: Any = self.cluster.device.action_seconds
         for number, part in self.model.counted(layers):
             count = part.ops[Op.F]
-            moved = self._elementwise_seconds(count, self.microbatch_size * length)
+            moved = self._elementwise_seconds(part, count, self._tokens(length))
             shortest = (count.num_kernels - count.num_matmuls) * self.cluster.device.kernel_seconds
             total = total + number * np.maximum(moved, shortest)
         return total
 
-    def _elementwise_seconds(self, count: OpCount, tokens: Any) -> Any:
+    def _elementwise_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the kernels other than matrix products and attention, which only move bytes."""
-        wide = (
-            count.wide_bytes.per_token * tokens / self._token_parts + count.wide_bytes.constant / self.tensor_parallel
-        )
-        return (wide + count.other_bytes.at(tokens) / self.tensor_parallel) / self.cluster.device.bytes_per_second
+        wide = count.wide_bytes.per_token * tokens / self._token_parts
+        wide = wide + count.wide_bytes.constant * self._weights_share(part)
+        return (wide + self._moved_bytes(part, count.other_bytes, tokens)) / self.cluster.device.bytes_per_second
 
     @property
     def _token_parts(self) -> int:
-        """The ranks that share the tokens of tensors as wide as the hidden state."""
+        """The tensor-parallel ranks that share the tokens of tensors as wide as the hidden state."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
-    def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
-        """Returns the part of it that is all-reduces between tensor-parallel ranks."""
-        return sum(n * self._part_reduce_seconds(part, op, length) for n, part in self.model.counted(layers))
+    def exchange_seconds(self, layers: Stage, op: Op, length: Any) -> tuple[Any, ...]:
+        """Returns the parts of it that are exchanges of ranks that share layers, slices and experts: see
+        `EXCHANGES`."""
+        parts = [[n * s for s in self._part_exchanges(p, op, length)] for n, p in self.model.counted(layers)]
+        return tuple(map(sum, zip(*parts, strict=True)))
+
+    def _part_exchanges(self, part: PartCount, op: Op, length: Any) -> tuple[Any, ...]:
+        op = Op.F if op is Op.R else op
+        of_tokens = (self._part_context_seconds, self._part_expert_seconds) if op in (Op.F, Op.I) else ()
+        if not part.has_backward and op is Op.I:
+            of_tokens = ()
+        return (
+            self._part_reduce_seconds(part, op, length),
+            *((each(part, length) for each in of_tokens) if of_tokens else (0.0, 0.0)),
+        )
+
+    def _part_context_seconds(self, part: PartCount, length: Any) -> Any:
+        """Returns the time of a layer's all-to-alls that exchange heads for tokens around attention: of queries, keys
+        and values together, of which several ranks get the same heads where there are fewer, and of outputs."""
+        ranks, seconds = self.context_parallel, 0.0
+        for call in part.attentions if ranks > 1 else ():
+            queries, keys = call.num_heads / self.tensor_parallel, ranks * self._key_heads(call)
+            there = queries * call.key_width + keys * (call.key_width + call.value_width)
+            for width in (there, queries * call.value_width):
+                sent = self._tokens(length) * width * self.model.dtype_bytes
+                seconds = seconds + self.cluster.all_to_all_seconds(sent, ranks, self.tensor_parallel)
+        return seconds
+
+    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
+        """Returns the time of a layer's all-to-alls between ranks with other experts: of how many rows there are, then
+        there and back of a row for each expert that a token chose. Tensor-parallel ranks send a part each."""
+        if not part.experts_per_token:
+            return 0.0
+        rows = self._tokens(length) * part.experts_per_token / self.tensor_parallel
+        sent = rows * self.model.hidden_size * self.model.dtype_bytes
+        each = partial(self.cluster.all_to_all_seconds, size=self.expert_parallel, stride=self.tensor_parallel)
+        return each(0.0) + 2 * each(sent)
 
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
         """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients.
@@ -192,7 +252,7 @@ class AnalyticCosts:
         proportion to the context, of adding the gradients of its keys and values to those that are there."""
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
-        device, heads = self.cluster.device, call.num_heads / self.tensor_parallel
+        device, heads = self.cluster.device, call.num_heads / (self.tensor_parallel * self.context_parallel)
         num_scores = call.window.scores(context + length) - call.window.scores(context)
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
@@ -201,29 +261,38 @@ class AnalyticCosts:
         if op is Op.F:
             return computed
         read = call.window.context_keys(context)
-        numbers = self.microbatch_size * read * call.num_key_value_heads * (call.key_width + call.value_width)
-        numbers = numbers / self.tensor_parallel
+        numbers = self.microbatch_size * read * self._key_heads(call) * (call.key_width + call.value_width)
         # a kernel writes them; then they are read, and the sums in float32 are read and written
         return computed + numbers * (2 * self.model.dtype_bytes + 2 * 4) / device.bytes_per_second
 
+    def _key_heads(self, call: AttentionCall) -> int:
+        """Returns the heads of keys and values that one rank has in attention."""
+        return call.key_heads_of_rank(self.tensor_parallel * self.context_parallel)
+
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
-        """Returns the time of AdamW whose state is spread over `shards` replicas: it reads and writes the trained
+        """Returns the time of AdamW whose state is spread over `shards` ranks: it reads and writes the trained
         parameters and its state, and reads gradients."""
         state, number = StateBytes.of(self.model.dtype), self.num_trained(layers)
-        written = state.weights * number + state.optimizer * number / shards
+        written = state.weights * number + state.optimizer * self.num_optimized(layers, shards)
         return (2 * written + state.gradients * number) / self.cluster.device.bytes_per_second
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
-        """Returns the time in which a stage's gradients are reduced over the replicas, whose ranks are tensor_parallel
-        apart: by an all-reduce, or where the optimizer is sharded by a reduce-scatter."""
-        num_bytes = StateBytes.of(self.model.dtype).gradients * self.num_trained(layers)
-        once = self.cluster.exchange_seconds(num_bytes, data_parallel, self.tensor_parallel)
-        return float(once if shards > 1 else 2 * once)
+    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
+        """Returns the time in which a stage's gradients are reduced over the `copies`, ranks with the same weights that
+        are tensor_parallel apart: by an all-reduce, or where the optimizer is sharded by a reduce-scatter."""
+        once = self._between_copies(layers, StateBytes.of(self.model.dtype).gradients, copies)
+        return once if shards > 1 else 2 * once
 
     def gather_seconds(self, layers: Stage, shards: int) -> float:
-        """Returns the time in which the replicas of a sharded optimizer gather what each of them has updated."""
-        num_bytes = StateBytes.of(self.model.dtype).weights * self.num_trained(layers)
-        return float(self.cluster.exchange_seconds(num_bytes, shards, self.tensor_parallel))
+        """Returns the time in which the ranks of a sharded optimizer gather what each of them has updated."""
+        return self._between_copies(layers, StateBytes.of(self.model.dtype).weights, shards)
+
+    def _between_copies(self, layers: Stage, num_bytes: float, copies: int) -> float:
+        """Returns the time in which ranks gather, or reduce-scatter, so many bytes of each trained parameter: over all
+        that have the same weights, but those of experts over the ranks that have the same experts."""
+        shared, in_experts = self._trained(layers)
+        apart, ranks = self.tensor_parallel, self.expert_parallel
+        once = self.cluster.exchange_seconds(num_bytes * shared, copies, apart)
+        return float(once + self.cluster.exchange_seconds(num_bytes * in_experts, copies // ranks, apart * ranks))
 
     def cost(self, partition: Sequence[float], slices: Sequence[int]) -> ClusterCost:
         """Returns the simulator's costs of a pipeline, as `Profile.cost` does.
@@ -241,15 +310,30 @@ class AnalyticCosts:
 
     def num_parameters(self, layers: Stage) -> float:
         """Returns the number of a stage's parameters."""
-        return sum(n * part.num_parameters for n, part in self.model.counted(layers)) / self.tensor_parallel
+        counted = self.model.counted(layers)
+        return sum(n * self._held(part.num_parameters, part.num_in_experts) for n, part in counted)
 
     def weight_bytes(self, layers: Stage, each: float) -> float:
         """Returns the bytes of a stage's parameters, of which those that aren't quantised take `each`."""
-        return sum(n * part.weight_bytes(each) for n, part in self.model.counted(layers)) / self.tensor_parallel
+        saved = sum(n * part.saved_bytes(each) for n, part in self.model.counted(layers))
+        return each * self.num_parameters(layers) - saved / self.tensor_parallel
 
     def num_trained(self, layers: Stage) -> float:
         """Returns the number of a stage's parameters that are trained."""
-        return sum(n * part.num_trained for n, part in self.model.counted(layers)) / self.tensor_parallel
+        return sum(self._trained(layers))
+
+    def num_optimized(self, layers: Stage, shards: int) -> float:
+        """Returns the number of trained parameters whose optimizer state is here, where it is spread over `shards`
+        ranks with the same weights; fewer of them have the same experts."""
+        shared, in_experts = self._trained(layers)
+        return shared / shards + in_experts / (shards // self.expert_parallel if shards > 1 else 1)
+
+    def _trained(self, layers: Stage) -> tuple[float, float]:
+        """Returns how many trained parameters of a stage are here, and besides how many of experts that are spread."""
+        counted, ranks = self.model.counted(layers), self.expert_parallel
+        total = sum(n * part.num_trained for n, part in counted)
+        in_experts = sum(n * part.num_trained_in_experts for n, part in counted) if ranks > 1 else 0
+        return (total - in_experts) / self.tensor_parallel, in_experts / ranks
 
     def activation_bytes(self, layers: Stage, length: int) -> float:
         """Returns what a slice's F keeps for its backward without recomputation, except keys and values.
@@ -261,8 +345,11 @@ class AnalyticCosts:
         for number, part in self.model.counted(layers):
             wide = min(part.wide_activation_bytes, part.activation_bytes)
             per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
+            if self.context_parallel > 1 and part.has_backward:  # attention's outputs, before and after their exchange
+                outputs = sum(call.num_heads * call.value_width for call in part.attentions)
+                per_token += outputs * self.model.dtype_bytes / self.tensor_parallel
             states = part.state_bytes if part.has_backward else 0.0
-            total += number * self.microbatch_size * (length * per_token + states)
+            total += number * (self._tokens(length) * per_token + self.microbatch_size * states)
         return total
 
     def _wide_bytes(self, part: PartCount, wide: float) -> float:
@@ -285,7 +372,7 @@ class AnalyticCosts:
         if recompute == "selective":
             counted = self.model.counted(layers)
             products = sum(number * part.product_bytes for number, part in counted if part.has_backward)
-            kept += self.microbatch_size * length * products / self.tensor_parallel
+            kept += self._tokens(length) * products / self.tensor_parallel
         states = sum(number * part.state_bytes for number, part in self.model.counted(layers))
         return kept + self.microbatch_size * states
 
@@ -299,13 +386,19 @@ class AnalyticCosts:
 
     def context_bytes(self, layers: Stage, length: int) -> float:
         """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""
-        per_token = sum(number * part.context_bytes for number, part in self.model.counted(layers))
-        return self.microbatch_size * length * per_token / self.tensor_parallel
+        per_token = sum(number * self._keys_bytes(part) for number, part in self.model.counted(layers))
+        return self.microbatch_size * length * per_token
+
+    def _keys_bytes(self, part: PartCount) -> float:
+        """Returns a token's keys and values of this rank's heads."""
+        widths = ((self._key_heads(call), call.key_width + call.value_width) for call in part.attentions)
+        return sum(heads * width for heads, width in widths) * self.model.dtype_bytes
 
     def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns their gradients in float32, kept from a microbatch's first backward to its last."""
-        per_token = sum(number * part.context_gradient_bytes for number, part in self.model.counted(layers))
-        return self.microbatch_size * length * per_token / self.tensor_parallel * 4 / self.model.dtype_bytes
+        counted = self.model.counted(layers)
+        per_token = sum(number * self._keys_bytes(part) for number, part in counted if part.has_context_gradient)
+        return self.microbatch_size * length * per_token * 4 / self.model.dtype_bytes
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns the gradient of a slice's logits in float32, made before any activation is freed; 0 without the
@@ -313,7 +406,7 @@ class AnalyticCosts:
         if not self.model.has_head(layers):
             return 0.0
         vocabulary = self.model.head_weight / self.model.hidden_size
-        return 4 * self.microbatch_size * length * vocabulary / self.tensor_parallel
+        return float(4 * self._tokens(length) * vocabulary / self.tensor_parallel)
 
     def handling_seconds(self, length: Any) -> Any:
         return 0.0 * np.asarray(length)  # devices compute while others copy
@@ -324,7 +417,7 @@ class AnalyticCosts:
         return self._hidden_bytes(length) / self._token_parts
 
     def _hidden_bytes(self, length: Any) -> Any:
-        return self.microbatch_size * length * self.model.hidden_size * self.model.dtype_bytes
+        return self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes
 
     def action_costs(
         self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
@@ -334,6 +427,6 @@ class AnalyticCosts:
             times=times,
             message_bytes=[float(self.message_bytes(length)) for length in slices],
             cluster=self.cluster,
-            stride=self.tensor_parallel * data_parallel,
+            stride=self.tensor_parallel * self.context_parallel * data_parallel,
             tensor_parallel=1 if self.sequence_parallel else self.tensor_parallel,
         )

@@ -181,13 +181,32 @@ class Cluster:
         """
         if size <= 1:
             return 0.0
-        together = max(1, min(size, self.devices_per_domain // stride))
+        together = self._in_a_domain(size, stride)
         num_domains = -(-size // together)
         latency = (num_domains - 1) * self.between.latency + (size - num_domains) * self.inside.latency
         rate = self.inside.rate() if together > 1 else inf
         if num_domains > 1:
             rate = min(rate, together * self.between.rate(self.devices_per_node))
         return latency + (size - 1) / size * num_bytes / rate
+
+    def all_to_all_seconds(self, num_bytes: Any, size: int, stride: int = 1) -> Any:
+        """Returns the seconds in which each of `size` devices, `stride` apart, sends an equal part of so many bytes to
+        every one of them, itself included.
+
+        All messages are sent at the same time: those inside of a domain beside those that leave it, for which the
+        devices of a node share what leaves it.
+        """
+        if size <= 1:
+            return 0.0
+        together = self._in_a_domain(size, stride)
+        inside = (together - 1) / size * num_bytes / self.inside.rate()
+        across = (size - together) / size * num_bytes / self.between.rate(self.devices_per_node)
+        latency = self.between.latency if size > together else self.inside.latency
+        return latency + np.maximum(inside, across)
+
+    def _in_a_domain(self, size: int, stride: int) -> int:
+        """Returns how many of `size` devices, `stride` apart, are in one domain."""
+        return max(1, min(size, self.devices_per_domain // stride))
 
     def with_nodes(self, num_nodes: int) -> Cluster:
         """Returns the cluster with another number of nodes."""

@@ -42,11 +42,12 @@ def memory_table(
     # No other slice reads the keys and values of a layer that makes them again.
     is_lone = recompute in BY_LAYER and len(slices) == 1
     of_stage = cache(partial(_footprints, costs, recompute, slices, schedule.ops))
-    weights, trained, context, context_gradients = (
+    weights, trained, optimized, context, context_gradients = (
         [float(value(stage)) for stage in map(alike, stages)]
         for value in (
             cache(partial(costs.weight_bytes, each=state.weights)),
             cache(costs.num_trained),
+            cache(partial(costs.num_optimized, shards=optimizer_shards)),
             cache(partial(costs.context_bytes, length=length)),
             cache(partial(costs.context_gradient_bytes, length=length)),
         )
@@ -72,7 +73,7 @@ def memory_table(
         message_bytes=[float(costs.message_bytes(length)) for length in slices],
         parameters=dict(enumerate(weights)),
         gradients=gradients,
-        optimizer={g: state.optimizer / optimizer_shards * n for g, n in enumerate(trained)},
+        optimizer={g: state.optimizer * n for g, n in enumerate(optimized)},
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from slipstream.cost.fit import AttentionWindow
@@ -29,8 +30,8 @@ _NONE = Amount()
 _AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
 # of a PartCount
 _SIZES = (
-    *("num_parameters", "num_frozen", "num_quantised", "activation_bytes", "wide_activation_bytes"),
-    *("context_bytes", "product_bytes", "state_bytes"),
+    *("num_parameters", "num_frozen", "num_quantised", "num_in_experts", "num_trained_in_experts"),
+    *("activation_bytes", "wide_activation_bytes", "product_bytes", "state_bytes"),
 )
 
 
@@ -79,6 +80,12 @@ class AttentionCall:
     window: AttentionWindow
     has_gradient: bool = True  # whether what it attends with is differentiated
 
+    def key_heads_of_rank(self, num_ranks: int) -> int:
+        """Returns how many heads of keys and values one of `num_ranks` has that share the query heads: one for each run
+        of queries that read the same one, so that several ranks have it where there are fewer heads than ranks."""
+        queries = self.num_heads // num_ranks
+        return max(1, queries // gcd(queries, self.num_heads // self.num_key_value_heads))
+
     def step_flops(self, num_scores: float) -> float:
         """Returns the FLOPs that so many scores take in a step: of the products with keys and with values, and where
         there is a gradient of twice as many backward."""
@@ -99,7 +106,6 @@ class PartCount:
     ops: Mapping[Op, OpCount]  # F, I, W
     attentions: tuple[AttentionCall, ...]
     activation_bytes: float  # per token: what F keeps for the backward, its input included
-    context_bytes: float  # per token: keys and values
     product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
     state_bytes: float = 0.0  # of each slice and row: what the slice leaves to the next besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
@@ -108,15 +114,15 @@ class PartCount:
     dequantised_bytes: float = 0.0  # of the largest weight that it makes of them, while it multiplies
     has_backward: bool = True  # whether it, or a part below, has a trained one
     wide_activation_bytes: float = 0.0  # per token: of them, those of tensors as wide as the hidden state
+    num_in_experts: int = 0  # of its parameters, those of experts, each of which may be on another rank
+    num_trained_in_experts: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0  # that each token chooses
 
     @property
     def num_trained(self) -> int:
         """The number of its parameters that are trained."""
         return self.num_parameters - self.num_frozen
-
-    def weight_bytes(self, each: float) -> float:
-        """Returns the bytes of its parameters, of which those that aren't quantised take `each`."""
-        return each * self.num_parameters - self.saved_bytes(each)
 
     def saved_bytes(self, each: float) -> float:
         """Returns how many bytes 4 bits take less than parameters that take `each`."""
@@ -136,9 +142,9 @@ class PartCount:
         return Amount(sum(one.constant for one in each), sum(one.per_token for one in each))
 
     @property
-    def context_gradient_bytes(self) -> float:
-        """Per token: keys and values that have gradients, in the dtype of the model."""
-        return self.context_bytes if any(call.has_gradient for call in self.attentions) else 0.0
+    def has_context_gradient(self) -> bool:
+        """Whether keys and values have gradients."""
+        return any(call.has_gradient for call in self.attentions)
 
     def mixed(self, other: PartCount, third: PartCount, mix: Callable[[float, float, float], float]) -> PartCount:
         """Returns the part whose every number is `mix` of this part's, the other's and the third's."""
@@ -156,7 +162,7 @@ class PartCount:
         parts = (self, other, third)
         numbers: dict[str, Any] = {name: mix(*(getattr(part, name) for part in parts)) for name in _SIZES}
         ops = {op: counts(*(part.ops[op] for part in parts)) for op in self.ops}
-        counts_of = {name: round(numbers[name]) for name in ("num_parameters", "num_frozen", "num_quantised")}
+        counts_of = {name: round(numbers[name]) for name in _SIZES if name.startswith("num_")}
         return replace(self, **numbers | counts_of, ops=ops)
 
 

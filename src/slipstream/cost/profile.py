@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.cost.fit import FittedTime, SlicePoint, TimeFit
 from slipstream.cost.stages import (
+    EXCHANGES,
     OPS,
     ActionBytes,
     Stage,
@@ -184,8 +185,8 @@ class Profile:
     def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
         return self.time(layers, op)(length, context)
 
-    def reduce_seconds(self, layers: Stage, op: Op, length: Any) -> Any:
-        return 0.0 * np.asarray(length)
+    def exchange_seconds(self, layers: Stage, op: Op, length: Any) -> tuple[Any, ...]:
+        return (0.0 * np.asarray(length),) * len(EXCHANGES)  # they are in the times
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
         if recompute == "full":
@@ -288,19 +289,22 @@ class Profile:
     def weight_bytes(self, layers: Stage, each: float) -> float:
         return each * self.num_parameters(layers)
 
+    def num_optimized(self, layers: Stage, shards: int) -> float:
+        return self.num_trained(layers) / shards
+
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
 
-    def gradient_seconds(self, layers: Stage, data_parallel: int, shards: int = 1) -> float:
+    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
         """Returns the time of a ring's all-reduce between replicas, whose messages travel as those of a pipeline, or of
         its first half, the reduce-scatter of a sharded optimizer."""
         num_bytes = max(_GRADIENT, self.dtype_bytes) * self.num_parameters(layers)
-        return (1 if shards > 1 else 2) * self._exchange_seconds(num_bytes, data_parallel)
+        return (1 if shards > 1 else 2) * self._between_copies(num_bytes, copies)
 
     def gather_seconds(self, layers: Stage, shards: int) -> float:
-        return self._exchange_seconds(self.dtype_bytes * self.num_parameters(layers), shards)
+        return self._between_copies(self.dtype_bytes * self.num_parameters(layers), shards)
 
-    def _exchange_seconds(self, num_bytes: float, size: int) -> float:
+    def _between_copies(self, num_bytes: float, size: int) -> float:
         if self.link is None or size == 1:
             return 0.0
         return (size - 1) * (self.link.latency + num_bytes / size / self.link.bandwidth)

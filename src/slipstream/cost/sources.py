@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import gcd
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from slipstream.cost.analytic import AnalyticCosts
@@ -12,6 +14,15 @@ from slipstream.cost.profile import Profile
 from slipstream.errors import SlipstreamError
 
 StageCosts: TypeAlias = AnalyticCosts | Profile
+_EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+class Degrees(NamedTuple):
+    """By how many ranks a stage's work is shared."""
+
+    tensor: int = 1  # that share every layer
+    context: int = 1  # that share every slice, each with some of its tokens
+    experts: int = 1  # over which the experts of a layer are spread; they are some of those with the same weights
 
 
 class HostMemorySpec(NamedTuple):
@@ -35,9 +46,10 @@ class AnalyticSource:
         name: str,
         sequence_parallel: bool = False,
         fused: bool = False,
+        alone: Mapping[str, str] = _EMPTY,
     ) -> None:
         """`sequence_parallel`: whether ranks that share layers also share tokens; `fused`: whether the model was
-        counted with fused kernels."""
+        counted with fused kernels; `alone`: why `context_parallel` or `expert_parallel` can only be 1."""
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
         self.sequence_parallel, self.fused = sequence_parallel, fused
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
@@ -49,15 +61,21 @@ class AnalyticSource:
         heads = {call.num_heads for part in model.layers for call in part.attentions}
         degrees = range(1, min(heads) + 1)
         self.tensor_parallel_degrees = tuple(t for t in degrees if all(h % t == 0 for h in heads))
+        self.alone = _alone(model) | dict(alone)
+        # all that divide the heads together with the tensor-parallel degree
+        self.context_parallel_degrees = (1,) if "context_parallel" in self.alone else self.tensor_parallel_degrees
+        num_experts = 0 if "expert_parallel" in self.alone else gcd(*_numbers_of_experts(model))
+        self.expert_parallel_degrees = tuple(e for e in range(1, max(1, num_experts) + 1) if num_experts % e == 0)
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""
         return 1, seq_len
 
-    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
+    def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
         """Returns what the model's stages cost."""
-        return AnalyticCosts(self.model, self.cluster, tensor_parallel, microbatch_size, self.sequence_parallel)
+        tensor, *others = degrees
+        return AnalyticCosts(self.model, self.cluster, tensor, microbatch_size, self.sequence_parallel, *others)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
@@ -76,7 +94,7 @@ class AnalyticSource:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         for doublings in range(1, most.bit_length()):
             larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
-            yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused)
+            yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.alone)
 
     def trained(self) -> tuple[str, ...]:
         """Returns a sentence about what trains and where the backward ends; nothing where all weights train."""
@@ -98,9 +116,23 @@ class AnalyticSource:
             f"Times are computed from counted operations and the description of {self.cluster.name}, not measured.",
             f"A parameter takes {state.weights:g} bytes, its gradient {state.gradients:g}, its optimizer state "
             f"{state.optimizer:g}.",
+            *(["Tokens are taken to choose all experts alike."] if _numbers_of_experts(self.model) else []),
             "The gradients of a rank's first stage are reduced after its last backward, those of its others while "
             "earlier stages compute; the optimizer's step follows, and with a sharded one the gathering of weights.",
         )
+
+
+def _numbers_of_experts(model: ModelCount) -> list[int]:
+    """Returns the numbers of experts that layers have."""
+    return sorted({part.num_experts for part in model.layers} - {0})
+
+
+def _alone(model: ModelCount) -> dict[str, str]:
+    """Returns why ranks can't share slices, or experts, of a model, as far as its counts tell."""
+    found = {} if _numbers_of_experts(model) else {"expert_parallel": "The model has no experts that can be spread."}
+    if any(part.state_bytes for part in model.layers):
+        found["context_parallel"] = "The model's layers carry states from slice to slice."
+    return found
 
 
 class ProfileSource:
@@ -122,6 +154,8 @@ class ProfileSource:
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
         self.kinds, self.num_devices = profile.kinds, num_ranks * profile.tensor_parallel
         self.tensor_parallel_degrees = (profile.tensor_parallel,)
+        self.context_parallel_degrees = self.expert_parallel_degrees = (1,)
+        self.alone = dict.fromkeys(("context_parallel", "expert_parallel"), "Its times weren't measured.")
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")
@@ -136,7 +170,7 @@ class ProfileSource:
         lengths = [fit.lengths for stage in self.profile.stages for fit in stage.fits.values()]
         return max(each[0] for each in lengths), min(each[-1] for each in lengths)
 
-    def costs(self, tensor_parallel: int, microbatch_size: int) -> StageCosts:
+    def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
         return self.profile
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from slipstream.cost import Degrees
 from slipstream.planner.joint import JointPlan
 from slipstream.schedule import Schedule
 from slipstream.simulator import MemoryKind
@@ -17,8 +18,9 @@ AUTO = "auto"  # the schedule and slicing of what the joint search finds
 class Configuration:
     """One way to train: every choice of the search, before layers and tokens are partitioned.
 
-    `tensor_parallel` · `pipeline_parallel` · `data_parallel` is the number of devices. Every pipeline takes
-    global_batch / data_parallel sequences per step, `microbatch_size` at a time.
+    `tensor_parallel` · `context_parallel` · `pipeline_parallel` · `data_parallel` is the number of devices, and
+    `expert_parallel` divides the ranks with the same weights. Every pipeline takes global_batch / data_parallel
+    sequences per step, `microbatch_size` at a time.
     """
 
     tensor_parallel: int
@@ -30,13 +32,29 @@ class Configuration:
     num_slices: int
     recompute: str  # "none", "selective", "full", "stage" or "stage+full"
     offload: float  # the share of slices whose activations are offloaded to host memory
-    shard_optimizer: bool  # its state is sharded over the data-parallel ranks (ZeRO-1)
+    shard_optimizer: bool  # its state is sharded over the ranks with the same weights (ZeRO-1)
     slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages; or "auto"
+    context_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def degrees(self) -> Degrees:
+        """By how many ranks a stage's work is shared."""
+        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel)
+
+    @property
+    def num_copies(self) -> int:
+        """The number of ranks that have the same weights, but for experts, and see other tokens."""
+        return self.data_parallel * self.context_parallel
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.num_copies
 
     @property
     def optimizer_shards(self) -> int:
         """The number of ranks over which the optimizer's state is sharded."""
-        return self.data_parallel if self.shard_optimizer else 1
+        return self.num_copies if self.shard_optimizer else 1
 
     def differences(self, other: Configuration) -> list[str]:
         """Returns the names of the fields in which the two differ."""
@@ -105,7 +123,9 @@ class Plan:
     alternatives: tuple[Alternative, ...]  # to the best one, for each choice that has other values
     schedule: Schedule  # of the best one, compute actions only
     timeline: Timeline  # of the best one, with its memory over time
-    num_configurations: int  # all that divide; bounds were computed for each
+    num_meshes: int  # all that divide; bounds were computed for each
+    num_bounded_meshes: int  # those whose configurations were bounded, or can't fit
+    num_configurations: int  # on these
     num_too_large: int  # how many of them don't fit the memory
     num_simulated: int
     gap: float  # by which share one that was not simulated could be faster than the best, at most
@@ -113,6 +133,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # the assumptions behind the numbers
     sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens, too
     fused: bool = False  # whether norms and activations are fused kernels
+    alone: Mapping[str, str] = field(default_factory=dict)  # why ranks can't share slices, or experts; by choice
     trained: tuple[str, ...] = ()  # what of the model trains, where that isn't all
 
     @property

@@ -42,8 +42,10 @@ def _named_choice(choice: str, configuration: Configuration) -> str:
 def configuration_text(configuration: Configuration) -> str:
     """Returns the configuration on one line; ways to save memory that it doesn't use are left out."""
     c = configuration
+    context = f" x context {c.context_parallel}" if c.context_parallel > 1 else ""
     parts = [
-        f"tensor {c.tensor_parallel} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
+        f"tensor {c.tensor_parallel}{context} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
+        f"experts over {c.expert_parallel} ranks" if c.expert_parallel > 1 else "",
         f"schedule {c.schedule}",
         f"{plural(c.stages_per_rank, 'stage')} per rank",
         plural(c.num_slices, "exact slice" if c.slicing == "exact" else "slice"),
@@ -91,6 +93,8 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "tp x pp x dp": lambda p: " x ".join(
         choice_text(f"{kind}_parallel", p.configuration) for kind in ("tensor", "pipeline", "data")
     ),
+    "cp": lambda p: choice_text("context_parallel", p.configuration),
+    "ep": lambda p: choice_text("expert_parallel", p.configuration),
     "stages per rank": lambda p: stages_text(p.placement),
     "schedule": lambda p: choice_text("schedule", p.configuration),
     "slices": lambda p: choice_text("num_slices", p.configuration),
@@ -109,6 +113,8 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
 
 _LEGEND = {
     "tp x pp x dp": "devices that share every layer, ranks of a pipeline, pipelines that share the batch",
+    "cp": "ranks that share every slice",
+    "ep": "ranks over which experts are spread",
     "stages per rank": "parts of the model on a rank",
     "schedule": "the order of forwards and backwards",
     "slices": "parts of a sequence",
@@ -128,7 +134,7 @@ def legend_text(left_out: Container[str] = ()) -> str:
     return "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in left_out) + "."
 
 
-_NUM_CHOSEN = 9  # the first columns are choices, the others predictions
+_NUM_CHOSEN = 11  # the first columns are choices, the others predictions
 
 
 def memory_text(prediction: Prediction) -> str:
@@ -154,12 +160,14 @@ def shared_text(choices: Mapping[str, str]) -> str:
 def reasons(plan: Plan) -> list[str]:
     """Returns a line for each configuration that is the best with other values of one or more choices.
 
-    It says which choices differ, how much longer a step takes, where that time goes, and what else differs.
+    It says which choices differ, how much longer a step takes, where that time goes, and what else differs. Of degrees
+    that the model doesn't allow it says why.
     """
     best, groups = plan.best, dict[Configuration, list[Alternative]]()
     for alternative in plan.alternatives:
         groups.setdefault(alternative.prediction.configuration, []).append(alternative)
-    return [_reason([each.choice for each in group], group[0], best) for group in groups.values()]
+    found = [_reason([each.choice for each in group], group[0], best) for group in groups.values()]
+    return found + [f"{_named_choice(choice, best.configuration)}: {reason}" for choice, reason in plan.alone.items()]
 
 
 def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:
@@ -184,7 +192,8 @@ def search_text(plan: Plan) -> str:
     faster = f"one of the others could be faster by {plan.gap:.1%} at most"
     gap = faster if plan.gap > 0 else "no other one can be faster"
     return (
-        f"searched {plan.num_configurations:,} configurations in {seconds_text(plan.seconds)}: {plan.num_too_large:,} "
+        f"searched {plan.num_configurations:,} configurations on {plan.num_bounded_meshes} of "
+        f"{plural(plan.num_meshes, 'mesh')} in {seconds_text(plan.seconds)}: {plan.num_too_large:,} "
         f"too large for the memory, {plan.num_simulated:,} simulated; {gap}"
     )
 

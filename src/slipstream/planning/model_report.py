@@ -116,13 +116,13 @@ def report_on(config: PretrainedConfig) -> ModelReport:
     except SlipstreamError as error:
         return replace(report, refusal=str(error))
     report = replace(report, tied=anatomy.tied, whole_layers=whole, tensor_ranks=ranks, no_tensor_parallel=alone)
-    spread, together = _expert_ranks(config)
+    spread, together = expert_ranks(config)
     report = replace(report, expert_ranks=spread, no_expert_parallel=together)
     try:
         found = check_sliceable(config, anatomy)
     except SlipstreamError as error:
         return replace(report, kinds=find_layer_kinds(config, anatomy, ()), refusal=str(error))
-    ranks, alone = _context_ranks(config)
+    ranks, alone = context_ranks(config)
     report = replace(report, context_ranks=ranks, no_context_parallel=alone)
     return replace(report, kinds=find_layer_kinds(config, anatomy, found.paths), self_check=found)
 
@@ -154,7 +154,7 @@ def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
     return ""
 
 
-def _context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
+def context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     """Returns the numbers of ranks that can share every slice by heads, and why none can in any way."""
     degrees = _degrees(config)
     try:
@@ -164,7 +164,7 @@ def _context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     return (1, *degrees), ""
 
 
-def _expert_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
+def expert_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     """Returns the numbers of ranks over which experts can be spread, and why there is only 1."""
     model, found, reason = meta_model(config), [1], ""
     for ranks in range(2, 1 + max(num_experts_of(model).values(), default=2)):

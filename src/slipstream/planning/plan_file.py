@@ -14,6 +14,7 @@ from slipstream.planner import Plan
 from slipstream.version import __version__
 
 _PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
+_SHARED_SLICES = {"context_exchange": "heads"}  # the way that costs and memory are those of
 _DIGITS = 6  # of the predicted numbers that are written
 
 
@@ -65,6 +66,8 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
         "parallel": {
             "data": chosen.data_parallel,
             "tensor": chosen.tensor_parallel,
+            **(_SHARED_SLICES | {"context": chosen.context_parallel} if chosen.context_parallel > 1 else {}),
+            **({"experts": chosen.expert_parallel} if chosen.expert_parallel > 1 else {}),
             "shard_optimizer": chosen.shard_optimizer,
             **({"sequence_parallel": True} if plan.sequence_parallel else {}),
         },

@@ -35,6 +35,7 @@ from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, chec
 from slipstream.model.quantised import BasePrecision, check_quantisable
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
+from slipstream.planning.model_report import context_ranks, expert_ranks
 from slipstream.profile import count_model, identify_model, newest_costs
 from slipstream.units import plural
 
@@ -208,7 +209,14 @@ def _analytic_source(
     config = model_config(model, seq_len)
     count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, *parts), fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
-    return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused)
+    alone = _alone(config) if described.num_devices > 1 else {}
+    return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused, alone)
+
+
+def _alone(config: PretrainedConfig) -> dict[str, str]:
+    """Returns why ranks can't share the model's slices, or its experts, as training refuses it."""
+    found = {"context_parallel": context_ranks(config), "expert_parallel": expert_ranks(config)}
+    return {choice: reason for choice, (_, reason) in found.items() if reason}
 
 
 _NORM_AND_HEAD = 2  # what runs after the layers of a model whose tensor-parallel ranks can share tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from slipstream.cost import AnalyticCosts, CostSource, StageCosts
+from slipstream.cost import AnalyticCosts, CostSource, Degrees, StageCosts
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import AnalyticUnits, JointProblem, ProfileUnits, UnitCosts, spread_costs
 from slipstream.schedule import Schedule
@@ -51,7 +51,8 @@ def schedule_costs(
         raise SlipstreamError(
             f"--lengths={','.join(map(str, tokens))} add up to {sum(tokens)}, but --seq-len={seq_len}"
         )
-    costs = source.costs(*_known(source, tensor_parallel, microbatch_size))
+    tensor, size = _known(source, tensor_parallel, microbatch_size)
+    costs = source.costs(Degrees(tensor), size)
     table: TableCost = costs.cost(layers, tokens)
     if not schedule.spreads_vocabulary:
         return table

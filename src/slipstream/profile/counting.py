@@ -41,6 +41,7 @@ from slipstream.model import (
     watched_kernels,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
+from slipstream.model.anatomy import expert_modules
 from slipstream.model.hooks.crossing_tensors import Arguments, first_output, hidden_states, with_hidden_states
 from slipstream.model.hooks.length_dependent_rope import keep_frequencies
 from slipstream.model.hooks.masks import MaskTables
@@ -167,7 +168,6 @@ def _count_part(
         ops=ops,
         attentions=tuple(calls),
         activation_bytes=(long.saved_bytes - short.saved_bytes) / num_tokens,
-        context_bytes=sum(c.num_key_value_heads * (c.key_width + c.value_width) for c in calls) * itemsize,
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
         num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad) + long.num_packed,
@@ -175,6 +175,10 @@ def _count_part(
         dequantised_bytes=itemsize * max((each.num_weights for each in long.quantised), default=0),
         has_backward=long.has_backward,
         wide_activation_bytes=(long.wide_bytes - short.wide_bytes) / num_tokens,
+        num_in_experts=sum(p.numel() for p in long.in_experts),
+        num_trained_in_experts=sum(p.numel() for p in long.in_experts if p.requires_grad),
+        num_experts=long.num_experts,
+        experts_per_token=long.experts_per_token,
     )
 
 
@@ -234,12 +238,17 @@ class _PartRun:
         self.quantised = list(found.values())
         self.num_packed = sum(each.num_weights - each.weight.numel() for each in self.quantised)
         self.itemsize = next(p.dtype.itemsize for p in self.parameters if p.is_floating_point())
+        experts = [each for module, *_ in self._modules for _, each in expert_modules(module)]
+        self.num_experts = max((int(each.num_experts) for each in experts), default=0)
+        self.in_experts = list({id(p): p for each in experts for p in each.parameters()}.values())
         # rotary tables and the like, which all layers share
         self._shared = [t for _, *arguments in self._modules for t in _tensors(arguments)[1:]]
         self.own = ModelCalls(calls.length, calls.seq_len)
         self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.has_backward = gets_gradient or bool(self._trained)
-        forward, inputs = self._pass(weights=False)
+        with recorded_calls({str(place): each for place, each in enumerate(experts)}) as chosen:
+            forward, inputs = self._pass(weights=False)
+        self.experts_per_token = max((_num_chosen(*each.args, **each.kwargs) for each in chosen), default=0)
         _, backward = self._pass(weights=True)
         weights = backward - inputs
         if not gets_gradient:
@@ -286,6 +295,11 @@ class _PartRun:
             targets = torch.zeros(results[-1].shape[:-1], dtype=torch.long)
             return causal_cross_entropy(results[-1], targets)[0], source
         return results[0] if len(results) == 1 else sum(results[1:], results[0]), source
+
+
+def _num_chosen(_hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> int:
+    """Returns the number of experts that each token chooses, by what experts are given."""
+    return top_k_index.shape[-1]
 
 
 def _fresh(value: Any, gets_gradient: bool) -> Any:

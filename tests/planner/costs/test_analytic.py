@@ -24,7 +24,7 @@ CALL = AttentionCall(num_heads=4, num_key_value_heads=2, key_width=32, value_wid
 
 
 def part(name: str, ops: OpCount, attentions: tuple[AttentionCall, ...] = ()) -> PartCount:
-    return PartCount(name, 500, dict.fromkeys((Op.F, Op.I, Op.W), ops), attentions, 100.0, 16.0 if attentions else 0.0)
+    return PartCount(name, 500, dict.fromkeys((Op.F, Op.I, Op.W), ops), attentions, 100.0)
 
 
 MODEL = ModelCount(
@@ -129,6 +129,54 @@ def test_tensor_parallelism_halves_products_and_adds_two_all_reduces(cluster: Cl
     assert two.seconds(LAYER, Op.F, 16, 0) == pytest.approx(one.seconds(LAYER, Op.F, 16, 0) / 2 + 2 * reduce)
     assert two.seconds(LAYER, Op.W, 16, 0) == pytest.approx(one.seconds(LAYER, Op.W, 16, 0) / 2)
     assert two.num_parameters(LAYER) == one.num_parameters(LAYER) / 2 == 250
+
+
+@pytest.mark.parametrize(("ranks", "key_heads"), [(2, 1), (4, 1)])
+def test_context_parallelism_shares_tokens_and_exchanges_heads(cluster: Cluster, ranks: int, key_heads: int) -> None:
+    """Of 4 query heads and 2 of keys, all 2 wide: g ranks exchange 2 Hq + 2 max(Hkv, g) heads of n/g tokens."""
+    one_node = replace(cluster, devices_per_node=4)
+    one, shared = (AnalyticCosts(MODEL, one_node, context_parallel=g) for g in (1, ranks))
+    moved = (ranks - 1) / ranks * (16 / ranks) * (2 * 4 + 2 * max(2, ranks)) * 2 * 2 / 1e8
+    for op in (Op.F, Op.I):
+        assert shared.seconds(LAYER, op, 16, 0) == pytest.approx(one.seconds(LAYER, op, 16, 0) / ranks + moved)
+        assert shared.exchange_seconds(LAYER, op, 16) == (0, pytest.approx(moved), 0)
+    assert shared.seconds(LAYER, Op.W, 16, 0) == pytest.approx(one.seconds(LAYER, Op.W, 16, 0) / ranks)
+    context = shared.seconds(LAYER, Op.I, 16, 9) - shared.seconds(LAYER, Op.I, 16, 0)
+    scores = 2 * 5 * 2 * 4 / ranks * 9 * 16 / 1e9
+    assert context == pytest.approx(scores + 9 * key_heads * 4 * 12 / 1e9)  # a rank adds gradients of its heads alone
+    assert shared.context_bytes(LAYER, 16) == one.context_bytes(LAYER, 16) / min(ranks, 2)
+    outputs = 16 / ranks * 4 * 2 * 2  # attention's, before they are exchanged and after
+    assert shared.activation_bytes(LAYER, 16) == one.activation_bytes(LAYER, 16) / ranks + outputs
+    assert shared.message_bytes(16) == one.message_bytes(16) / ranks
+    assert shared.num_parameters(LAYER) == one.num_parameters(LAYER)
+
+
+def test_ranks_that_read_parts_of_several_heads_of_keys_have_all_of_them() -> None:
+    """Of 6 query heads and 2 of keys each of 3 ranks has 2 queries; the second of them needs both heads."""
+    six = replace(CALL, num_heads=6)
+    assert [six.key_heads_of_rank(ranks) for ranks in (1, 2, 3, 6)] == [2, 1, 2, 1]
+
+
+def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back(cluster: Cluster) -> None:
+    """400 of 500 parameters are in 4 experts, of which a token chooses 2; other copies have the same experts."""
+    experts = replace(part("layer", PRODUCTS), num_in_experts=400, num_trained_in_experts=400)
+    model = replace(MODEL, layers=(replace(experts, num_experts=4, experts_per_token=2),))
+    one, spread = (AnalyticCosts(model, cluster, expert_parallel=e) for e in (1, 2))
+    sent = 1 / 2 * 16 * 2 * HIDDEN * 2 / 1e8
+    assert spread.exchange_seconds(LAYER, Op.F, 16) == (0, 0, pytest.approx(2 * sent))
+    for op, exchanged in ((Op.F, 2 * sent), (Op.I, 2 * sent), (Op.W, 0)):
+        assert spread.seconds(LAYER, op, 16, 0) == pytest.approx(one.seconds(LAYER, op, 16, 0) + exchanged)
+    slow = [
+        replace(each, cluster=replace(cluster, device=replace(cluster.device, memory_bandwidth=1e6)))
+        for each in (one, spread)
+    ]
+    assert [each.seconds(LAYER, Op.W, 1, 0) for each in slow] == pytest.approx([WEIGHTS / 1e6, 0.6 * WEIGHTS / 1e6])
+    assert (spread.num_parameters(LAYER), spread.num_trained(LAYER)) == (300, 300)
+    assert spread.num_optimized(LAYER, 4) == pytest.approx(100 / 4 + 400 / 4)
+    reduced = cluster.exchange_seconds(4 * 100, 4) + cluster.exchange_seconds(4 * 200, 2, stride=2)
+    assert spread.gradient_seconds(LAYER, 4, shards=4) == pytest.approx(reduced)
+    both = AnalyticCosts(model, cluster, tensor_parallel=2, expert_parallel=2)
+    assert both.num_parameters(LAYER) == 100 / 2 + 400 / 2  # experts are whole on each of the ranks that share layers
 
 
 def test_a_sharded_optimizer_sends_six_bytes_of_a_parameter_and_not_eight(cluster: Cluster) -> None:

@@ -198,6 +198,16 @@ def test_a_group_uses_the_cards_of_all_its_devices_of_a_node(stride: int, size: 
     assert slow.exchange_seconds(8e9, 8) == pytest.approx(7 / 8 * 8e9 / 100e9, rel=1e-3)
 
 
+def test_an_all_to_all_sends_inside_of_nodes_and_between_them_at_the_same_time(cluster: Cluster) -> None:
+    """Each device keeps an equal part of its bytes; those that leave a node of four share its link."""
+    assert cluster.all_to_all_seconds(8e9, 1) == 0
+    assert cluster.all_to_all_seconds(8e9, 4) == pytest.approx(1e-6 + 3 / 4 * 8e9 / 100e9)
+    assert cluster.all_to_all_seconds(8e9, 8) == pytest.approx(1e-5 + 4 / 8 * 8e9 / (10e9 / 4))
+    assert cluster.all_to_all_seconds(8e9, 2, stride=4) == pytest.approx(1e-5 + 1 / 2 * 8e9 / (10e9 / 4))
+    fast = parse_cluster(changed("between", {**DESCRIPTION["between"], "bandwidth": 1e13}))
+    assert fast.all_to_all_seconds(8e9, 8) == pytest.approx(1e-5 + 3 / 8 * 8e9 / 100e9)
+
+
 def test_a_rack_that_nvlink_connects_is_one_domain_of_many_nodes(cluster: Cluster) -> None:
     rack = parse_cluster(changed("nodes_per_domain", 2))
     assert (rack.devices_per_domain, rack.num_devices) == (8, 8)

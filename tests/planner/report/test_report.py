@@ -206,8 +206,8 @@ def test_reasons_name_the_choice_the_time_and_where_it_goes(plan: Plan) -> None:
 
 def test_the_search_says_what_it_may_have_missed(plan: Plan) -> None:
     assert search_text(plan) == (
-        "searched 12,345 configurations in 1.50 s: 678 too large for the memory, 3 simulated; one of the "
-        "others could be faster by 1.2% at most"
+        "searched 12,345 configurations on 7 of 9 meshes in 1.50 s: 678 too large for the memory, 3 simulated; one of "
+        "the others could be faster by 1.2% at most"
     )
     assert search_text(replace(plan, gap=0.0)).endswith("no other one can be faster")
 

@@ -18,6 +18,7 @@ from slipstream.cost import (
     AnalyticSource,
     AttentionCall,
     AttentionWindow,
+    Degrees,
     ModelCount,
     OpCount,
     PartCount,
@@ -31,7 +32,7 @@ from slipstream.planner.plans import Configuration, Plan
 from slipstream.planner.report import reasons
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_space import PlanSpace
+from slipstream.planner.search.plan_space import Mesh, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profile import count_model
 from slipstream.schedule import COMMUNICATION, Op, make_schedule
@@ -62,8 +63,7 @@ def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str
             num_kernels=20,
         )
         ops = {Op.F: product, Op.I: product, Op.W: product}
-        context = 2.0 * hidden * size if calls else 0.0
-        return PartCount(name, int(weights), ops, calls, activations, context, activations / 2)
+        return PartCount(name, int(weights), ops, calls, activations, activations / 2)
 
     call = AttentionCall(heads, heads, hidden // heads, hidden // heads, AttentionWindow())
     return ModelCount(
@@ -153,6 +153,10 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
     assert prediction.step_seconds >= seconds * (1 - 1e-9)
+    c = configuration
+    mesh = Mesh(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size)
+    assert prediction.step_seconds >= space.least_seconds(mesh) * (1 - 1e-9)
+    assert max(candidate.peaks()) >= space.mean_state(mesh) * (1 - 1e-9)
     assert max(candidate.peaks()) >= size * (1 - 1e-9) or size == float("inf")
     assert prediction.peak_memory == pytest.approx(max(candidate.peaks()), rel=1e-12)
     assert sum(prediction.seconds_by_cause.values()) == pytest.approx(prediction.step_seconds)
@@ -226,7 +230,8 @@ def test_the_winner_is_the_one_that_simulating_everything_finds(seed: int) -> No
     best = everything(space)
     assert plan.best.step_seconds == pytest.approx(min(best.values()), rel=1e-12)
     assert plan.gap == 0
-    assert plan.num_configurations == sum(1 for _ in space.bounded())
+    assert plan.num_configurations <= sum(1 for _ in space.bounded())
+    assert plan.num_bounded_meshes <= plan.num_meshes == len([*space.meshes()])
 
 
 def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
@@ -239,7 +244,7 @@ def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
         extra = sum(seconds for _, seconds in alternative.why(best))
         assert extra == pytest.approx(alternative.prediction.step_seconds - best.step_seconds)
     c = best.configuration
-    assert c.tensor_parallel * c.pipeline_parallel * c.data_parallel == plan.num_devices == 4
+    assert c.num_devices == plan.num_devices == 4
     assert sum(best.partition) == 6
     assert sum(best.slices) == SEQ_LEN
     assert best.tokens_per_second == pytest.approx(8 * SEQ_LEN / best.step_seconds)
@@ -256,7 +261,7 @@ def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     expected = [sum(rank.worst.during.values()) for rank in memory_of(candidate.schedule, candidate.table)]
     assert [sum(kinds.values()) for kinds in prediction.memory] == expected
     # by hand: rank 0 of two runs a forward of the next microbatch for each backward of the one before
-    slices, costs = candidate.times.slices, space.costs(1, 1)
+    slices, costs = candidate.times.slices, space.costs(Degrees(), 1)
     tokens = max(sum(slices[: 4 - k]) + sum(slices[: k + 1]) for k in range(4))
     held = costs.activation_bytes(candidate.cut.stages[0], tokens)
     rank = memory_of(candidate.schedule, candidate.table)[0]
@@ -271,7 +276,9 @@ def long_sequences(num_ranks: int, kernel_seconds: float) -> AnalyticSource:
     return source(gpt(4, 64, 4, 128), replace(cluster, device=device, inside=replace(cluster.inside, latency=1e-7)))
 
 
-ONE_PIPELINE = PlanOptions(data_parallel=(1,), tensor_parallel=(1,), schedule=("1f1b",), recompute=("none",))
+ONE_PIPELINE = PlanOptions(
+    data_parallel=(1,), tensor_parallel=(1,), context_parallel=(1,), schedule=("1f1b",), recompute=("none",)
+)
 
 
 def test_an_exact_slicing_wins_where_no_equal_times_are_as_good() -> None:
@@ -383,7 +390,7 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
     steps = {}
     for size in (1, 2, 4, 8, 16, 32):
         options = replace(PLAIN, tensor_parallel=(1,), data_parallel=(1,), microbatch_size=(size,), memory_limit=1e15)
-        options = replace(options, schedule=("1f1b",), stages_per_rank=(1,))
+        options = replace(options, schedule=("1f1b",), stages_per_rank=(1,), context_parallel=(1,))
         plan = search_plans(AnalyticSource(model, cluster, "gpt"), 512, 128, options=options)
         steps[size] = plan.best.step_seconds
     best = min(steps, key=steps.__getitem__)
@@ -490,7 +497,7 @@ def test_equal_layers_are_cut_evenly_by_time() -> None:
     times = space.times(configuration).compute
     per_rank = space.cut(configuration).per_rank((times[Op.F] + times[Op.I] + times[Op.W]).sum(axis=1))
     layer = np.diff(sorted(per_rank))[0]
-    one = sum(float(space.costs(1, 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
+    one = sum(float(space.costs(Degrees(), 1).seconds(range(2, 3), op, SEQ_LEN, 0)) for op in (Op.F, Op.I, Op.W))
     assert layer <= one
 
 
@@ -590,7 +597,9 @@ def counted_llama() -> AnalyticSource:
     return AnalyticSource(count_model(llama(), SEQ_LEN, torch.float16), small_cluster(1), "llama")
 
 
-TWO_RANKS = PlanOptions(pipeline_parallel=(2,), data_parallel=(1,), tensor_parallel=(1,), num_simulated=4)
+TWO_RANKS = PlanOptions(
+    pipeline_parallel=(2,), data_parallel=(1,), tensor_parallel=(1,), context_parallel=(1,), num_simulated=4
+)
 
 
 @cache

@@ -283,9 +283,10 @@ class AnalyticUnits:
 
     def state_bytes(self) -> Floats:
         state = StateBytes.of(self.costs.model.dtype)
-        trained = state.gradients + state.optimizer / self.optimizer_shards
         sizes = self._of_kinds(partial(self.costs.weight_bytes, each=state.weights))
-        found: Floats = (sizes + trained * self._of_kinds(self.costs.num_trained))[self._kinds]
+        sizes = sizes + state.gradients * self._of_kinds(self.costs.num_trained)
+        optimized = self._of_kinds(partial(self.costs.num_optimized, shards=self.optimizer_shards))
+        found: Floats = (sizes + state.optimizer * optimized)[self._kinds]
         return found
 
     def handling_seconds(self, lengths: Ints) -> Floats:

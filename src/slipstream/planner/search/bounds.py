@@ -114,6 +114,7 @@ class StageSizes:
 
     weights: Floats
     trained: Floats
+    optimized: Callable[[int], Floats]  # how many have their optimizer state here, by over how many ranks it is spread
     context: Floats
     kept: dict[str, Floats]  # by kind of recomputation
     largest: Floats  # without recomputation, of each rank's largest stage
@@ -125,7 +126,7 @@ class StageTimes:
 
     compute: dict[Op, Floats]  # of F, B, I and W; B in one may differ from the sum of its two halves
     replay: dict[str, Floats]  # of R, by kind of recomputation; with "full", what B and I take longer
-    reduce: dict[Op, Floats]  # the part of F and of I that is all-reduces between tensor-parallel ranks
+    exchanged: dict[Op, Floats]  # the parts of F and of I that are `EXCHANGES`, (kind, stage, slice)
     slices: tuple[int, ...]
 
     def within_backwards(self, recompute: str) -> Floats | float:
@@ -206,8 +207,7 @@ class ConfigurationGroup:
         the first microbatch there are no gradients yet.
         """
         sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
-        per_trained = state.gradients if self.num_microbatches > 1 else 0
-        per_trained += state.optimizer / configuration.optimizer_shards
+        gradients = state.gradients if self.num_microbatches > 1 else 0
         slices, recompute = self.slices, configuration.recompute
         by_layer = recompute in BY_LAYER
         # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
@@ -217,7 +217,8 @@ class ConfigurationGroup:
         context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
         if by_layer and len(slices) < 2:
             context = np.zeros_like(context)
-        kept = per_rank(sizes.weights) + per_trained * per_rank(sizes.trained)
+        kept = per_rank(sizes.weights) + gradients * per_rank(sizes.trained)
+        kept = kept + state.optimizer * per_rank(sizes.optimized(configuration.optimizer_shards))
         return float((kept + context + activations).max())
 
 

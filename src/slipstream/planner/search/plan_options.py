@@ -33,6 +33,8 @@ class PlanOptions:
     offload: tuple[float, ...] | None = None  # share of the slices, 0 to 1
     shard_optimizer: tuple[bool, ...] | None = None
     slicing: tuple[str, ...] | None = None
+    context_parallel: tuple[int, ...] | None = None
+    expert_parallel: tuple[int, ...] | None = None
     memory_limit: float | None = None  # bytes that may be used of a device; None: 95%
     num_simulated: int = 50  # configurations that are simulated, at most
     num_best: int = 5  # configurations that are reported

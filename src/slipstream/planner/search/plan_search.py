@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from heapq import nsmallest
-from itertools import islice, product
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import chain, count, islice, product
 from math import ceil, inf, prod
+from operator import itemgetter
 from typing import Any
 
 from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, unit_bounds
@@ -27,7 +28,7 @@ from slipstream.planner.plans import AUTO, Alternative, Configuration, Plan, Pre
 from slipstream.planner.report import configuration_text
 from slipstream.planner.search.bounds import PlacedPartition, cached_schedule, marked_actions
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
+from slipstream.planner.search.plan_space import FoundPlan, Mesh, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 from slipstream.schedule import Schedule, split_backwards
@@ -45,7 +46,6 @@ _SAVINGS = {
     "stage": ("none", "selective", "stage"),
     "stage+full": ("none", "selective", "full", "stage", "stage+full"),
 }
-_EVERY = 5000  # configurations between two reports of progress
 _MOST_SCHEDULED_EACH = 2  # configurations whose schedule is made, for each that may be simulated
 _MOST_UNITS = 100_000  # slices of stages in all schedules that are made: about a minute
 # configurations with another choice that are tested quickly, and whose schedule is made
@@ -81,8 +81,9 @@ def search_plans(
 ) -> Plan:
     """Returns the best plans for training on `global_batch` sequences of `seq_len` tokens per step.
 
-    Lower bounds are computed for every configuration. The most promising ones are simulated until no other can be
-    faster, or `options.num_simulated` are simulated; `Plan.gap` bounds what that may have missed.
+    Lower bounds are computed for every mesh, and for the configurations of those that may have the next best. The most
+    promising ones are simulated until no other can be faster, or `options.num_simulated` are simulated; `Plan.gap`
+    bounds what that may have missed.
 
     Args:
         source: the model on its hardware, with what it costs there.
@@ -99,8 +100,10 @@ def search_plans(
     options = options or PlanOptions()
     report = progress or (lambda *_: None)
     space = PlanSpace(source, seq_len, global_batch, options)
-    fitting, num_all = _bounds(space, report)
-    run = _PlanSearch(space, fitting, report)
+    frontier = Frontier(space, report)
+    if not frontier.num_meshes:
+        raise _nothing_divides(space)
+    run = _PlanSearch(space, frontier, report)
     run.settle()
     run.search_jointly()
     best, alternatives = run.settle()
@@ -109,7 +112,7 @@ def search_plans(
             run.simulate(smallest)
         best, alternatives = run.settle()
     if not best:
-        raise explain_misfit(space, num_all)
+        raise explain_misfit(space, frontier.num_meshes)
     candidate = SimulatedConfiguration.of(space, best[0].configuration)
     return Plan(
         model=source.name,
@@ -122,51 +125,108 @@ def search_plans(
         alternatives=tuple(alternatives),
         schedule=candidate.schedule,
         timeline=simulate(candidate.schedule, candidate.cost, candidate.table),
-        num_configurations=num_all,
-        num_too_large=num_all - len(fitting) + len(run.too_large),
+        num_meshes=frontier.num_meshes,
+        num_bounded_meshes=frontier.num_bounded_meshes,
+        num_configurations=frontier.num_bounded,
+        num_too_large=frontier.num_too_large + len(run.too_large),
         num_simulated=run.num_simulated,
         gap=run.gap(best[0]),
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
+        alone=source.alone,
         trained=source.trained(),
         sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
         fused=source.fused,
     )
 
 
-def _bounds(space: PlanSpace, report: ProgressReport) -> tuple[list[BoundedConfiguration], int]:
-    """Returns the configurations that may fit, the most promising first, and the number of all.
+_EVERY = 5000  # configurations between two reports of progress
+_Waiting = tuple[tuple[float, float, int, bool], int, Configuration]
 
-    Of equally promising ones, those that save memory at the least cost come first.
+
+class Frontier:
+    """The configurations that may fit by lower bounds of their steps, as far as they have been asked for.
+
+    Of equally promising ones, those that save memory at the least cost come first. Meshes that no configuration fits
+    are left out.
     """
-    fitting: list[BoundedConfiguration] = []
-    number = 0
-    for number, (seconds, size, configuration) in enumerate(space.bounded(), start=1):
-        if size <= space.memory:
-            fitting.append((seconds, configuration))
-        if number % _EVERY == 0:
-            search_compiled()  # which pays now
-            report("bounds", number, 0)
-    if number == 0:
-        raise _nothing_divides(space)
-    order = [*_SAVINGS]
-    fitting.sort(
-        key=lambda each: (each[0], each[1].offload, order.index(each[1].recompute), not each[1].shard_optimizer)
-    )
-    return fitting, number
+
+    def __init__(self, space: PlanSpace, report: ProgressReport) -> None:
+        self._space, self._report, self._number = space, report, count()
+        every = list(space.meshes())
+        fitting = [mesh for mesh in every if space.mean_state(mesh) <= space.memory]
+        self.num_meshes, self.num_too_large_meshes = len(every), len(every) - len(fitting)
+        self.num_bounded = self.num_too_large = 0
+        self._meshes = [(space.least_seconds(mesh), next(self._number), mesh) for mesh in fitting]
+        heapify(self._meshes)
+        self._waiting: list[_Waiting] = []
+        self._ordered: list[BoundedConfiguration] = []
+
+    @property
+    def num_bounded_meshes(self) -> int:
+        """The meshes whose configurations have been bounded, or all of which are too large."""
+        return self.num_meshes - len(self._meshes)
+
+    def starting(self, index: int) -> Iterator[BoundedConfiguration]:
+        """Yields the configurations from this place on, the most promising first."""
+        while index < len(self._ordered) or self._extend():
+            yield self._ordered[index]
+            index += 1
+
+    def others(self, choice: str, value: object) -> Iterator[Configuration]:
+        """Yields configurations with another value of a choice: those of other meshes are bounded once the known ones
+        are used up, and none where the choice allows no other."""
+        values = getattr(self._space.options, choice)
+        if values is not None and {*values} <= {value}:
+            return
+        of_mesh = hasattr(Mesh, choice)
+        known = chain(self._ordered, ((each[0][0], each[2]) for each in sorted(self._waiting)))
+        yield from (c for _, c in list(known) if getattr(c, choice) != value)
+        self._meshes.sort()  # and so still a heap, whichever are taken out
+        for each in list(self._meshes):
+            if not of_mesh or getattr(each[2], choice) != value:
+                self._meshes.remove(each)
+                yield from (c for _, _, c in sorted(self._bound(each[2])) if getattr(c, choice) != value)
+
+    def _extend(self) -> bool:
+        """Puts the next configuration in its place; False where there is none."""
+        while self._meshes and (not self._waiting or self._meshes[0][0] <= self._waiting[0][0][0]):
+            self._bound(heappop(self._meshes)[2])
+        if not self._waiting:
+            return False
+        (seconds, *_), _, configuration = heappop(self._waiting)
+        self._ordered.append((seconds, configuration))
+        return True
+
+    def _bound(self, mesh: Mesh) -> list[_Waiting]:
+        """Bounds a mesh's configurations, which then wait for their turn, and returns those that may fit."""
+        found: list[_Waiting] = []
+        for seconds, size, c in self._space.of_mesh(mesh):
+            self.num_bounded += 1
+            if self.num_bounded % _EVERY == 0:
+                search_compiled()  # which pays now
+                self._report("bounds", self.num_bounded, 0)
+            if size > self._space.memory:
+                self.num_too_large += 1
+                continue
+            order = seconds, c.offload, [*_SAVINGS].index(c.recompute), not c.shard_optimizer
+            found.append((order, next(self._number), c))
+        for each in found:
+            heappush(self._waiting, each)
+        return found
 
 
 @dataclass
 class _PlanSearch:
     space: PlanSpace
-    fitting: list[BoundedConfiguration]
+    frontier: Frontier
     report: ProgressReport
     seconds: dict[Configuration, float] = field(default_factory=dict)  # simulated steps of what fits
     too_large: set[Configuration] = field(default_factory=set)
     num_simulated: int = 0
     num_scheduled: int = 0  # configurations whose schedule was made
     num_units: int = 0  # slices of stages in these schedules
-    reached: int = 0  # how many of `fitting` have been dealt with
+    reached: int = 0  # how many of the frontier have been dealt with
     known: dict[Configuration, Prediction] = field(default_factory=dict)
 
     def settle(self) -> tuple[list[Prediction], list[Alternative]]:
@@ -184,8 +244,7 @@ class _PlanSearch:
 
     def simulate_promising(self) -> None:
         """Simulates in the order of the bounds until the next configuration can't be among the best."""
-        while self.reached < len(self.fitting):
-            bound, configuration = self.fitting[self.reached]
+        for bound, configuration in self.frontier.starting(self.reached):
             if (self._is_limited and self.seconds) or bound >= self._worst_reported():
                 return
             self.simulate(configuration)
@@ -249,7 +308,8 @@ class _PlanSearch:
 
     def gap(self, best: Prediction) -> float:
         """Returns by which share of the best step the most promising configuration left could be faster, at most."""
-        left = (b for b, c in self.fitting[self.reached :] if c not in self.seconds and c not in self.too_large)
+        starting = self.frontier.starting(self.reached)
+        left = (b for b, c in starting if c not in self.seconds and c not in self.too_large)
         return max(0.0, 1 - next(left, best.step_seconds) / best.step_seconds)
 
     def alternatives(self, best: Prediction) -> Iterator[Alternative]:
@@ -261,7 +321,7 @@ class _PlanSearch:
 
     def _best_with_other(self, choice: str, value: object) -> Configuration | None:
         """Returns the best simulated one; a few more are simulated where there is none yet."""
-        others = (c for _, c in self.fitting if getattr(c, choice) != value and c not in self.too_large)
+        others = (c for c in self.frontier.others(choice, value) if c not in self.too_large)
         until = self.num_scheduled + _MOST_SCHEDULED
         for configuration in islice(others, _MOST_TRIED):
             if any(getattr(c, choice) != value for c in self.seconds) or self.num_scheduled >= until:
@@ -289,7 +349,9 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
         f"no configuration fits these numbers: {devices}, {layers}, a global batch of "
         f"{plural(space.global_batch, 'sequence')}. "
         "The data-parallel degree must divide the batch, the pipeline's be at most the layers, and their product "
-        f"with the tensor-parallel degree (of {source.tensor_parallel_degrees}) be the devices. Change the batch or "
+        f"with the tensor-parallel degree (of {source.tensor_parallel_degrees}) and the context-parallel one (of "
+        f"{source.context_parallel_degrees}) be the devices; the expert-parallel degree (of "
+        f"{source.expert_parallel_degrees}) divides the product of data and context. Change the batch or "
         f"the number of nodes{', or allow more than ' + allowed if allowed else ''}."
     )
 
@@ -298,7 +360,7 @@ _SMALLEST = 8  # configurations whose memory is counted
 _MOST_NODES = 64  # how many times the nodes may grow
 
 
-def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError:
+def explain_misfit(space: PlanSpace, num_meshes: int) -> SlipstreamError:
     """Returns the error for a search in which every configuration is too large."""
     candidates = [SimulatedConfiguration.of(space, each) for each in _smallest(space)]
     smallest = min(candidates, key=lambda candidate: max(candidate.peaks()))
@@ -312,7 +374,7 @@ def explain_misfit(space: PlanSpace, num_configurations: int) -> SlipstreamError
     if away and host is not None and away > host.capacity:
         larger += f", with {bytes_text(_in_digits(away))} on its host"
     return SlipstreamError(
-        f"nothing fits: the smallest of {num_configurations} configurations needs {bytes_text(peak)} {where}, "
+        f"nothing fits: the smallest configuration on {plural(num_meshes, 'mesh')} needs {bytes_text(peak)} {where}, "
         f"{bytes_text(peak - room)} more than the {has} ({configuration_text(smallest.configuration)}). The cheapest "
         f"change that would fit: {next(_changes(space), larger)}."
     )
@@ -338,8 +400,13 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
     saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
-    found = sorted((size, number, c) for number, (_, size, c) in enumerate(saving_space.bounded()))
-    return [configuration for _, _, configuration in found[:_SMALLEST]]
+    found: list[tuple[float, int, Configuration]] = []
+    for mesh in sorted(saving_space.meshes(), key=saving_space.mean_state):
+        if len(found) == _SMALLEST and found[-1][0] <= saving_space.mean_state(mesh):
+            break
+        more = [(size, number, c) for number, (_, size, c) in enumerate(saving_space.of_mesh(mesh), len(found))]
+        found = nsmallest(_SMALLEST, [*found, *more], key=itemgetter(0))
+    return [configuration for _, _, configuration in found]
 
 
 def _changes(space: PlanSpace) -> Iterator[str]:
@@ -383,10 +450,10 @@ def is_wanted(options: PlanOptions) -> bool:
 
 def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
     """Returns the first configuration of each of the first few meshes with a pipeline."""
-    of_mesh: dict[tuple[int, ...], Configuration] = {}
+    of_mesh: dict[Mesh, Configuration] = {}
     for c in configurations:
         if c.pipeline_parallel > 1 and c.schedule != AUTO:
-            of_mesh.setdefault((c.tensor_parallel, c.pipeline_parallel, c.data_parallel, c.microbatch_size), c)
+            of_mesh.setdefault(Mesh(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size), c)
     return list(of_mesh.values())[:_MOST_MESHES]
 
 
@@ -464,7 +531,7 @@ def _split(plan: JointPlan) -> JointPlan:
 
 
 def _units(space: PlanSpace, c: Configuration) -> UnitCosts:
-    costs = space.costs(c.tensor_parallel, c.microbatch_size)
+    costs = space.costs(c.degrees, c.microbatch_size)
     if isinstance(costs, AnalyticCosts):
         slicing = space.seq_len, _granularity(space)
         return AnalyticUnits(costs, *slicing, c.pipeline_parallel, c.data_parallel, c.optimizer_shards)
@@ -490,7 +557,7 @@ def _added(space: PlanSpace, start: Configuration, plan: JointPlan, recompute: s
         offload=offload,
     )
     source = space.source
-    costs = space.costs(start.tensor_parallel, start.microbatch_size)
+    costs = space.costs(start.degrees, start.microbatch_size)
     bounds = unit_bounds(plan.partition, len(source.kinds), source.units_per_layer)
     space.found[configuration] = FoundPlan(PlacedPartition(costs, placement, bounds), plan)
     return configuration

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
-from itertools import product
-from math import inf
+from itertools import product, starmap
+from math import gcd, inf
+from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
 from slipstream.cost import (
     BY_LAYER,
+    EXCHANGES,
     REPLAYED,
     WITH_MESSAGES,
+    AnalyticCosts,
     CostSource,
+    Degrees,
     Stage,
     StageCosts,
     messages_of_stages,
@@ -43,7 +47,7 @@ from slipstream.simulator.action_graph import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and what isn't counted take the rest
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
-_COMPUTE, _REDUCE = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
+_COMPUTE, _EXCHANGED = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
 _SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # all their backwards are I and W
 _SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and takes less memory
@@ -55,6 +59,32 @@ class FoundPlan:
 
     cut: PlacedPartition
     plan: JointPlan
+
+
+class Mesh(NamedTuple):
+    """The degrees of a configuration, and the sequences of its microbatches."""
+
+    degrees: Degrees
+    pipeline_parallel: int
+    data_parallel: int
+    microbatch_size: int
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.degrees.tensor
+
+    @property
+    def context_parallel(self) -> int:
+        return self.degrees.context
+
+    @property
+    def expert_parallel(self) -> int:
+        return self.degrees.experts
+
+    @property
+    def num_copies(self) -> int:
+        """The number of ranks with the same weights."""
+        return self.data_parallel * self.context_parallel
 
 
 class PlanSpace:
@@ -77,23 +107,50 @@ class PlanSpace:
 
     # --- what divides ------------------------------------------------------------------------------------------------
 
-    def meshes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields (tensor-parallel, pipeline-parallel, data-parallel degree, sequences of a microbatch).
+    def meshes(self) -> Iterator[Mesh]:
+        """Yields all that divide the devices, the layers and the batch.
 
         Tensor parallelism stays inside of a node, or of a rack that NVLink connects, unless it is asked for.
         """
-        num_devices, num_layers = self.source.num_devices, len(self.source.kinds)
-        most = num_devices if self.options.tensor_parallel else self.source.devices_per_domain
-        for tensor in self.source.tensor_parallel_degrees:
-            if num_devices % tensor or tensor > most or not self.options.allows("tensor_parallel", tensor):
-                continue
-            for pipeline in _divisors(num_devices // tensor):
-                data = num_devices // tensor // pipeline
+        num_devices, num_layers, allows = self.source.num_devices, len(self.source.kinds), self.options.allows
+        for degrees in self._degrees():
+            together = degrees.tensor * degrees.context
+            for pipeline in _divisors(num_devices // together) if num_devices % together == 0 else ():
+                data = num_devices // together // pipeline
                 fits = pipeline <= num_layers and self.global_batch % data == 0
-                allowed = self.options.allows("pipeline_parallel", pipeline)
-                if fits and allowed and self.options.allows("data_parallel", data):
-                    for size in self._microbatch_sizes(self.global_batch // data):
-                        yield tensor, pipeline, data, size
+                fits = fits and data * degrees.context % degrees.experts == 0
+                if fits and allows("pipeline_parallel", pipeline) and allows("data_parallel", data):
+                    sizes = self._microbatch_sizes(self.global_batch // data)
+                    meshes = (Mesh(degrees, pipeline, data, size) for size in sizes)
+                    yield from (mesh for mesh in meshes if not self._shares_for_nothing(mesh))
+
+    def _shares_for_nothing(self, mesh: Mesh) -> bool:
+        """Returns whether ranks share slices of microbatches that they could have parts of instead: with more replicas
+        and fewer sequences in each microbatch they would have as many tokens, and exchange less."""
+        (_, context, _), _, data, size = mesh
+        allows, known = self.options.allows, self.source.microbatch_sizes
+        return any(
+            allows("context_parallel", context // parts)
+            and allows("data_parallel", data * parts)
+            and allows("microbatch_size", size // parts)
+            and (known is None or size // parts in known)
+            for parts in _divisors(gcd(context, size))[1:]
+        )
+
+    def _degrees(self) -> Iterator[Degrees]:
+        """Yields the numbers of ranks that can share layers, slices and experts."""
+        source, options = self.source, self.options
+        most = source.num_devices if options.tensor_parallel else source.devices_per_domain
+        all_of = source.tensor_parallel_degrees, source.context_parallel_degrees, source.expert_parallel_degrees
+        for degrees in starmap(Degrees, product(*all_of)):
+            shares_heads = degrees.context == 1 or degrees.tensor * degrees.context in source.tensor_parallel_degrees
+            has_tokens = degrees.context == 1 or self.seq_len // degrees.context >= self.choices.least_tokens
+            allowed = all(
+                options.allows(f"{kind}_parallel", number)
+                for kind, number in zip(("tensor", "context", "expert"), degrees, strict=True)
+            )
+            if allowed and shares_heads and has_tokens and degrees.tensor <= most:
+                yield degrees
 
     def _microbatch_sizes(self, sequences: int) -> list[int]:
         known = self.source.microbatch_sizes
@@ -123,7 +180,7 @@ class PlanSpace:
         """
         c, found, counts = unsliced, list[tuple[int, str]](), list[int]()
         if self.options.allows("slicing", "equal-time"):
-            counts = self.choices.counts(c.pipeline_parallel)
+            counts = self.choices.counts(c.pipeline_parallel, c.context_parallel)
             found = [(count, "equal-time") for count in counts]
         if c.pipeline_parallel > 1 and self.options.allows("slicing", "exact") and (may_fit or not found):
             exact = self._exact(c)
@@ -131,8 +188,7 @@ class PlanSpace:
                 exact
                 and self.options.allows("num_slices", len(exact))
                 and not (
-                    len(exact) in counts
-                    and exact == self.choices.equal_time(c.tensor_parallel, c.microbatch_size, len(exact))
+                    len(exact) in counts and exact == self.choices.equal_time(c.degrees, c.microbatch_size, len(exact))
                 )
             ):
                 found.append((len(exact), "exact"))
@@ -158,11 +214,11 @@ class PlanSpace:
         if c.schedule == AUTO:
             return self.found[c].cut
         placement = _placement(c.schedule, c.pipeline_parallel, c.stages_per_rank)
-        return self._partition(c.tensor_parallel, c.microbatch_size, placement)
+        return self._partition(c.degrees, c.microbatch_size, placement)
 
-    def _compute_partition(self, tensor: int, size: int, placement: tuple[int, ...]) -> PlacedPartition:
-        costs, num_layers = self.costs(tensor, size), len(self.source.kinds)
-        weights = [self._whole(tensor, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
+    def _compute_partition(self, degrees: Degrees, size: int, placement: tuple[int, ...]) -> PlacedPartition:
+        costs, num_layers = self.costs(degrees, size), len(self.source.kinds)
+        weights = [self._whole(degrees, size, self.alike(range(layer, layer + 1))) for layer in range(num_layers)]
         ranks = placement if num_layers <= _MOST_LAYERS else None
         partition = partition_layers(weights, len(placement), placement=ranks)
         return PlacedPartition(costs, placement, unit_bounds(partition, num_layers, self.source.units_per_layer))
@@ -173,13 +229,13 @@ class PlanSpace:
         if c.schedule == AUTO:
             return self.found[c].plan.slices
         exact = self._exact(c) if c.slicing == "exact" else None
-        return exact or self.choices.equal_time(c.tensor_parallel, c.microbatch_size, c.num_slices)
+        return exact or self.choices.equal_time(c.degrees, c.microbatch_size, c.num_slices)
 
     def _exact(self, c: Configuration) -> tuple[int, ...] | None:
         """Returns the exact slicing for stages like the slowest one of the configuration's cut."""
         stage = self._slowest(self.cut(c))
         num_passes = self.num_microbatches(c) * c.stages_per_rank
-        return self.choices.exact(c.tensor_parallel, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
+        return self.choices.exact(c.degrees, c.microbatch_size, stage, c.pipeline_parallel, num_passes)
 
     def actions(self, configuration: Configuration) -> ActionArrays:
         """Returns what runs, with R, OFFLOAD and RELOAD; a named schedule's backwards are split as in a Pipeline."""
@@ -192,32 +248,33 @@ class PlanSpace:
         length = min(self.seq_len, self.longest)
         return max(dict.fromkeys(map(self.alike, cut.stages)), key=partial(sequence_seconds, cut.costs, length))
 
-    def _whole_seconds(self, tensor: int, size: int, layers: Stage) -> float:
+    def _whole_seconds(self, degrees: Degrees, size: int, layers: Stage) -> float:
         """Returns the time of a whole sequence, forward and backward, or of the longest slice whose time is known."""
-        return sequence_seconds(self.costs(tensor, size), min(self.seq_len, self.longest), layers)
+        return sequence_seconds(self.costs(degrees, size), min(self.seq_len, self.longest), layers)
 
     def times(self, configuration: Configuration) -> StageTimes:
         c = configuration
-        return self._times(c.tensor_parallel, c.microbatch_size, self.cut(c), self.slices(c))
+        return self._times(c.degrees, c.microbatch_size, self.cut(c), self.slices(c))
 
-    def _compute_times(self, tensor: int, size: int, cut: PlacedPartition, slices: tuple[int, ...]) -> StageTimes:
-        rows = [self._row(tensor, size, self.alike(layers), slices) for layers in cut.stages]
-        compute, reduce, replay = np.split(np.stack(rows, axis=1), (len(_COMPUTE), len(_COMPUTE) + len(_REDUCE)))
-        handling = self.costs(tensor, size).handling_seconds(np.array(slices))
+    def _compute_times(self, degrees: Degrees, size: int, cut: PlacedPartition, slices: tuple[int, ...]) -> StageTimes:
+        rows = [self._row(degrees, size, self.alike(layers), slices) for layers in cut.stages]
+        ends = len(_COMPUTE), len(_COMPUTE) + len(_EXCHANGED) * len(EXCHANGES)
+        compute, exchanged, replay = np.split(np.stack(rows, axis=1), ends)
+        handling = self.costs(degrees, size).handling_seconds(np.array(slices))
         messages = np.outer(messages_of_stages(len(cut.stages)), handling)
         return StageTimes(
             compute={op: each + (op in WITH_MESSAGES) * messages for op, each in zip(_COMPUTE, compute, strict=True)},
             replay=dict(zip(self.source.recomputations, replay, strict=True)),
-            reduce=dict(zip(_REDUCE, reduce, strict=True)),
+            exchanged=dict(zip(_EXCHANGED, np.split(exchanged, len(_EXCHANGED)), strict=True)),
             slices=slices,
         )
 
-    def _compute_row(self, tensor: int, size: int, layers: Stage, slices: tuple[int, ...]) -> Floats:
-        """Returns the times of one stage: F, B, I, W, the all-reduces in F and I, and each recomputation."""
-        costs, length = self.costs(tensor, size), np.array(slices)
+    def _compute_row(self, degrees: Degrees, size: int, layers: Stage, slices: tuple[int, ...]) -> Floats:
+        """Returns the times of one stage: F, B, I, W, the exchanges in F and in I, and each recomputation."""
+        costs, length = self.costs(degrees, size), np.array(slices)
         context = np.cumsum(length) - length
         rows = [costs.seconds(layers, op, length, context) for op in _COMPUTE]
-        rows += [costs.reduce_seconds(layers, op, length) for op in _REDUCE]
+        rows += [each for op in _EXCHANGED for each in costs.exchange_seconds(layers, op, length)]
         for what in self.source.recomputations:
             replays = what != "none" and costs.has_backward(layers)
             rows.append(costs.replay_seconds(layers, what, length, context) if replays else 0.0)
@@ -232,21 +289,21 @@ class PlanSpace:
     def tails(self, configuration: Configuration) -> Floats:
         """Returns each rank's seconds that always follow its last action: of reducing the gradients of its first stage,
         of gathering weights, and of the optimizer."""
-        return self._tails(self.cut(configuration), configuration.data_parallel, configuration.optimizer_shards)
+        return self._tails(self.cut(configuration), configuration.num_copies, configuration.optimizer_shards)
 
     def gradient_seconds(self, configuration: Configuration) -> Floats:
         """Returns the seconds in which each stage's gradients are reduced over the replicas."""
         c = configuration
-        return self._gradients(self.cut(c), c.data_parallel, c.optimizer_shards)
+        return self._gradients(self.cut(c), c.num_copies, c.optimizer_shards)
 
-    def _compute_gradients(self, cut: PlacedPartition, data: int, shards: int) -> Floats:
-        return cut.per_stage(partial(cut.costs.gradient_seconds, data_parallel=data, shards=shards))
+    def _compute_gradients(self, cut: PlacedPartition, copies: int, shards: int) -> Floats:
+        return cut.per_stage(partial(cut.costs.gradient_seconds, copies=copies, shards=shards))
 
-    def _compute_tails(self, cut: PlacedPartition, data: int, shards: int) -> Floats:
+    def _compute_tails(self, cut: PlacedPartition, copies: int, shards: int) -> Floats:
         firsts = [cut.placement.index(rank) for rank in range(cut.num_ranks)]
         gathered = cut.per_stage(partial(cut.costs.gather_seconds, shards=shards))
         optimizer = cut.per_stage(partial(cut.costs.optimizer_step_seconds, shards=shards))
-        gradients = self._gradients(cut, data, shards)[firsts]
+        gradients = self._gradients(cut, copies, shards)[firsts]
         return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
 
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
@@ -265,42 +322,70 @@ class PlanSpace:
         np.maximum.at(largest, list(cut.placement), kept["none"])
         context = per_stage(partial(costs.context_bytes, length=length))
         weights = per_stage(partial(costs.weight_bytes, each=self.source.state.weights))
-        return StageSizes(weights, per_stage(costs.num_trained), context, kept, largest)
+        optimized = cache(lambda shards: per_stage(partial(costs.num_optimized, shards=shards)))
+        numbers = weights, per_stage(costs.num_trained), optimized
+        return StageSizes(*numbers, context, kept, largest)
 
     # --- bounds ------------------------------------------------------------------------------------------------------
 
     def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
-        """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide.
+        """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all that divide."""
+        for mesh in self.meshes():
+            yield from self.of_mesh(mesh)
+
+    def least_seconds(self, mesh: Mesh) -> float:
+        """Returns a lower bound of the step of all configurations on a mesh: the work of whole sequences and of the
+        optimizer, spread evenly over the pipeline. It is 0 where times were measured, as slices may be faster there."""
+        costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
+        if not isinstance(costs, AnalyticCosts):
+            return 0.0
+        seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in _COMPUTE}
+        work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
+        num_microbatches = self.global_batch // (mesh.data_parallel * mesh.microbatch_size)
+        optimizer = costs.optimizer_step_seconds(whole, mesh.num_copies)
+        return (work * num_microbatches + optimizer) / mesh.pipeline_parallel
+
+    def of_mesh(self, mesh: Mesh) -> Iterator[tuple[float, float, Configuration]]:
+        """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
 
         What is too large has no time, 0. Where everything is, whatever the slices, no exact slicing is sought.
         """
-        for tensor, pipeline, data, size in self.meshes():
-            savings = self._savings(data)
-            mean = [self._mean_state(tensor, pipeline, data, size, shards) for _, _, shards in savings]
-            has_room = min(mean, default=inf) <= self.memory
-            for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
-                known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
-                for name in names if savings else ():
-                    unsliced = Configuration(tensor, pipeline, data, stages_per_rank, name, size, 1, *savings[0])
-                    fits = has_room and self._may_fit(unsliced, savings)
-                    for count, slicing in self.slicings(unsliced, fits):
-                        choices = (tensor, pipeline, data, stages_per_rank, name, size, count)
-                        alike = [Configuration(*choices, *saving, slicing) for saving in savings]
-                        if not has_room:
-                            yield from ((0.0, least, each) for least, each in zip(mean, alike, strict=True))
-                            continue
-                        key = (self.cut(alike[0]), count, slicing, name in _SPLIT)
-                        if key not in known:
-                            known[key] = self._bounds(alike)
-                        for configuration, bounds in zip(alike, known[key], strict=True):
-                            yield *bounds, configuration
+        degrees, pipeline, data, size = mesh
+        savings = self._savings(mesh.num_copies)
+        mean = [self._mean_state(mesh, shards) for _, _, shards in savings]
+        has_room = min(mean, default=inf) <= self.memory
+        for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
+            known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
+            for name in names if savings else ():
+                first = degrees.tensor, pipeline, data, stages_per_rank, name, size
+                others = degrees.context, degrees.experts
+                unsliced = Configuration(*first, 1, *savings[0], "equal-time", *others)
+                fits = has_room and self._may_fit(unsliced, savings)
+                for count, slicing in self.slicings(unsliced, fits):
+                    alike = [Configuration(*first, count, *saving, slicing, *others) for saving in savings]
+                    if not has_room:
+                        yield from ((0.0, least, each) for least, each in zip(mean, alike, strict=True))
+                        continue
+                    key = (self.cut(alike[0]), count, slicing, name in _SPLIT)
+                    if key not in known:
+                        known[key] = self._bounds(alike)
+                    for configuration, bounds in zip(alike, known[key], strict=True):
+                        yield *bounds, configuration
 
-    def _mean_state(self, tensor: int, pipeline: int, data: int, size: int, shards: bool) -> float:
+    def mean_state(self, mesh: Mesh) -> float:
+        """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
+        much; infinite where no way to save memory is allowed."""
+        shards = {each for _, _, each in self._savings(mesh.num_copies)}
+        return min((self._mean_state(mesh, each) for each in shards), default=inf)
+
+    def _mean_state(self, mesh: Mesh, shards: bool) -> float:
         """Returns the weights, gradients and optimizer state of a rank, if all had as much."""
-        costs, layers, state = self.costs(tensor, size), range(len(self.source.kinds)), self.source.state
-        each = state.gradients if self.global_batch > data * size else 0
-        each += state.optimizer / (data if shards else 1)
-        return (costs.weight_bytes(layers, state.weights) + each * costs.num_trained(layers)) / pipeline
+        degrees, pipeline, data, size = mesh
+        costs, layers, state = self.costs(degrees, size), range(len(self.source.kinds)), self.source.state
+        gradients = state.gradients if self.global_batch > data * size else 0
+        held = costs.weight_bytes(layers, state.weights) + gradients * costs.num_trained(layers)
+        optimized = costs.num_optimized(layers, mesh.num_copies if shards else 1)
+        return (held + state.optimizer * optimized) / pipeline
 
     def _may_fit(self, unsliced: Configuration, savings: list[tuple[str, float, bool]]) -> bool:
         """Returns False only where each way to save memory is too little, however many slices there are."""
@@ -322,16 +407,20 @@ class PlanSpace:
             for each, size in zip(alike, sizes, strict=True)
         ]
 
-    def _savings(self, data: int) -> list[tuple[str, float, bool]]:
+    def _savings(self, copies: int) -> list[tuple[str, float, bool]]:
         """Returns the ways to save memory as (recompute, offload, shard_optimizer), those that cost nothing first."""
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
-        shards = [s for s in ((True, False) if data > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
+        shards = [s for s in ((True, False) if copies > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
         return list(product(recomputations, offloads, shards))
 
 
 def _check_known(source: CostSource, options: PlanOptions) -> None:
-    """Refuses choices whose times the source doesn't know."""
+    """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
+    for choice, reason in source.alone.items():
+        most = max(getattr(options, choice) or (1,))
+        if most > 1:
+            raise SlipstreamError(f"{choice}={most} can't be planned for {source.name}. {reason}")
     unknown = [what for what in options.recompute or () if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(
@@ -370,11 +459,11 @@ class SliceChoices:
         source: the model on its hardware.
         seq_len: tokens per sequence.
         options: the choices that are allowed.
-        costs: what stages cost by tensor-parallel degree and sequences of a microbatch.
+        costs: what stages cost by degrees and sequences of a microbatch.
     """
 
     def __init__(
-        self, source: CostSource, seq_len: int, options: PlanOptions, costs: Callable[[int, int], StageCosts]
+        self, source: CostSource, seq_len: int, options: PlanOptions, costs: Callable[[Degrees, int], StageCosts]
     ) -> None:
         self.seq_len, self.options, self._costs, self._num_layers = seq_len, options, costs, len(source.kinds)
         self.shortest, self.longest = source.slice_range(seq_len)
@@ -382,9 +471,9 @@ class SliceChoices:
         self._attention_share = cache(self._compute_attention_share)
         self._table = lru_cache(_KEPT_TABLES)(self._compute_table)
 
-    def counts(self, pipeline: int) -> list[int]:
-        """Returns the numbers of slices that take equal time."""
-        most = self.seq_len // self._least_tokens
+    def counts(self, pipeline: int, context: int = 1) -> list[int]:
+        """Returns the numbers of slices that take equal time, each of whose `context` parts is long enough."""
+        most = self.seq_len // (context * self.least_tokens)
         counts = self.options.num_slices or (_COUNTS if pipeline > 1 else _COUNTS_OF_ONE)
         found = [n for n in counts if n <= most and self.seq_len / n <= self.longest]
         if not found and self.options.num_slices is None:
@@ -392,26 +481,27 @@ class SliceChoices:
         return found
 
     @property
-    def _least_tokens(self) -> int:
+    def least_tokens(self) -> int:
+        """The tokens that a rank has at least of a slice."""
         return max(self.shortest, min(_SHORTEST, max(1, self.seq_len // 8)))
 
-    def _compute_equal_time(self, tensor: int, size: int, count: int) -> tuple[int, ...]:
+    def _compute_equal_time(self, degrees: Degrees, size: int, count: int) -> tuple[int, ...]:
         """Returns slice lengths that take equal time, in multiples that suit matrix products."""
         granularity = max(1, min(_MULTIPLE, self.seq_len // (4 * count)))
-        found = equal_time_slices(self.seq_len, count, self._attention_share(tensor, size), granularity)
+        found = equal_time_slices(self.seq_len, count, self._attention_share(degrees, size), granularity)
         if min(found) < self.shortest or max(found) > self.longest:
             found = equal_time_slices(self.seq_len, count, 0.0)
         return found
 
-    def _compute_attention_share(self, tensor: int, size: int) -> float:
+    def _compute_attention_share(self, degrees: Degrees, size: int) -> float:
         """Returns A of t(x T) = t(T) ((1-A) x + A x²), from a layer's times of T and T/2 tokens."""
-        costs, length = self._costs(tensor, size), min(self.seq_len, self.longest)
+        costs, length = self._costs(degrees, size), min(self.seq_len, self.longest)
         middle = range(self._num_layers // 2, self._num_layers // 2 + 1)
         whole, half = (sequence_seconds(costs, tokens, middle) for tokens in (length, length // 2))
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
 
     def _compute_exact(
-        self, tensor: int, size: int, stage: Stage, num_ranks: int, num_passes: int
+        self, degrees: Degrees, size: int, stage: Stage, num_ranks: int, num_passes: int
     ) -> tuple[int, ...] | None:
         """Returns the slices with the least latency if all stages are like `stage`; None where none is allowed.
 
@@ -419,8 +509,9 @@ class SliceChoices:
         sequences of microbatches through one stage: as many as its microbatches times its stages.
         """
         # of slices that take equal time the last ones may also be half as long as the mean
-        least = max(self.shortest, self._least_tokens // 2, self.seq_len // _MOST_EXACT)
-        forward, backward = (partial(self._slice_seconds, tensor, size, stage, op) for op in (Op.F, Op.B))
+        own = degrees.context * self.least_tokens
+        least = max(self.shortest, own // 2, self.seq_len // _MOST_EXACT)
+        forward, backward = (partial(self._slice_seconds, degrees, size, stage, op) for op in (Op.F, Op.B))
         between = self.granularity
         try:
             found = slice_tokens(
@@ -430,16 +521,16 @@ class SliceChoices:
             return None
         return found.slices
 
-    def _slice_seconds(self, tensor: int, size: int, stage: Stage, op: Op, length: Ints, context: Ints) -> Floats:
+    def _slice_seconds(self, degrees: Degrees, size: int, stage: Stage, op: Op, length: Ints, context: Ints) -> Floats:
         end = -(-(context + length) // self.granularity)
-        found: Floats = self._table(tensor, size, stage, op)[end, context // self.granularity]
+        found: Floats = self._table(degrees, size, stage, op)[end, context // self.granularity]
         return found
 
-    def _compute_table(self, tensor: int, size: int, stage: Stage, op: Op) -> Floats:
+    def _compute_table(self, degrees: Degrees, size: int, stage: Stage, op: Op) -> Floats:
         """Returns the seconds of the slice between any two places to cut, [end, start]; infinite where not known."""
 
         def seconds(lengths: Ints, contexts: Ints) -> Floats:
-            found = self._costs(tensor, size).seconds(stage, op, np.minimum(lengths, self.longest), contexts)
+            found = self._costs(degrees, size).seconds(stage, op, np.minimum(lengths, self.longest), contexts)
             return np.where(lengths > self.longest, np.inf, found)
 
         return between_cuts(self.seq_len, self.granularity, seconds, np.inf)

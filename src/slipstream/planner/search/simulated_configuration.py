@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import BY_LAYER, memory_table, partition_of
+from slipstream.cost import BY_LAYER, EXCHANGES, memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
@@ -118,13 +118,13 @@ class SimulatedConfiguration:
         again = np.zeros_like(self.times.compute[Op.F]) + self.times.within_backwards(self.configuration.recompute)
         backward = (op == OPS.index(Op.B)) | (op == OPS.index(Op.I))
         recomputed += float(again[stage[backward], index[backward]].sum())
-        reduced = 0.0
+        exchanged = np.zeros(len(EXCHANGES))
         for each, like in ((Op.F, Op.F), (Op.B, Op.I), (Op.I, Op.I)):
             chosen = op == OPS.index(each)
-            reduced += float(self.times.reduce[like][stage[chosen], index[chosen]].sum())
+            exchanged += self.times.exchanged[like][:, stage[chosen], index[chosen]].sum(axis=1)
         work = float(seconds.sum()) - recomputed
-        found = {"compute": work - reduced, "tensor parallel": reduced, "recomputation": recomputed}
-        return found | {"waiting": end - work - recomputed}
+        found = {"compute": work - float(exchanged.sum())} | dict(zip(EXCHANGES, exchanged.tolist(), strict=True))
+        return found | {"recomputation": recomputed, "waiting": end - work - recomputed}
 
     def _with_host(self, step: float, causes: dict[str, float]) -> tuple[float, dict[str, float]]:
         """Returns the step, as long as the copies to the host at least, and its causes; copies back overlap."""
@@ -151,7 +151,7 @@ def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
         gradients=state.gradients * sizes.trained,
         offloads=bool(c.offload),
     )
-    kept = sizes.weights + state.optimizer / c.optimizer_shards * sizes.trained
+    kept = sizes.weights + state.optimizer * sizes.optimized(c.optimizer_shards)
     if (bound.peaks(shape) + cut.per_rank(kept)).max() > space.memory:
         return False
     host = space.source.host
@@ -163,7 +163,6 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
     space, c, schedule = candidate.space, candidate.configuration, candidate.schedule
     step, causes = candidate.step()
     ends, seconds = candidate.run
-    num_devices = c.tensor_parallel * c.pipeline_parallel * c.data_parallel
     peak = space.source.peak_seconds(space.global_batch, space.seq_len)
     return Prediction(
         configuration=c,
@@ -173,7 +172,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         num_microbatches=schedule.num_microbatches,
         step_seconds=step,
         tokens_per_second=space.global_batch * space.seq_len / step,
-        mfu=None if peak is None else peak / (step * num_devices),
+        mfu=None if peak is None else peak / (step * c.num_devices),
         idle_fraction=max(0.0, float(1 - seconds.sum() / (schedule.num_ranks * ends.max()))),
         seconds_by_cause=causes,
         memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
