@@ -304,7 +304,7 @@ class AnalyticCosts:
         Raises:
             SlipstreamError: where the layers don't add up to the model's, or a slice is empty.
         """
-        return pipeline_costs(self, len(self.model.kinds), self.units_per_layer, partition, slices)
+        return pipeline_costs(self, partition, slices)
 
     # --- bytes of one rank -------------------------------------------------------------------------------------------
 

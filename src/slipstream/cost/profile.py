@@ -345,7 +345,7 @@ class Profile:
         Raises:
             SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
         """
-        return pipeline_costs(self, len(self.kinds), self.units_per_layer, partition, slices)
+        return pipeline_costs(self, partition, slices)
 
     @cached_property
     def _measured(self) -> tuple[range, ...]:

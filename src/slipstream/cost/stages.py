@@ -256,21 +256,19 @@ def messages_of_stages(num_stages: int) -> Ints:
     return found
 
 
-def pipeline_costs(
-    costs: _StageCosts[_Table], num_layers: int, units_per_layer: int, partition: Sequence[float], slices: Sequence[int]
-) -> _Table:
+def pipeline_costs(costs: _StageCosts[_Table], partition: Sequence[float], slices: Sequence[int]) -> _Table:
     """Returns the simulator's costs of a pipeline: times and activations of every stage and slice, and messages.
 
     Args:
         costs: of any stage.
-        num_layers: of the model.
-        units_per_layer: 2 where its layers can be cut in half, else 1.
         partition: layers of each stage, perhaps with halves; 0 for an end of the model alone.
         slices: tokens of each slice.
 
     Raises:
         SlipstreamError: where the layers don't add up to the model's, a slice is empty, or its time is unknown.
     """
+    units_per_layer = costs.units_per_layer
+    num_layers = (len(costs.parts) - 2) // units_per_layer
     check_partition(partition, num_layers, units_per_layer)
     if min(slices, default=0) < 1:
         raise SlipstreamError(f"slices={list(slices)}: give at least one, each of 1 token or more.")
