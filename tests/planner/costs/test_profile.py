@@ -281,7 +281,7 @@ def test_replicas_reduce_gradients_over_the_measured_link(profile: Profile) -> N
     reduced = [pytest.approx(profile.gradient_seconds(each, 2, shards)) for each in cut]
     assert found.seconds_by_cause["gradient reduction"] in reduced
     assert any("computed from the measured link" in note for note in source.notes())
-    assert any("has measured no link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())
+    assert any("can't measure a link" in note for note in ProfileSource(replace(profile, link=None), 1).notes())
 
 
 def test_a_file_comes_back_equal(profile: Profile, tmp_path: Path) -> None:
