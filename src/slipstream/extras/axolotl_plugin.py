@@ -6,11 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from axolotl.core.trainers import AxolotlTrainer
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
-from torch import Tensor, nn
 from transformers import Trainer
 
 from slipstream.errors import SlipstreamError
@@ -23,6 +21,7 @@ _REFUSED = {
     "rl": "train on preferences by `slipstream train` (preference.loss), or with TRL's data in a script of your own",
     "reward_model": "only causal LMs are trained",
     "process_reward_model": "only causal LMs are trained",
+    "sample_packing": "give sample_packing: false; packed samples haven't been shown to be as axolotl has them",
     "load_in_4bit": "give bfloat16 weights, or train by `slipstream train` with lora.base_precision=nf4",
     "load_in_8bit": "give bfloat16 weights, or train by `slipstream train` with lora.base_precision=nf4",
     "fsdp_config": "leave it out: the layers are spread over the processes",
@@ -110,16 +109,3 @@ class _PipelineTrainer(SlipstreamTrainer, AxolotlTrainer):  # type: ignore[misc]
         if state := self.pipe.state_dict():
             self._whole.load_state_dict(state, strict=False)  # a tied weight has one name
         return result
-
-    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        return super().training_step(model, self._documents(inputs), num_items_in_batch)
-
-    def prediction_step(self, model: nn.Module, inputs: Mapping[str, Any], *others: Any, **options: Any) -> Any:
-        return super().prediction_step(model, self._documents(inputs), *others, **options)
-
-    def _documents(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a batch in which positions alone say where packed samples begin; axolotl's collator numbers them in
-        the mask too."""
-        packed = self.args.sample_packing and "position_ids" in inputs
-        kept = {name: each for name, each in inputs.items() if not (packed and name == "attention_mask")}
-        return {name: each for name, each in kept.items() if isinstance(each, torch.Tensor)}
