@@ -131,6 +131,7 @@ def test_days_and_dollars(tokens: float | None, price: float | None, said: list[
 def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None:
     lists = {
         "tensor_parallel": "1",
+        "context_parallel": "1",
         "data_parallel": "2",
         "schedule": "gpipe",
         "num_slices": "2",
