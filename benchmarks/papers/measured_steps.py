@@ -240,7 +240,8 @@ class Row:
             offload=0.0,
             shard_optimizer=self.replicas * self.number("cp") > 1,
             context_parallel=self.number("cp"),
-            expert_parallel=self.number("ep") if self.experts else 1,
+            # one row spreads experts over ranks that share layers, too, which counts as spread over the others
+            expert_parallel=min(self.number("ep"), self.replicas * self.number("cp")) if self.experts else 1,
         )
 
     @cached_property

@@ -108,7 +108,9 @@ def search_plans(
     run.search_jointly()
     best, alternatives = run.settle()
     if not best:
-        for smallest in _smallest(space):
+        if not (few := _smallest(space)):
+            raise _nothing_divides(space)
+        for smallest in few:
             run.simulate(smallest)
         best, alternatives = run.settle()
     if not best:
