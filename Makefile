@@ -68,6 +68,7 @@ bench: $(INSTALLED)
 exactness: $(INSTALLED)
 	$(BIN)/python -m benchmarks.exactness
 	$(ONE_THREAD) $(BIN)/python -m benchmarks.random_exactness --cases 300
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.random_exactness --meshes --cases 200
 	$(PYTEST) -m "grid or hypothesis" -n 2
 
 docs: $(INSTALLED)

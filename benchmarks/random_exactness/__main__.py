@@ -3,6 +3,7 @@
     python -m benchmarks.random_exactness                      # an hour; writes results/random_exactness.json
     python -m benchmarks.random_exactness --cases 100 --seed 7 # so many, from this seed on; writes nothing
     python -m benchmarks.random_exactness --case 4711          # one of them, with what was drawn and its traceback
+    python -m benchmarks.random_exactness --meshes --cases 200 # with ranks that share slices or experts
 
 A case is drawn from its number alone, as a user from outside would combine things: a causal LM, what was done to it, or
 layers of one's own; schedule, stages, slices, microbatches, documents, adapters, memory, ranks in one process or
@@ -47,7 +48,7 @@ from benchmarks.random_exactness.comparison import (
     rounding_error,
     train,
 )
-from benchmarks.random_exactness.cuts import Family, Place, place_of
+from benchmarks.random_exactness.cuts import PREFIX, Family, Place, place_of
 from benchmarks.random_exactness.sequences import SequenceCase
 from benchmarks.random_exactness.trainers import TrainerCase
 from benchmarks.zoo.outcomes import Verdict
@@ -76,19 +77,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--case", help="run this one alone and print what was drawn")
     parser.add_argument("--workers", type=int, default=2, help="cases at a time")
+    parser.add_argument("--meshes", action="store_true", help="cases on meshes with cp or ep alone; writes no record")
     parser.add_argument("--kept", action="store_true", help="run the kept seeds alone")
     options = parser.parse_args()
     prepare()
     if options.case is not None:
         seeds: Iterator[str] = iter([options.case])
     else:
-        seeds = chain(kept_seeds(), () if options.kept else _numbers(options))
+        seeds = chain(() if options.meshes else kept_seeds(), () if options.kept else _numbers(options))
     rows = list[Row]()
     began = time.monotonic()
     for row in run(seeds, options.workers):
         rows.append(row)
         show(row, len(rows), time.monotonic() - began)
-        if not (options.case or options.cases or options.kept):
+        if not (options.case or options.cases or options.kept or options.meshes):
             keep(rows, options, time.monotonic() - began)
     if options.case:
         print(json.dumps(rows[0]["axes"], indent=1), *rows[0].get("ranks", []), rows[0].get("traceback", ""), sep="\n")
@@ -104,7 +106,7 @@ def _numbers(options: argparse.Namespace) -> Iterator[str]:
         is_over = number - options.seed >= options.cases if options.cases else time.monotonic() > ends
         if is_over:
             return
-        yield str(number)
+        yield f"{PREFIX * options.meshes}{number}"
 
 
 def kept_seeds() -> list[str]:
@@ -164,7 +166,7 @@ def try_case(seed: str, send: Send, rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     with float64_masks(), quiet_transformers():
         try:
-            found = _outcome(seed, place, rank, f"{folder}/{seed}", send)
+            found = outcome(seed, place, rank, f"{folder}/{seed}", send)
         except Exception as error:
             found = ended_by(error) | {"traceback": traceback.format_exc()[-6000:]}
             is_late = found["verdict"] is Verdict.REFUSED and _HAS_RUN in found["traceback"]
@@ -173,7 +175,9 @@ def try_case(seed: str, send: Send, rank: int, folder: str) -> None:
     os._exit(0)  # no rank waits for another's end
 
 
-def _outcome(seed: str, place: Place, rank: int, store: str, send: Send) -> Row:
+def outcome(seed: str, place: Place, rank: int, store: str, send: Send) -> Row:
+    """Returns the verdict on one rank of a case; `store` is a path for the files of its ranks, by which they also meet
+    unless they are in a group already. Raises what the Pipeline raises."""
     if place.family is Family.TRAINER:
         trainer = TrainerCase(seed, place)
         send({"axes": trainer.axes})
@@ -200,7 +204,7 @@ def _outcome(seed: str, place: Place, rank: int, store: str, send: Send) -> Row:
     if expected is None:
         reference = case.piped(case.pipeline(whole, is_reference=True))
         expected = _trained(reference, steps)
-    if place.has_processes:
+    if place.has_processes and not dist.is_initialized():
         where = {"rank": rank, "world_size": place.num_processes, "init_method": f"file://{store}"}
         dist.init_process_group("gloo", timeout=timedelta(seconds=MESSAGE_SECONDS), **where)
     piped = case.piped(case.pipeline(given))
@@ -235,11 +239,11 @@ def _verdict(error: float, where: str, bound: float) -> Row:
 def show(row: Row, number: int, seconds: float) -> None:
     """Prints a line for a case; what isn't exact with its reason."""
     axes = row["axes"]
-    what = axes.get("architecture") or axes.get("model", "")
+    what = f"{axes.get('architecture') or axes.get('model', '')} {axes.get('mesh', '')}"
     error = f" {row['error']:.0e}" if row.get("error") else ""
     reason = f": {' '.join(str(row['reason']).split())[:300]}" if row.get("reason") else ""
-    rate = f"{3600 * number / seconds:.0f}/h"
-    print(f"{number} {rate} {row['seed']} {row['family']} {what} {row['verdict']}{error}{reason}", flush=True)
+    rate, took = f"{3600 * number / seconds:.0f}/h", f" in {row['seconds']:.0f} s" if "seconds" in row else ""
+    print(f"{number} {rate} {row['seed']} {row['family']} {what} {row['verdict']}{error}{took}{reason}", flush=True)
 
 
 def keep(rows: list[Row], options: argparse.Namespace, seconds: float) -> None:
@@ -276,8 +280,6 @@ def _values(axis: str, value: Any) -> list[str]:
         return ["a list"]
     if axis == "partition":
         return ["halves" * any(each % 1 for each in value) or "empty ends" * (0 in value) or "whole layers"]
-    if axis == "mesh":
-        return ["pp{} dp{} tp{}".format(*value)]
     if isinstance(value, list):
         return [str(each) for each in value] or ["none"]
     return [str(value)]

@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.random_exactness import cuts
-from benchmarks.random_exactness.comparison import Piped, Step, Unsplit
+from benchmarks.random_exactness.comparison import Descent, Piped, Step, Unsplit
 from benchmarks.random_exactness.cuts import Dice, Place, happens, parts
+from benchmarks.random_exactness.mesh_models import mesh_config
 from benchmarks.zoo.families import architectures, default_config
 from benchmarks.zoo.trial import unsplit_model
 from benchmarks.zoo.variants import combined
 from slipstream import Pipeline, make_mesh
 from slipstream.model import causal_cross_entropy, find_anatomy
 from slipstream.model.adapters import quiet_peft
+from slipstream.model.anatomy import expert_modules
 from slipstream.model.hooks import kept_frequencies
 
 _TESTS = str(Path(__file__).parents[2] / "tests")
@@ -102,15 +104,20 @@ class CausalCase:
     # What is trained
 
     def _draw_model(self) -> None:
-        known = changes()
-        kind = self.dice.choices(["popular", "any", "changed"], [40, 35, 25])[0]
-        if kind == "changed" and known:
-            self._draw_changed(known)
-            return
-        name = self.dice.choice(architectures() if kind == "any" else POPULAR)
-        variants, config = combined(default_config(name), self.dice)
-        self.axes |= {"architecture": name, "variants": variants}
-        if self.place.dp == self.place.tp == 1 and happens(self.dice, 0.08) and _set_dropout(config):
+        variants: list[str] = []
+        if self.place.shares:
+            self.order = cuts.order(self.dice, self.place)
+            config = mesh_config(self.dice, self.place, self.place.pp * self.order.get("stages_per_rank", 1))
+        else:
+            known = changes()
+            kind = self.dice.choices(["popular", "any", "changed"], [40, 35, 25])[0]
+            if kind == "changed" and known:
+                self._draw_changed(known)
+                return
+            name = self.dice.choice(architectures() if kind == "any" else POPULAR)
+            variants, config = combined(default_config(name), self.dice)
+        self.axes |= {"architecture": config.model_type, "variants": variants}
+        if self.place.num_copies == self.place.tp == 1 and happens(self.dice, 0.08) and _set_dropout(config):
             self.axes["dropout"] = self.has_dropout = True
         if hasattr(config.get_text_config(), "router_aux_loss_coef"):
             config.get_text_config().router_aux_loss_coef = COEFFICIENT
@@ -172,7 +179,7 @@ class CausalCase:
             num_layers = 4
         self.vocabulary = base.get_input_embeddings().weight.shape[0] if hasattr(base, "get_input_embeddings") else 61
         self.vocabulary = min(self.vocabulary, self.config.get_text_config().vocab_size)
-        settings: dict[str, Any] = cuts.order(dice, place)
+        settings: dict[str, Any] = dict(self.order) if place.shares else cuts.order(dice, place)
         num_stages = place.pp * settings.get("stages_per_rank", 1)
         if (found := cuts.partition(dice, num_layers, num_stages, is_causal=True)) is not None:
             settings["partition"] = found
@@ -180,7 +187,7 @@ class CausalCase:
         kinds = ["plain"] * 5 + ["mapping", "padded mapping", "lengths", "list", "list"]
         kinds += [] if self.is_dynamic else ["documents", "documents", "positions", "list of documents"]
         self.kind = "plain" if self.has_dropout else dice.choice(kinds)
-        is_list = self.kind.startswith("list")
+        is_list = self.kind.startswith("list") or (place.shares and self.kind in ("lengths", "padded mapping"))
         settings |= cuts.rows_and_tokens(dice, self.rows, self.length)
         if is_list and (settings.pop("microbatches", None) or isinstance(settings.get("slices"), list)):
             settings |= {"slices": dice.randint(1, 6), "num_microbatches": dice.randint(1, self.rows)}
@@ -191,6 +198,8 @@ class CausalCase:
         if place.has_processes:
             settings["parallel"] = self._parallel()
         settings["memory"] = cuts.memory(dice, is_causal=True)
+        if place.shares and (is_list or "microbatches" in settings or settings.get("num_microbatches", 1) % 2):
+            settings["memory"].pop("num_flushes", None)
         is_whole = self.kind == "plain" and settings.get("slices", 8) == 1 and "microbatches" not in settings
         may_omit = is_whole and "changes" not in self.axes  # what it finds out elsewhere would then be wrong
         settings["runtime"] = {"self_check": not (may_omit and happens(dice, 0.5)), "stall_limit": "off"}
@@ -201,44 +210,54 @@ class CausalCase:
             and "microbatches" not in settings
             and "changes" not in self.axes
             and hasattr(self.config.get_text_config(), "router_aux_loss_coef")
+            and not (place.shares and place.tp > 1)
             and happens(dice, 0.5)
         )
         if self.router:
             settings["router_loss"] = "per_layer"
         self.by_mapping = happens(dice, 0.5)
-        self.loss_fn = penalised if happens(dice, 0.06) and not self.router else causal_cross_entropy
+        may_penalise = not self.router and not (place.shares and place.tp > 1)
+        self.loss_fn = penalised if happens(dice, 0.06) and may_penalise else causal_cross_entropy
         self.scale = 1024.0 if happens(dice, 0.08) else 1.0
         self.accumulates, self.max_norm = happens(dice, 0.12), 0.5 if happens(dice, 0.3) else None
         self.source = dice.choice(self.sources)
         if self.trained == "adapter" or self.router or self.has_dropout:
             self.source = "instance"
         self.settings = settings
-        self.axes |= {"ranks": place.pp, **({"mesh": [place.pp, place.dp, place.tp]} if place.has_processes else {})}
+        self.axes |= {"ranks": place.pp, **({"mesh": place.mesh} if place.has_processes else {})}
         self.axes |= {"batch": self.kind, "rows": self.rows, "length": self.length, "source": self.source, **settings}
         self.axes |= {"loss_fn": self.loss_fn.__name__, "loss_scale": self.scale, "accumulates": self.accumulates}
         self.axes |= {"max_norm": self.max_norm, "router_loss": self.router}
         if self.trained == "frozen":
             self.axes["frozen"] = self.pattern
 
-    def _parallel(self) -> dict[str, bool]:
+    def _parallel(self) -> dict[str, Any]:
         dice, place = self.dice, self.place
-        found = {}
+        found: dict[str, Any] = {}
+        if place.cp > 1:
+            found["context_exchange"] = dice.choice(["auto", "heads", "keys"])
         if place.tp > 1 and happens(dice, 0.4):
             found["sequence_parallel"] = True
-        if place.dp > 1 and happens(dice, 0.4):
+        if place.num_copies > 1 and happens(dice, 0.4):
             found["shard_optimizer"] = True
-        elif place.dp > 1 and place.tp == 1 and happens(dice, 0.2):
+        elif self._may_shard() and happens(dice, 0.2):
             found["shard_parameters"] = True
         return found
 
+    def _may_shard(self) -> bool:
+        """Returns whether replicas can have parts of parameters."""
+        is_whole = self.place.num_copies > 1 and self.place.tp == 1
+        return is_whole and not (self.place.shares and (self.config.tie_word_embeddings or self.trained == "adapter"))
+
     def steps(self) -> list[Step]:
-        """Returns two steps: of each batch what every replica is given. The second has other lengths where it may."""
+        """Returns the steps: of each batch what every replica is given. Later ones may have other lengths."""
         fixed = "microbatches" in self.settings or isinstance(self.settings.get("slices"), list)
         found = []
-        for number in range(2):
+        for number in range(3 if self.place.shares else 2):
             if number and not fixed and happens(self.dice, 0.5):
                 self.length = self.dice.randint(6, LONGEST)
-            batches = [[self._batch() for _ in range(self.place.dp)] for _ in range(1 + (self.accumulates and number))]
+            num_batches = 1 + (self.accumulates and number > 0)
+            batches = [[self._batch() for _ in range(self.place.dp)] for _ in range(num_batches)]
             found.append(Step(batches, self.max_norm, self.kind != "positions" or self.by_mapping))
         return found
 
@@ -334,7 +353,7 @@ class CausalCase:
     # What it is compared with
 
     def unsplit(self, model: nn.Module) -> Unsplit:
-        return Unsplit(model, self._sums, self.during)
+        return Unsplit(model, self._sums, self.during, Descent(self.place.shares))
 
     def _sums(self, model: nn.Module, replicas: list[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
         for run in (run for batch in replicas for run in batch.runs):
@@ -366,8 +385,8 @@ class CausalCase:
         place = self.place
         if not place.has_processes:
             settings["num_ranks"] = place.pp
-        elif place.dp * place.tp > 1 or happens(self.dice, 0.5):
-            settings["mesh"] = make_mesh(place.pp, place.dp, place.tp)
+        elif place.num_copies * place.tp > 1 or happens(self.dice, 0.5):
+            settings["mesh"] = make_mesh(**place.sizes)
         options = cuts.grouped(settings)
         if self.source == "instance":
             with self.during():
@@ -407,7 +426,7 @@ class CausalCase:
             return sum(int((run.labels[:, 1:] != -100).sum()) for run in runs) if len(batches) > 1 else None
 
         options = {"loss_scale": self.scale} if self.scale != 1.0 else {}
-        return Piped(pipe, arguments, counts, options, self.during)
+        return Piped(pipe, arguments, counts, options, self.during, Descent(self.place.shares))
 
 
 class _WithAddition(torch.autograd.Function):
@@ -455,7 +474,7 @@ def _adapted(model: Any, seed: int) -> nn.Module:
     )
     targets: Any = dice.sample(names, dice.randint(1, len(names))) if names and happens(dice, 0.6) else "all-linear"
     settings: dict[str, Any] = {"r": 2, "target_modules": targets, "task_type": "CAUSAL_LM"}
-    if happens(dice, 0.2):
+    if happens(dice, 0.2) and not any(True for _ in expert_modules(model)):  # PEFT hasn't it of their weights
         settings["use_dora"] = True
     if happens(dice, 0.2):
         settings["use_rslora"] = True

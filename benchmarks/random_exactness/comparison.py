@@ -16,7 +16,6 @@ from slipstream import ParameterShare, Pipeline
 
 BOUND = 1e-9  # of the largest relative error
 FLOOR = 1e-6  # of the largest number of a group: some gradients are zero in theory
-RATE = 0.05
 LORA_PREFIX = "base_model.model."
 Numbers = dict[str, Tensor]
 
@@ -56,6 +55,23 @@ def train(subject: Subject, steps: Sequence[Step]) -> Iterator[tuple[str, Number
         yield "evaluation after all steps", {"loss": subject.evaluate(steps[-1].batches[0])}
 
 
+class Descent:
+    """Updates what is trained by one optimizer, which it makes at the first update."""
+
+    def __init__(self, has_state: bool = False) -> None:
+        """`has_state` for AdamW in the place of gradient descent."""
+        self._has_state = has_state
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def update(self, parameters: Iterable[nn.Parameter]) -> None:
+        if self._optimizer is None:
+            if not (given := list(parameters)):  # a stage of activations alone has none
+                return
+            self._optimizer = torch.optim.AdamW(given, lr=0.01) if self._has_state else torch.optim.SGD(given, lr=0.05)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
 @dataclass
 class Unsplit:
     """A model that computes the loss of a batch in its own way."""
@@ -63,6 +79,7 @@ class Unsplit:
     model: nn.Module
     sums: Callable[[nn.Module, Any], Iterator[tuple[Tensor, Tensor]]]  # (sum, number of targets), then what is added
     during: Callable[[], AbstractContextManager[object]] = nullcontext
+    descent: Descent = field(default_factory=Descent)
 
     def evaluate(self, batch: Any) -> Tensor:
         self.model.eval()
@@ -89,18 +106,11 @@ class Unsplit:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def update(self) -> None:
-        _descend(self.model.parameters())
+        self.descent.update(self.model.parameters())
 
     def state(self) -> Numbers:
         state = self.model.state_dict()
         return {name.removeprefix(LORA_PREFIX): each.clone() for name, each in state.items() if torch.is_tensor(each)}
-
-
-def _descend(parameters: Iterable[nn.Parameter]) -> None:
-    if given := list(parameters):  # a stage of activations alone has none
-        optimizer = torch.optim.SGD(given, lr=RATE)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @dataclass
@@ -112,6 +122,7 @@ class Piped:
     counts: Callable[[Sequence[Any]], int | None] = lambda _: None
     options: dict[str, Any] = field(default_factory=dict)
     during: Callable[[], AbstractContextManager[object]] = nullcontext
+    descent: Descent = field(default_factory=Descent)
 
     def evaluate(self, batch: Any) -> Tensor:
         given, named = self.arguments(batch)
@@ -142,7 +153,7 @@ class Piped:
         return self.pipe.clip_grad_norm_(max_norm)
 
     def update(self) -> None:
-        _descend(self.pipe.parameters())
+        self.descent.update(self.pipe.parameters())
 
     def state(self) -> Numbers:
         return self.pipe.state_dict()

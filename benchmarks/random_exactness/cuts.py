@@ -14,6 +14,17 @@ Dice = random.Random
 _RECORDS = {"memory": Memory, "parallel": Parallelism, "precision": Precision, "runtime": Runtime, "layers": Layers}
 _MESHES = [(2, 1, 1)] * 5 + [(1, 2, 1), (1, 1, 2)] * 2 + [(3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 
+PREFIX = "mesh-"  # of the seeds of cases on meshes whose ranks share slices or have different experts
+_AXES = ("pp", "dp", "cp", "tp", "ep")
+_SHARING = [  # of each at most eight processes
+    *[(1, 1, 2, 1, 1), (1, 1, 4, 1, 1), (2, 1, 2, 1, 1), (1, 2, 2, 1, 1), (1, 1, 2, 2, 1), (2, 1, 4, 1, 1)],
+    *[(3, 1, 2, 1, 1), (4, 1, 2, 1, 1), (2, 2, 2, 1, 1), (2, 1, 2, 2, 1), (1, 2, 2, 2, 1)],
+    *[(1, 2, 1, 1, 2), (1, 4, 1, 1, 2), (1, 4, 1, 1, 4), (2, 2, 1, 1, 2), (1, 2, 1, 2, 2), (2, 4, 1, 1, 4)],
+    *[(2, 4, 1, 1, 2), (3, 2, 1, 1, 2), (2, 2, 1, 2, 2)],
+    *[(1, 1, 2, 1, 2), (1, 1, 4, 1, 4), (2, 1, 2, 1, 2), (1, 2, 2, 1, 2), (1, 2, 2, 1, 4), (1, 1, 2, 2, 2)],
+    *[(2, 2, 2, 1, 2), (2, 2, 2, 1, 4), (2, 1, 2, 2, 2), (1, 2, 2, 2, 4)],
+]
+
 
 class Family(Enum):
     """What a user starts from."""
@@ -32,15 +43,40 @@ class Place:
     dp: int = 1
     tp: int = 1
     has_processes: bool = False
+    cp: int = 1
+    ep: int = 1
 
     @property
     def num_processes(self) -> int:
-        return self.pp * self.dp * self.tp if self.has_processes else 1
+        return self.pp * self.dp * self.cp * self.tp if self.has_processes else 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks share slices, or have other experts."""
+        return self.cp * self.ep > 1
+
+    @property
+    def num_copies(self) -> int:
+        """The ranks that hold the same weights and see other tokens."""
+        return self.dp * self.cp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What `make_mesh` is given."""
+        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "cp": self.cp, "ep": self.ep}
+
+    @property
+    def mesh(self) -> str:
+        """The axes of more than one rank."""
+        return " ".join(f"{name}{size}" for name, size in self.sizes.items() if size > 1)
 
 
 def place_of(seed: str) -> Place:
     """Returns the place of a case, which is known before its processes start."""
     dice = Dice(f"{seed} place")
+    if seed.startswith(PREFIX):
+        sizes = dict(zip(_AXES, dice.choice(_SHARING), strict=True))
+        return Place(Family.CAUSAL, **sizes, has_processes=True)
     family = dice.choices([*Family], [72, 22, 6])[0]
     if family is Family.TRAINER or dice.random() < 0.7:
         return Place(family, dice.choices([1, 2, 3, 4], [3, 5, 2, 2])[0])

@@ -230,7 +230,7 @@ class SequenceCase:
             settings["parallel"] = {"shard_optimizer": True}
         self.max_norm = 0.5 if happens(dice, 0.3) else None
         self.settings = settings
-        self.axes |= {"ranks": place.pp, **({"mesh": [place.pp, place.dp, place.tp]} if place.has_processes else {})}
+        self.axes |= {"ranks": place.pp, **({"mesh": place.mesh} if place.has_processes else {})}
         self.axes |= {"rows": self.rows, "length": self.length, **settings, "list": self.is_list, "tied": self.is_tied}
 
     def steps(self) -> list[Step]:

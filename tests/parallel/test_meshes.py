@@ -15,7 +15,16 @@ import torch
 
 from support.forked import SHOWS_GPU, launch
 from support.paths import ROOT, WORKERS
-from workers.parallel import context, data_parallel, expert_parallel, mesh, tensor_parallel, token_parts, zero3
+from workers.parallel import (
+    context,
+    data_parallel,
+    expert_parallel,
+    mesh,
+    random_meshes,
+    tensor_parallel,
+    token_parts,
+    zero3,
+)
 
 BOUND = 1e-9
 Runs = Callable[[str, int], CompletedProcess[str]]
@@ -52,6 +61,13 @@ CASES = [
     *cases(context, 4, context.MESHES.keys() - {"pp2 cp2, heads, gpt_oss"}, chosen=context.MESHES),
     *cases(expert_parallel, 2, expert_parallel.CASES.keys() - {"qwen3_moe", "memory", "packed_documents"}),
     *[pytest.param("expert_parallel", 4, case, marks=pytest.mark.more) for case in expert_parallel.OF_FOUR],
+    *cases(
+        random_meshes,
+        4,
+        random_meshes.cases(random_meshes.OF_FOUR[len(random_meshes.FIRST) :]),
+        chosen=random_meshes.cases(random_meshes.OF_FOUR),
+    ),
+    *cases(random_meshes, 8, random_meshes.CASES, chosen=random_meshes.cases(random_meshes.OF_EIGHT)),
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
     *cases(zero3, 4, grid=zero3.CASES),
     *cases(data_parallel, 2),

@@ -1,0 +1,40 @@
+"""Random cases on meshes whose ranks share slices or have different experts: three steps are those of one process."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from benchmarks.random_exactness.__main__ import outcome
+from benchmarks.random_exactness.cuts import place_of
+
+from slipstream.model.toy import float64_masks, quiet_transformers
+from support.parallel.group_cases import Case, run_cases
+
+FIRST = (3, 15, 10, 27)  # of `make test`
+OF_FOUR = (*FIRST, 5, 6, 7, 11, 16, 17, 29)
+OF_EIGHT = (0, 2, 4, 12, 13, 14, 24, 25, 28)
+
+
+def run(seed: str) -> None:
+    """Losses, gradients, norms and weights are those of the unsplit model."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    with warnings.catch_warnings(), float64_masks(), quiet_transformers():
+        warnings.simplefilter("ignore")
+        found = outcome(seed, place_of(seed), dist.get_rank(), str(Path(folder[0], seed)), lambda _: None)
+    assert found["verdict"] == "exact", found
+
+
+def cases(numbers: tuple[int, ...]) -> dict[str, Case]:
+    return {(seed := f"mesh-{number}"): partial(run, seed) for number in numbers}
+
+
+CASES = cases(OF_FOUR + OF_EIGHT)
+
+if __name__ == "__main__":
+    run_cases(CASES, sys.argv[1:])
