@@ -6,7 +6,7 @@ Each fact comes from the function by which training finds it, so that training r
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,23 +166,24 @@ def context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
 
 def expert_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     """Returns the numbers of ranks over which experts can be spread, and why there is only 1."""
-    model, found, reason = meta_model(config), [1], ""
-    for ranks in range(2, 1 + max(num_experts_of(model).values(), default=2)):
-        try:
-            check_experts(model, config.model_type, ranks, f"--ep={ranks}")
-            found.append(ranks)
-        except SlipstreamError as error:
-            reason = reason or str(error)
-    return tuple(found), "" if len(found) > 1 else reason
+    model = meta_model(config)
+    numbers = range(2, 1 + max(num_experts_of(model).values(), default=2))
+    return _allowed(numbers, lambda ranks: check_experts(model, config.model_type, ranks, f"--ep={ranks}"))
 
 
 def _tensor_ranks(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], str]:
     """Returns the numbers of ranks that can share every layer, and why there is only 1."""
-    model, found, reason = meta_model(config), [1], ""
-    for ranks in _degrees(config):
+    model = meta_model(config)
+    return _allowed(_degrees(config), lambda ranks: find_tensor_plan(model, config, ranks, anatomy))
+
+
+def _allowed(numbers: Iterable[int], check: Callable[[int], object]) -> tuple[tuple[int, ...], str]:
+    """Returns 1 and the numbers that the check lets pass, and why there is only 1."""
+    found, reason = [1], ""
+    for number in numbers:
         try:
-            find_tensor_plan(model, config, ranks, anatomy)
-            found.append(ranks)
+            check(number)
+            found.append(number)
         except SlipstreamError as error:
             reason = reason or str(error)
     return tuple(found), "" if len(found) > 1 else reason
