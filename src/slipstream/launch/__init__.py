@@ -9,7 +9,14 @@ from slipstream.launch.local_ranks import (
     temporary_folder,
 )
 from slipstream.launch.progress import Progress
-from slipstream.launch.rendezvous import ConnectedRanks, connect_ranks, describe_process, name_ranks, time_limit
+from slipstream.launch.rendezvous import (
+    ConnectedRanks,
+    connect_ranks,
+    describe_process,
+    flat_settings,
+    name_ranks,
+    time_limit,
+)
 from slipstream.launch.stop_request import (
     StopRequest,
     ended_by_requests,

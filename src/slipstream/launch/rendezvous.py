@@ -312,7 +312,7 @@ def describe_process(settings: Mapping[str, Any], device_type: str, texts: Mappi
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
         "device": device_type,
-        **dict(_flatten(dict(settings))),
+        **dict(flat_settings(dict(settings))),
         **{name: _hash(text.encode()) for name, text in texts.items()},
     }
 
@@ -348,11 +348,11 @@ def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return ", ".join(f"{ranks_text(list(numbers))} ({host})" for host, numbers in grouped)
 
 
-def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def flat_settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yields dotted names and values as they are typed on the command line."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _flatten(inner, f"{name}.{key}" if name else key)
+            yield from flat_settings(inner, f"{name}.{key}" if name else key)
     else:
         yield name, value if isinstance(value, str) else json.dumps(value)
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, SavedCheckpoint, find_best, require_best
 from slipstream.errors import SlipstreamError
-from slipstream.launch import Progress, has_launcher
+from slipstream.launch import Progress, flat_settings, has_launcher
 from slipstream.model import meta_model
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
@@ -434,16 +434,8 @@ def _as_ranks_load_it(config: Config, model_config: Any) -> Any:
 
 def _changes(before: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields name, old and new value of each setting that differs."""
-    old, new = dict(_flat(before)), dict(_flat(json.loads(config.model_dump_json())))
+    old, new = dict(flat_settings(before)), dict(flat_settings(json.loads(config.model_dump_json())))
     for name in dict.fromkeys(chain(old, new)):
         values = old.get(name, "absent"), new.get(name, "absent")
         if values[0] != values[1] and name not in _UNTOLD:
             yield name, *values
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else key)
-    else:
-        yield name, value if isinstance(value, str) else json.dumps(value)
