@@ -160,7 +160,7 @@ def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progr
         return texts
     check_file(held_out_file(config))
     source = config.data.validation_source or config.data
-    found = OpenSource.of(source, progress.warn, are_pairs=config.preference is not None)
+    found = OpenSource.of(source, progress.warn, config.preference.answers if config.preference else None)
     progress.say(found.describe())
     template = ChatTemplate(opened.tokenizer, config.data.chat_template) if found.has_messages else None
     text = found.tokenise(opened.tokenizer, template, config.training.seq_len, progress)

@@ -138,7 +138,7 @@ def test_calls_have_the_arguments_that_they_were_given(
     tokenizer.chat_template = (
         "{{ tools }}{% for each in messages %}{% generation %}{{ each }}{% endgeneration %}{% endfor %}"
     )
-    opened = OpenSource.of(source, pytest.fail, are_pairs=form == "pairs")
+    opened = OpenSource.of(source, pytest.fail, "pairs" if form == "pairs" else None)
     text = opened.tokenise(tokenizer, ChatTemplate(tokenizer), 500, Progress(None))
     documents = [[0], [1]] if form != "pairs" else [[0, 1], [2, 3]]
     for index, numbers in enumerate(documents):

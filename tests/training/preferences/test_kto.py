@@ -153,7 +153,7 @@ def test_rows_without_a_rating_are_named(rows: list[dict[str, Any]], words: str)
 def test_columns_that_say_no_rating_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     with pytest.raises(SlipstreamError, match="kto needs prompt, completion and label"):
-        OpenSource.of(SourceSection(dataset=str(tmp_path / "rows.jsonl")), print, are_pairs=True, are_rated=True)
+        OpenSource.of(SourceSection(dataset=str(tmp_path / "rows.jsonl")), print, "rated")
 
 
 def test_settings_of_another_loss_are_refused() -> None:

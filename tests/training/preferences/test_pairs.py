@@ -113,7 +113,7 @@ def test_a_data_set_without_the_columns_is_refused_with_what_it_has(tmp_path: Pa
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     with pytest.raises(SlipstreamError, match="has no column 'chosen', but prompt, completion; preference needs"):
-        OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True)
+        OpenSource.of(SourceSection(dataset=str(file)), print, "pairs")
 
 
 def test_a_source_says_what_it_has(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_source_says_what_it_has(tmp_path: Path) -> None:
         )
         + "\n"
     )
-    source = OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True)
+    source = OpenSource.of(SourceSection(dataset=str(file)), print, "pairs")
     assert source.has_messages
     assert source.num_closed == 0
     assert source.describe().startswith("preferences: 1 pair of answers to the first messages that both have")
@@ -140,7 +140,7 @@ def test_messages_are_found_though_the_first_row_is_null(tmp_path: Path) -> None
     file = tmp_path / "rows.jsonl"
     good = {"chosen": [message("user", "say"), message("assistant", "a")], "rejected": [message("user", "say")]}
     file.write_text("".join(json.dumps(row) + "\n" for row in ({**good, "chosen": None}, good)))
-    assert OpenSource.of(SourceSection(dataset=str(file)), print, are_pairs=True).has_messages
+    assert OpenSource.of(SourceSection(dataset=str(file)), print, "pairs").has_messages
 
 
 def pairs(number: int) -> TokenisedText:

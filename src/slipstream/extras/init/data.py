@@ -55,7 +55,7 @@ def choose_data(name: str, given: Mapping[str, Any], say: Callable[[str], None])
         return DataChoice(settings, OpenSource.of(_source(settings), say))
     rows = read_rows(_source(settings))
     if {*rows.column_names} >= {*PAIR_COLUMNS}:
-        return DataChoice(settings, OpenSource.of_pairs(_source(settings), rows))
+        return DataChoice(settings, OpenSource.of(_source(settings), say, "pairs"))
     settings |= _names_of_columns(_source(settings), rows)
     return DataChoice(settings, OpenSource.of(_source(settings), say))
 

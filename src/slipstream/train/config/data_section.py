@@ -249,6 +249,11 @@ class PreferenceSection(Record):
         """Whether each answer has a loss of its own."""
         return self.loss == "kto"
 
+    @property
+    def answers(self) -> str:
+        """The form of its rows."""
+        return "rated" if self.is_rated else "pairs"
+
     @model_validator(mode="after")
     def _settings_of_the_loss(self) -> Self:
         allowed = {"gamma": ("simpo",), "label_smoothing": ("dpo", "simpo")}

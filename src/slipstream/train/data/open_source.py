@@ -32,42 +32,17 @@ class OpenSource:
     rows: Any  # Documents, or a datasets.Dataset
 
     @classmethod
-    def of(
-        cls, source: SourceSection, say: Callable[[str], None], are_pairs: bool = False, are_rated: bool = False
-    ) -> OpenSource:
-        """Opens a source, of pairs of answers, of answers of which each is wanted or not, or of anything else. `say`
+    def of(cls, source: SourceSection, say: Callable[[str], None], answers: str | None = None) -> OpenSource:
+        """Opens a source, of `answers` of the form "pairs", or "rated", each wanted or not; or of anything else. `say`
         gets a line about documents without text.
 
         Raises:
             SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
         """
         rows = read_rows(source) if source.has_rows else None
-        if are_rated:
-            return cls._of_rated(source, rows)
-        if are_pairs:
-            return cls.of_pairs(source, rows)
-        form = "text" if rows is None else find_form(source, rows.column_names)
+        form = "text" if rows is None else find_form(source, rows.column_names, answers)
         loss = find_loss(source, form)
         return cls(source, form, loss, read_documents(source, say, rows) if form == "text" else rows)
-
-    @classmethod
-    def of_pairs(cls, source: SourceSection, rows: Any) -> OpenSource:
-        """Takes rows that are pairs of answers. Raises SlipstreamError where they have no such columns."""
-        if missing := [name for name in PAIR_COLUMNS if name not in rows.column_names]:
-            raise SlipstreamError(
-                f"{source.name} has no column {missing[0]!r}, but {', '.join(rows.column_names)}; preference needs "
-                "pairs of answers: rename columns to prompt, chosen and rejected, or leave the section preference out"
-            )
-        return cls(source, "pairs", "completion", rows)
-
-    @classmethod
-    def _of_rated(cls, source: SourceSection, rows: Any) -> OpenSource:
-        if not {*RATED_COLUMNS} <= {*rows.column_names} and not {*PAIR_COLUMNS} <= {*rows.column_names}:
-            raise SlipstreamError(
-                f"{source.name} has the columns {', '.join(rows.column_names)}; preference.loss=kto needs prompt, "
-                "completion and label, which is true where the completion is wanted, or pairs: chosen and rejected"
-            )
-        return cls(source, "rated", "completion", rows)
 
     def describe(self) -> str:
         """Returns how many rows there are, of what form, and which tokens count."""
@@ -167,11 +142,13 @@ _LOSSES = {
     "question-answer": ("assistant", "completion", "all"),
     "prompt-completion": ("completion", "assistant", "all"),
     "tokens": ("all",),
+    "pairs": ("completion",),
+    "rated": ("completion",),
 }
 
 # The forms that are conversations, and those that may be.
 CONVERSATIONS = ("messages", "question-answer")
-WITH_ANSWERS = (*CONVERSATIONS, "prompt-completion")
+WITH_ANSWERS = (*CONVERSATIONS, "prompt-completion", "pairs", "rated")
 
 # The columns of pairs of answers, which may have a prompt besides.
 PAIR_COLUMNS = ("chosen", "rejected")
@@ -191,17 +168,29 @@ def columns_of(source: SourceSection, columns: Sequence[str]) -> dict[str, tuple
     }
 
 
-def find_form(source: SourceSection, columns: Sequence[str]) -> str:
-    """Returns the form of a data set with these columns, as it is named or as the columns say.
+def find_form(source: SourceSection, columns: Sequence[str], answers: str | None = None) -> str:
+    """Returns the form of a data set with these columns: that of its answers, as it is named, or as the columns say.
 
     Raises:
         SlipstreamError: where they fit no form, or several.
     """
+    missing = [name for name in PAIR_COLUMNS if name not in columns]
+    if answers == "pairs" and missing:
+        raise SlipstreamError(
+            f"{source.name} has no column {missing[0]!r}, but {', '.join(columns)}; preference needs pairs of answers: "
+            "rename columns to prompt, chosen and rejected, or leave the section preference out"
+        )
+    if answers == "rated" and missing and not {*RATED_COLUMNS} <= {*columns}:
+        raise SlipstreamError(
+            f"{source.name} has the columns {', '.join(columns)}; preference.loss=kto needs prompt, completion and "
+            "label, which is true where the completion is wanted, or pairs: chosen and rejected"
+        )
+    if answers is not None:
+        return answers
     wanted = columns_of(source, columns)
     if source.form is not None:
-        missing = [name for name in wanted[source.form] if name not in columns]
-        if missing:
-            raise SlipstreamError(_without(source, missing[0], columns))
+        if without := [name for name in wanted[source.form] if name not in columns]:
+            raise SlipstreamError(_without(source, without[0], columns))
         return source.form
     fitting = [form for form, needed in wanted.items() if set(needed) <= {*columns}]
     if len(fitting) > 1:
@@ -209,7 +198,7 @@ def find_form(source: SourceSection, columns: Sequence[str]) -> str:
             f"{source.name} has the columns of several forms ({', '.join(columns)}); choose one with data.form: "
             + " or ".join(fitting)
         )
-    if not fitting and {*PAIR_COLUMNS} <= {*columns}:
+    if not fitting and not missing:
         raise SlipstreamError(
             f"{source.name} has the columns {' and '.join(PAIR_COLUMNS)}, pairs of answers, which need the section "
             "preference: give --preference.loss=dpo, or choose the column of a text "

@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
-from slipstream.train.data.sequences import PADDING, Row, TextSequences, TrainingSequences
+from slipstream.train.data.sequences import PADDING, JoinedSequences, Row, TextSequences, TrainingSequences
 from slipstream.train.data.tokenised_text import Array, TokenisedText
 
 
@@ -207,7 +207,7 @@ class PreferencePairs(TextSequences):
         return Row(self.text.tokens[both].astype(np.int64), labels[both].astype(np.int64), documents, values)
 
 
-class Mixture(TrainingSequences):
+class Mixture(JoinedSequences):
     """Sequences of several sources, round after round, in each of which `seed` draws the order of the sources; None
     puts them one after the other. Each source goes on where it was, in epochs of its own."""
 
@@ -227,25 +227,9 @@ class Mixture(TrainingSequences):
     def _counts(self, rounds: int) -> Array:
         """Returns how many sequences of the first rounds are from each source."""
 
-    def length(self, index: int) -> int:
-        """Returns the tokens of a sequence."""
-        source, place = self._find(index)
-        return self._parts[source].length(place)
-
-    def document_lengths(self, index: int) -> list[int]:
-        """Returns the tokens of each document of a sequence without packing."""
-        source, place = self._find(index)
-        return self._parts[source].document_lengths(place)
-
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
-        source, place = self._find(index)
-        return self._parts[source].row(place)
-
-    def _find(self, index: int) -> tuple[int, int]:
-        """Returns the source of a sequence, and the sequence's number there."""
+    def _find(self, index: int) -> tuple[TrainingSequences, int]:
         position = self._enter(index)
-        return int(self._order[position]), int(self._places[position])
+        return self._parts[int(self._order[position])], int(self._places[position])
 
     def _enter(self, index: int) -> int:
         """Draws the order of the sources in the round of a sequence, if it isn't there; returns the place in it."""

@@ -152,6 +152,26 @@ class TrainingSequences(ABC):
         return [first + place for place in _dealt(lengths, num_replicas)[replica]]
 
 
+class JoinedSequences(TrainingSequences):
+    """Sequences that are those of others."""
+
+    @abstractmethod
+    def _find(self, index: int) -> tuple[TrainingSequences, int]:
+        """Returns the sequences that have one, and its number there."""
+
+    def length(self, index: int) -> int:
+        found, place = self._find(index)
+        return found.length(place)
+
+    def document_lengths(self, index: int) -> list[int]:
+        found, place = self._find(index)
+        return found.document_lengths(place)
+
+    def row(self, index: int) -> Row:
+        found, place = self._find(index)
+        return found.row(place)
+
+
 class TextSequences(TrainingSequences):
     """The sequences of one text, each of which is visited once in an epoch."""
 

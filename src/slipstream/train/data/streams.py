@@ -18,7 +18,7 @@ from slipstream.train.data.chat_templates import ChatTemplate
 from slipstream.train.data.open_source import CONVERSATIONS, find_form, find_loss
 from slipstream.train.data.packing import Mixture, rounded_counts
 from slipstream.train.data.samples import SampleReader, read_samples
-from slipstream.train.data.sequences import Row, TokenBatch, TrainingSequences
+from slipstream.train.data.sequences import JoinedSequences, TokenBatch, TrainingSequences
 from slipstream.train.data.sources import find_bad_line, read_rows, row_files, with_given_keys
 from slipstream.train.data.tokenised_text import Array, TokenisedText, load_texts, load_tokenizer, tokenise
 
@@ -99,7 +99,7 @@ class _Block(NamedTuple):
         return self.first + self.sequences.num_sequences
 
 
-class StreamedSequences(TrainingSequences):
+class StreamedSequences(JoinedSequences):
     """Sequences of a stream of rows. Each block of rows is shuffled, packed and trained on, then the next.
 
     Every rank reads the same rows. The next block is tokenised in a thread while this one is trained on. Sequences are
@@ -133,16 +133,6 @@ class StreamedSequences(TrainingSequences):
         self.num_sequences, self.first_text = first.num_sequences, first.texts[0]
         self._next: Future[_Block] | None = None
 
-    def length(self, index: int) -> int:
-        """Returns the tokens of a sequence."""
-        block = self._find(index)
-        return block.sequences.length(index - block.first)
-
-    def row(self, index: int) -> Row:
-        """Returns one sequence."""
-        block = self._find(index)
-        return block.sequences.row(index - block.first)
-
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns one replica's part of a batch. What is before it can't be asked for any more."""
         self.read_ahead()
@@ -161,7 +151,7 @@ class StreamedSequences(TrainingSequences):
 
     def state(self, index: int) -> State:
         """Returns where a run begins to read whose next sequence is `index`, as JSON can hold it."""
-        block = self._find(index)
+        block = self._block(index)
         return {"number": block.number, "first": block.first, "stream": block.state}
 
     def go_to(self, state: State) -> None:
@@ -171,7 +161,11 @@ class StreamedSequences(TrainingSequences):
         self._thread.submit(self._stream.go_to, state["stream"]).result()
         self._blocks, self._next = [self._thread.submit(self._make, state["number"], state["first"]).result()], None
 
-    def _find(self, index: int) -> _Block:
+    def _find(self, index: int) -> tuple[TrainingSequences, int]:
+        block = self._block(index)
+        return block.sequences, index - block.first
+
+    def _block(self, index: int) -> _Block:
         """Returns the block with a sequence; reads on where that is a later one."""
         if index < self._blocks[0].first:
             raise IndexError(f"sequence {index} of a stream that has passed {self._blocks[0].first}")

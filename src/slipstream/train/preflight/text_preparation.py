@@ -78,13 +78,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
 
 
 def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSource:
-    preference = config.preference
-    return OpenSource.of(
-        source,
-        progress.warn,
-        are_pairs=preference is not None,
-        are_rated=preference is not None and preference.is_rated,
-    )
+    return OpenSource.of(source, progress.warn, config.preference.answers if config.preference else None)
 
 
 def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
@@ -124,10 +118,9 @@ def check_turns(config: Config) -> list[str] | None:
         SlipstreamError: where rows or tokenizer can't be read, or the run itself makes the tokenizer.
     """
     sources = [(source, RowStream(source, LOOKED_AT)) for source in config.data.all_sources if source.has_rows]
-    pairs = config.preference is not None
-    of_answers = "rated" if config.preference is not None and config.preference.is_rated else "pairs"
-    forms = [of_answers if pairs else find_form(source, stream.columns) for source, stream in sources]
-    if not pairs and {*forms}.isdisjoint(WITH_ANSWERS):
+    answers = config.preference.answers if config.preference else None
+    forms = [find_form(source, stream.columns, answers) for source, stream in sources]
+    if {*forms}.isdisjoint(WITH_ANSWERS):
         return None
     tokenizer, seq_len = named_tokenizer(config), config.training.seq_len
     if tokenizer is None:
@@ -135,10 +128,10 @@ def check_turns(config: Config) -> list[str] | None:
     template = ChatTemplate(tokenizer, config.data.chat_template) if config.data.chat_template else None
     texts = []
     for (source, stream), form in zip(sources, forms, strict=True):
-        if form in (*WITH_ANSWERS, of_answers):
-            loss = "completion" if pairs else find_loss(source, form)
+        if form in WITH_ANSWERS:
+            reader = SampleReader(source, form, find_loss(source, form), tokenizer, template)
             name, rows = stream.next_block()
-            texts.append(read_samples(rows, SampleReader(source, form, loss, tokenizer, template), name, seq_len)[0])
+            texts.append(read_samples(rows, reader, name, seq_len)[0])
     model_config = load_model_config(config.model)
     stop_at_end_of_text(config, model_config, tokenizer)
     return find_turn_problems(texts, tokenizer, seq_len, stop_tokens(config, model_config))
