@@ -34,7 +34,7 @@ MOMENTS = {
     "naming a checkpoint": ("slipstream.checkpoint.folder", "CheckpointFolder.commit", 1, 0),
     "the last step": (TRAINER, "train_step", 6, 0),
     "exporting": ("slipstream.train.run_results", "_complete", 1, 0),
-    "waiting for the export": ("slipstream.train.run_results", "_lead", 2, 1),
+    "sending its part of the export": ("slipstream.pipeline.saving", "PipelineSaving.save_pretrained", 1, 1),
     "at its end": ("torch.distributed", "destroy_process_group", 1, 1),
 }
 

@@ -236,12 +236,8 @@ class Checkpoints:
 
     def _try_on_first(self, act: Callable[[], object]) -> str:
         """Lets rank 0 act, and returns on all ranks what prevented it, or ""."""
-        return self._world.decided(lambda: _prevented(act))
-
-
-def _prevented(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except OSError as error:
-        return str(error)
-    return ""
+        try:
+            self._world.decided(act)
+        except OSError as error:
+            return str(error)
+        return ""

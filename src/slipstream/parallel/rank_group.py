@@ -175,13 +175,13 @@ class RankGroup:
         return values
 
     def decided(self, decide: Callable[[], _Result]) -> _Result:
-        """Returns on every rank what the first rank's call returns; the others don't call. Its SlipstreamError too is
-        raised on every rank, so that none waits for a rank that has given up. Collective."""
-        mine: tuple[_Result | None, SlipstreamError | None] = None, None
+        """Returns on every rank what the first rank's call returns; the others don't call. Its SlipstreamError or
+        OSError too is raised on every rank, so that none waits for a rank that has given up. Collective."""
+        mine: tuple[_Result | None, SlipstreamError | OSError | None] = None, None
         if self.rank == 0:
             try:
                 mine = decide(), None
-            except SlipstreamError as error:
+            except (SlipstreamError, OSError) as error:
                 mine = None, error
         decision, problem = self.gather(mine)[0]
         if problem is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Never, Protocol
@@ -29,7 +28,7 @@ from slipstream.model import storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, Ranks
 from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.pipeline.runtime import PipelineRuntime
-from slipstream.pipeline.weights import merged_state, save_on_leader, write_adapter, write_model
+from slipstream.pipeline.weights import merged_state, write_adapter, write_model
 from slipstream.profile import without_origin
 from slipstream.watchdog import counted_off
 
@@ -153,13 +152,15 @@ class PipelineSaving(PipelineFacts):
         stage = next(iter(self._runtime.stages.values()))
         generation = getattr(stage.model, "generation_config", None)  # of the model that was given, or of its folder
         beside, ranks = family.beside, self._runtime.ranks
-        if adapter is None:
-            save_on_leader(lambda: write_model(folder, config, state, generation, beside), ranks)
-        elif merged:
-            whole = partial(merged_state, config, adapter, state)
-            save_on_leader(lambda: write_model(folder, config, whole(), generation, beside), ranks)
-        else:
-            save_on_leader(lambda: write_adapter(folder, config, adapter, state), ranks)
+
+        def write() -> None:
+            if adapter is not None and not merged:
+                write_adapter(folder, config, adapter, state)
+            else:
+                whole = state if adapter is None else merged_state(config, adapter, state)
+                write_model(folder, config, whole, generation, beside)
+
+        ranks.decided(write)  # no rank continues before the folder is complete
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the

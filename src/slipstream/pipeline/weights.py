@@ -172,25 +172,6 @@ _NOT_BESIDE = (
 )
 
 
-def save_on_leader(write: Callable[[], None], ranks: Ranks) -> None:
-    """Lets the leader, which has the whole model's state, write it. Collective.
-
-    Raises SlipstreamError and OSError on every rank where `write` does on the leader.
-    """
-    problem = ranks.decided(lambda: _prevented(write))
-    if problem is not None:  # no rank continues before the folder is complete
-        raise problem
-
-
-def _prevented(write: Callable[[], None]) -> OSError | None:
-    """Returns what the disk prevented."""
-    try:
-        write()
-    except OSError as error:
-        return OSError(str(error))
-    return None
-
-
 def write_model(
     folder: str | Path,
     config: PretrainedConfig,

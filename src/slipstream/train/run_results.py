@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -75,25 +74,14 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
         raise NonFiniteError(f"the model is not exported: {describe_non_finite(found)}")
     part, before = (run.folder.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
-        _lead(run, lambda: _clear(part, before))
+        run.world.decided(lambda: _clear(part, before))
         pipe.save_pretrained(part, merged)
-        _lead(run, lambda: _complete(run.folder, part, before, folder, run.config.model.trust_remote_code))
+        trusts_code = run.config.model.trust_remote_code
+        run.world.decided(lambda: _complete(run.folder, part, before, folder, trusts_code))
     except OSError:
         if pipe.leads:
             shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def _lead(run: RunContext, write: Callable[[], None]) -> None:
-    """Calls `write` on rank 0. Raises its OSError on all ranks, so that none waits for it. Collective."""
-    problem = None
-    if run.world.rank == 0:
-        try:
-            write()
-        except OSError as error:
-            problem = OSError(str(error))
-    if problem := run.world.gather(problem)[0]:
-        raise problem
 
 
 def _clear(*folders: Path) -> None:
