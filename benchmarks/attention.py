@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from slipstream.attention import AttentionSite, ContextStore, KeyRanges, attend
-from slipstream.pipeline.cut_batch import slice_lengths
+from slipstream.schedule import slice_lengths
 
 CASES = [  # heads, key heads, dtype, layout in memory: models give (batch, tokens, heads, width) transposed
     (8, 8, "float32", "BTHD"),

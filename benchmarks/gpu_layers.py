@@ -35,8 +35,8 @@ from benchmarks.harness import interleaved, medians, setting, wait_for, write
 from slipstream.attention import ContextStore
 from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
 from slipstream.model.hooks import TokenSlice
-from slipstream.pipeline.cut_batch import slice_lengths
 from slipstream.pipeline.execution.action_graphs import CUDAGraphs
+from slipstream.schedule import slice_lengths
 from slipstream.train.metrics.flops import measure_peak
 
 LLAMA_3_8B = {

@@ -82,7 +82,7 @@ SETTINGS: list[tuple[str, list[str]]] = [
     ("--pipeline.slices=16,16", ["pipeline.slices='16,16'", "did you mean pipeline.slices=[16,16]?"]),
     ("--pipeline.slices=[16,17]", ["add up to 33", "training.seq_len=32", "pipeline.slices=2"]),
     ("--pipeline.slices=[16,x]", ["pipeline.slices=[16, 'x']", "a list of whole numbers"]),
-    ("--pipeline.slices=65", ["pipeline.slices=65", "choose 1 to 32"]),
+    ("--pipeline.slices=65", ["pipeline.slices=65", "takes 1 to 32 slices"]),
     ("--pipeline.partition=even", ["pipeline.partition='even'", "give 'auto' or a list of numbers"]),
     ("--pipeline.partition=[3,1]", ["[3, 1]", "the model has 2", "--pipeline.partition=auto"]),
     ("--pipeline.num_ranks=4", ["pipeline.num_ranks=4", "2 layers", "choose 1 to 2"]),

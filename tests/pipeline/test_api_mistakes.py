@@ -26,7 +26,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": None}, "schedule=None: give a name"),
     ({"stages_per_rank": 3}, "stages_per_rank=3, but the schedule '1f1b' has exactly 1. Give stages_per_rank=1"),
     ({"slices": 0}, "slices=0: give a count from 1"),
-    ({"slices": "two"}, "slices='two': give a count, such as 8"),
+    ({"slices": "two"}, "slices='two': give a count from 1, such as 8"),
     ({"slices": [16, 0]}, "slices=[16, 0]: give a count from 1, such as 8, or the token lengths"),
     ({"slices": [8, "x"]}, "slices=[8, 'x']: give a count from 1"),
     ({"num_microbatches": 0}, "num_microbatches=0: give a whole number from 1"),

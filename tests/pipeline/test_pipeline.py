@@ -234,7 +234,7 @@ class TestRefusals:
                 {"schedule": "interleaved-1f1b", "stages_per_rank": 3, "num_ranks": 2},
                 r"6 stages for 4 layers",
             ),
-            ({"slices": "many"}, r"slices='many': give a count, such as 8"),
+            ({"slices": "many"}, r"slices='many': give a count from 1, such as 8"),
             (
                 {"schedule": one_f_one_b(1, 1, 4), "slices": "auto"},
                 r"slices='auto' with the schedule '1f1b', which has 4",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, make_schedule
-from slipstream.pipeline.batch import Sequences
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import consecutive_groups
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
@@ -118,7 +118,7 @@ def test_no_document_of_a_row_runs_on_into_the_next_sequence(documents: list[lis
     """Whatever numbers they have, and in whatever order sequences share a row."""
     ids = [torch.tensor(each) for each in documents]
     group = random.sample(range(len(ids)), len(ids))
-    (row,) = Sequences(ids, ids, ids).packed([group])
+    (row,) = Batch((ids,), False, ids, document_ids=ids).packed([group])
     runs = [torch.unique_consecutive(each, return_counts=True)[1].tolist() for each in (ids[n] for n in group)]
     assert row.document_ids is not None
     found = torch.unique_consecutive(row.document_ids[0], return_counts=True)[1].tolist()
@@ -187,9 +187,14 @@ def ids(*lengths: int) -> list[Tensor]:
         ({}, [], {}, "inputs are a list without a sequence: give at least one, or leave the step out."),
         ({}, ids(1, 1), {}, "no label of this batch counts: all are -100"),
         ({}, ids(4, LENGTH + 1), {}, f"the length of inputs[1]={LENGTH + 1} is more than the model's {LENGTH} positio"),
-        ({}, ids(4, 3), {"targets": ids(4, 4)}, "targets[1] is (4,) int64; expected int64 of the sequence's 3 tokens"),
+        (
+            {},
+            ids(4, 3),
+            {"targets": ids(4, 4)},
+            "targets[1] are (4,) int64, inputs[1] (3,) int64: they must have one shape",
+        ),
         ({}, ids(4, 3), {"targets": ids(4)}, "targets are 1 sequences, inputs 2"),
-        ({}, [torch.ones(4)], {}, "inputs[0] is (4,) float32; expected int64"),
+        ({}, [torch.ones(4)], {}, "inputs[0] are (4,) float32; expected token ids, (tokens,) int64"),
         ({}, ids(4), {"targets": torch.ones(1, 4)}, "targets must be a list of tensors"),
         (
             {"schedule": make_schedule("gpipe", 1, 3, 2)},

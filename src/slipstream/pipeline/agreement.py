@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.comm import TransportError
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import PendingWork, Ranks, ranks_text
-from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.watchdog import waiting
 
@@ -152,25 +152,24 @@ class BatchAgreement:
         self._ranks, self._calls = ranks, calls
         # Without it a GPU would have to be waited for later, when it has work.
         self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
-        self._whole: WholeBatch | Sequences | None = None
+        self._whole: Batch | None = None
 
     def check(
         self,
-        whole: WholeBatch | Sequences,
-        split: Callable[[], SplitBatch],
-        order: int,
+        whole: Batch,
+        split: Callable[[], tuple[SplitBatch, int]],
         needs_targets: bool = True,
         trains: bool = True,
     ) -> SplitBatch:
         """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
-        batch with those of the other ranks. `order` is a checksum of the actions that run it.
+        batch with those of the other ranks, and the checksum that `split` returns of the actions that run it.
 
         Raises SlipstreamError on every rank where it can't be split on one, no target counts that is needed, or
         replicas with different experts would run different actions; where a pipeline's ranks differ, or no rank
         `trains`, this does or `finish`.
         """
         try:
-            batch = split()
+            batch, order = split()
         except SlipstreamError:
             self._refuse()
             raise
@@ -184,7 +183,7 @@ class BatchAgreement:
             batch = batch.with_max_position(totals.max_position)
         return replace(batch, num_valid=totals.num_valid)
 
-    def compare(self, whole: WholeBatch | Sequences) -> None:
+    def compare(self, whole: Batch) -> None:
         """Raises SlipstreamError on every rank where a pipeline's ranks have different batches."""
         self._start(whole, _NOTHING)
         self.finish()
@@ -219,7 +218,7 @@ class BatchAgreement:
         largest = max(each.max_position for each in found)
         return _Totals(sum(each.num_valid for each in found), largest, trains=True)
 
-    def _start(self, whole: WholeBatch | Sequences, own: _Totals, order: int = 0) -> _Totals:
+    def _start(self, whole: Batch, own: _Totals, order: int = 0) -> _Totals:
         """Begins to compare a batch with those of the other ranks; returns what all replicas have."""
         if self._ranks.world.size == 1:
             _check_trained(own.trains)
@@ -267,10 +266,10 @@ def _check_trained(is_trained: bool) -> None:
         )
 
 
-def _tensors(whole: WholeBatch | Sequences) -> Iterator[tuple[str, Tensor]]:
+def _tensors(whole: Batch) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors that a step was given, with what each is."""
     for name in ("inputs", "targets", "position_ids", "document_ids", "sequence_values"):
-        for tensor in _flat(getattr(whole, name, None)):
+        for tensor in _flat(getattr(whole, name)):
             yield name, tensor
 
 
@@ -280,7 +279,7 @@ def _flat(given: Any) -> Iterable[Tensor]:
     return [given] if isinstance(given, Tensor) else [tensor for each in given for tensor in _flat(each)]
 
 
-def _checksum(whole: WholeBatch | Sequences) -> int:
+def _checksum(whole: Batch) -> int:
     """Returns a number of the shapes, dtypes and contents of a batch."""
     value = 0
     for name, tensor in _tensors(whole):
@@ -291,9 +290,9 @@ def _checksum(whole: WholeBatch | Sequences) -> int:
     return value
 
 
-def _describe(whole: WholeBatch | Sequences) -> str:
+def _describe(whole: Batch) -> str:
     """Returns what a batch looks like: shapes, dtypes, and the sum of the elements, in which contents mostly differ."""
-    if isinstance(whole, Sequences):
+    if whole.is_ragged:
         lengths = [len(targets) for targets in whole.targets]
         return f"sequences of {lengths} tokens, checksum {_checksum(whole):08x}"
     tensors = (f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in _tensors(whole))

@@ -19,17 +19,22 @@ Inputs = Tensors | Rows | list[Tensors] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class WholeBatch:
-    """A batch as a step is given it, on this rank's device; rows are dim 0 of every tensor."""
+class Batch:
+    """The sequences of a step, on this rank's device: dim 0 of tensors where they have one length, else a list of
+    tensors, of which each has its own number of tokens (T, ...).
 
-    inputs: Tensors
+    Inputs are token ids, or what the first layer of an nn.Sequential takes.
+    """
+
+    inputs: tuple[Rows, ...]
     is_tuple: bool  # whether the first layer takes the inputs as a tuple
-    targets: Tensor
-    position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
+    targets: Rows
+    position_ids: Rows | None = None
+    document_ids: Rows | None = None
     sequence_values: Tensor | None = None  # (B, ...), for a loss of whole sequences
     max_position: int | None = None  # that the unsplit model would see, where padding that was left out had more
     lone_lengths: Sequence[int] = ()  # of sequences that follow each other in one row, and are as if each were alone
+    are_rows: bool = False  # of one batch, which the unsplit model runs together, where lengths differ
 
     @classmethod
     def of(
@@ -40,8 +45,8 @@ class WholeBatch:
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         sequence_values: Tensor | None = None,
-    ) -> WholeBatch:
-        """Moves the tensors to the device."""
+    ) -> Batch:
+        """Moves the tensors of sequences of one length to the device."""
         tensors = inputs if isinstance(inputs, tuple) else (inputs,)
         moved: list[Tensor | None] = []
         for place, tensor in enumerate((*tensors, targets, position_ids, document_ids, sequence_values)):
@@ -54,24 +59,8 @@ class WholeBatch:
         is_tuple = isinstance(inputs, tuple)
         return cls(tuple(here), is_tuple, labels, positions, documents, values)  # type: ignore[arg-type]
 
-
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of a batch, each of its own number of tokens (T,), on this rank's device.
-
-    Inputs are token ids, or what the first layer of an nn.Sequential takes: tensors or tuples of tensors.
-    """
-
-    inputs: Sequence[Any]
-    targets: Sequence[Tensor]
-    document_ids: Sequence[Tensor] | None = None
-    sequence_values: Tensor | None = None  # (sequences, ...), for a loss of whole ones
-    are_rows: bool = False  # of one batch, which the unsplit model runs together; else each is as if it were alone
-    position_ids: Sequence[Tensor] | None = None  # of rows, where they don't count from 0
-    max_position: int | None = None  # of rows with their padding; None: that of their tokens
-
     @classmethod
-    def of(
+    def of_lengths(
         cls,
         device: torch.device,
         inputs: Tensor | Sequence[Tensor] | Sequence[Tensors],
@@ -79,8 +68,8 @@ class Sequences:
         document_ids: Tensor | Sequence[Tensor] | None = None,
         lengths: Lengths = None,
         sequence_values: Tensor | None = None,
-    ) -> Sequences:
-        """Takes lists of (T,) tensors, or with `lengths` padded ones (batch, longest), whose padding is left out.
+    ) -> Batch:
+        """Moves lists of (T,) tensors, or with `lengths` padded ones (batch, longest), whose padding is left out.
 
         Raises SlipstreamError where they aren't as many.
         """
@@ -91,11 +80,46 @@ class Sequences:
         for name, each in lists.items():
             if len(each) != len(lists["inputs"]):
                 raise SlipstreamError(f"{name} are {len(each)} sequences, inputs {len(lists['inputs'])}: give as many.")
-        moved: dict[str, Any] = {name: [_moved(each, device) for each in given] for name, given in lists.items()}
-        values = None if sequence_values is None else sequence_values.to(device)
-        return cls(**moved, sequence_values=values)
+        tensors = [each if isinstance(each, tuple) else (each,) for each in lists["inputs"]]
+        for row, number in enumerate(map(len, tensors)):
+            if number != len(tensors[0]):
+                raise SlipstreamError(
+                    f"inputs[{row}] are {number} tensors, inputs[0] {len(tensors[0])}: give as many of each sequence."
+                )
 
-    def as_rows(self, width: int, lengths: Sequence[int], position_ids: Tensor | None) -> Sequences:
+        def moved(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor.to(device) for tensor in tensors]
+
+        return cls(
+            tuple(moved(each) for each in zip(*tensors, strict=True)),
+            isinstance(lists["inputs"][0], tuple),
+            moved(lists["targets"]),
+            document_ids=moved(lists["document_ids"]) if "document_ids" in lists else None,
+            sequence_values=None if sequence_values is None else sequence_values.to(device),
+        )
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether each sequence is a tensor of its own, of any length."""
+        return isinstance(self.targets, list)
+
+    @property
+    def tensors(self) -> Tensors:
+        """The inputs of sequences of one length."""
+        return tuple(rows for rows in self.inputs if isinstance(rows, Tensor))
+
+    @property
+    def num_sequences(self) -> int:
+        rows = self.inputs[0]
+        return len(rows) if isinstance(rows, list) or rows.dim() else 0
+
+    @property
+    def token_counts(self) -> list[int]:
+        """The tokens of each sequence of token ids."""
+        rows = self.inputs[0]
+        return [rows.shape[1]] * rows.shape[0] if isinstance(rows, Tensor) else [len(row) for row in rows]
+
+    def as_rows(self, width: int, lengths: Sequence[int], position_ids: Tensor | None) -> Batch:
         """Returns these rows of a batch that was `width` tokens wide: each token keeps its position, and the unsplit
         model, which is given the padding, finds the largest in it."""
         if position_ids is None:  # they restart in documents, which padding has none of
@@ -106,25 +130,18 @@ class Sequences:
         largest = int(position_ids.max())
         return replace(self, are_rows=True, position_ids=None if counts else rows, max_position=largest)
 
-    @property
-    def token_ids(self) -> list[Tensor]:
-        """The inputs of a causal LM, (T,) int64 each. Raises SlipstreamError where they aren't."""
-        for name in ("inputs", "targets", "document_ids"):
-            for row, tensor in enumerate(getattr(self, name) or ()):
-                _check(name, row, tensor, self.inputs[row])
-        return [*self.inputs]
-
-    def packed(self, groups: Sequence[Sequence[int]]) -> list[WholeBatch]:
+    def packed(self, groups: Sequence[Sequence[int]]) -> list[Batch]:
         """Returns the batch of each microbatch: a row of these sequences, each of them its own documents."""
         return [self._row(group) for group in groups]
 
-    def _row(self, group: Sequence[int]) -> WholeBatch:
-        def joined(rows: Sequence[Tensor]) -> Tensor:
-            return torch.cat([rows[number] for number in group])[None]
+    def _row(self, group: Sequence[int]) -> Batch:
+        def joined(rows: Sequence[Tensor] | Tensor) -> Tensor:
+            first, *others = [rows[number] for number in group]
+            return (torch.cat([first, *others]) if others else first)[None]
 
-        row = WholeBatch(
-            (joined(self.inputs),),
-            False,
+        row = Batch(
+            tuple(map(joined, self.inputs)),
+            self.is_tuple,
             joined(self.targets),
             position_ids=None if self.position_ids is None else joined(self.position_ids),
             max_position=self.max_position,
@@ -138,6 +155,41 @@ class Sequences:
         own = own or [torch.zeros_like(each) for each in self.targets]
         documents = [2 * own[number] + place % 2 for place, number in enumerate(group)]  # differ where a sequence ends
         return replace(row, document_ids=torch.cat(documents)[None])
+
+    def check_token_ids(self) -> None:
+        """Raises SlipstreamError where these aren't token ids, (batch, sequence) or each (tokens,), and what belongs to
+        them of one shape."""
+        if self.is_tuple:
+            raise SlipstreamError(
+                f"inputs are a tuple of {len(self.inputs)}; a causal LM takes token ids, (batch, sequence) int64."
+            )
+        form, dims = ("(tokens,)", 1) if self.is_ragged else ("(batch, sequence)", 2)
+        for place, ids in self.places(self.inputs[0]):
+            if ids.dim() != dims or ids.dtype != torch.int64:
+                raise SlipstreamError(f"inputs{place} are {_describe(ids)}; expected token ids, {form} int64.")
+            if self.is_ragged and len(ids) == 0:
+                raise SlipstreamError(f"inputs{place} is an empty sequence. Leave it out.")
+        for place, targets in self.places(self.targets):
+            if targets.dtype != torch.int64:
+                raise SlipstreamError(f"targets{place} are {_describe(targets)}; expected token ids or -100, int64.")
+        for name in ("targets", "position_ids", "document_ids"):
+            rows = getattr(self, name)
+            for (place, ids), (_, each) in zip(self.places(self.inputs[0]), self.places(rows), strict=rows is not None):
+                if each.shape != ids.shape:
+                    raise SlipstreamError(
+                        f"{name}{place} are {_describe(each)}, inputs{place} {_describe(ids)}: they must have one "
+                        "shape."
+                    )
+
+    def places(self, rows: Rows | None) -> list[tuple[str, Tensor]]:
+        """Returns some of its tensors: the one of all sequences, or each sequence's with its place, such as [3]."""
+        if rows is None:
+            return []
+        return [("", rows)] if isinstance(rows, Tensor) else [(f"[{row}]", each) for row, each in enumerate(rows)]
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _listed(name: str, given: Any, lengths: Lengths) -> list[Any]:
@@ -159,23 +211,6 @@ def _listed(name: str, given: Any, lengths: Lengths) -> list[Any]:
     return [row[:length] for row, length in zip(given, lengths, strict=True)]
 
 
-def _moved(tensors: Tensor | Tensors, device: torch.device) -> Tensor | Tensors:
-    return tensors.to(device) if isinstance(tensors, Tensor) else tuple(tensor.to(device) for tensor in tensors)
-
-
-def _check(name: str, row: int, tensor: Tensor | Tensors, own: Tensor | Tensors) -> None:
-    """Raises SlipstreamError where this isn't token ids, as many as the inputs of the sequence."""
-    if not isinstance(tensor, Tensor) or not isinstance(own, Tensor):
-        raise SlipstreamError(f"inputs[{row}] is a tuple; a causal LM takes token ids, (tokens,) int64.")
-    if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.shape != own.shape:
-        raise SlipstreamError(
-            f"{name}[{row}] is {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}; expected int64 of "
-            f"the sequence's {own.shape[0] if own.dim() else 1} tokens, such as inputs[{row}]."
-        )
-    if len(tensor) == 0:
-        raise SlipstreamError(f"inputs[{row}] is an empty sequence. Leave it out.")
-
-
 def document_numbers(position_ids: Tensor) -> Tensor:
     """Returns the number of each token's document, (..., T): a new one begins where positions don't count on."""
     numbers = torch.zeros_like(position_ids)
@@ -194,7 +229,7 @@ def given_batch(
     sequence_values: Tensor | None = None,
     is_planned: bool = False,
     needs_labels: bool = True,
-) -> WholeBatch | Sequences:
+) -> Batch:
     """Returns the batch: rows of one length, or, of lists and with `lengths`, of different ones. Of a mapping it is
     rows of one length where no rank's has padding; with an attention_mask that is found out by one small message.
 
@@ -204,7 +239,7 @@ def given_batch(
         _refuse_twice(targets=targets, position_ids=position_ids)
         inputs, targets, position_ids, found = _agreed(ranks, inputs, lengths, needs_labels)
         if found is not None:
-            without_padding = Sequences.of(device, inputs, targets, document_ids, found.tolist(), sequence_values)
+            without_padding = Batch.of_lengths(device, inputs, targets, document_ids, found.tolist(), sequence_values)
             return without_padding.as_rows(inputs.shape[1], found.tolist(), position_ids)
     elif targets is None:
         if needs_labels:
@@ -218,13 +253,13 @@ def given_batch(
                 "plan=... is for sequences of different lengths: give lists, or padded with lengths=..."
             )
         of_rows = position_ids, document_ids, sequence_values
-        return WholeBatch.of(device, inputs, targets, *of_rows)  # type: ignore[arg-type]
+        return Batch.of(device, inputs, targets, *of_rows)  # type: ignore[arg-type]
     if position_ids is not None or isinstance(inputs, tuple):
         name = "a tuple of inputs" if isinstance(inputs, tuple) else "position_ids"
         raise SlipstreamError(
             f"{name} with sequences of different lengths: each is token ids, whose positions begin at 0. Leave it out."
         )
-    return Sequences.of(device, inputs, targets, document_ids, lengths, sequence_values)
+    return Batch.of_lengths(device, inputs, targets, document_ids, lengths, sequence_values)
 
 
 def padded_as(outputs: Tensor | list[Tensor], inputs: Inputs) -> Tensor | list[Tensor]:

@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
 from slipstream.model.hooks import TokenSlice
 from slipstream.parallel import part_bounds
-from slipstream.pipeline.batch import Sequences, WholeBatch, document_numbers
+from slipstream.pipeline.batch import Batch, document_numbers
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.schedule import SlicedMicrobatch
 
@@ -49,10 +49,16 @@ class SplitBatch:
     slices: Sequence[Sequence[Any]]  # a TokenSlice or BatchSlice each
     targets: list[list[Tensor]]
     num_valid: int
+    microbatches: Sequence[SlicedMicrobatch]
+    groups: Sequence[Sequence[int]] = ()  # the sequences in each microbatch's row, where they were packed
     loss_scale: float = 1.0
     num_targets: float | None = None  # in all batches whose gradients add up, where it isn't this one alone
     sequences: Sequence[MicrobatchSequences] = ()  # of each microbatch, where the loss is of whole ones
     whole_targets: list[list[Tensor]] | None = None  # where ranks share slices, and `targets` are this one's
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(each.num_sequences * sum(each.slices) for each in self.microbatches)
 
     @property
     def seed(self) -> int:
@@ -65,7 +71,7 @@ class SplitBatch:
         """The largest position in sequences that one device would run together, -1 where each is as if alone."""
         largest = -1
         for first, *_ in self.slices:
-            if isinstance(first, TokenSlice) and not first.lone_sequences:
+            if not first.lone_sequences:
                 largest = max(largest, first.max_position)
         return largest
 
@@ -147,16 +153,33 @@ def counted(targets: Tensor) -> int:
     return targets.shape[0] if targets.is_floating_point() else int((targets != IGNORED).sum())
 
 
-def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-    """Cuts (B, L) inputs and unshifted targets into microbatches, each of some rows, in slices of its own lengths.
+def cut_batch(
+    batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
+) -> SplitBatch:
+    """Cuts a batch of token ids and unshifted targets into microbatches, each of some rows in slices of its own
+    lengths. Sequences of different lengths are packed into a row for each microbatch: `groups` are their numbers.
 
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
     with each, and its last token predicts nothing (rule 12).
     """
-    check_shapes(batch, microbatches)
-    (inputs,), position_ids = batch.inputs, batch.position_ids
-    starts = _document_starts(batch)  # (B, L) or None
-    targets = _shift(batch.targets, starts)
+    if not groups:
+        check_rows(len(batch.inputs[0]), len(microbatches), "sequences")
+        return _cut_rows(batch, microbatches, seed)
+    rows = zip(batch.packed(groups), microbatches, strict=True)
+    cut = [_cut_rows(row, [each], seed, number) for number, (row, each) in enumerate(rows)]
+    pieces, labels = [each.slices[0] for each in cut], [each.targets[0] for each in cut]
+    found = SplitBatch(pieces, labels, sum(each.num_valid for each in cut), microbatches, groups)
+    return found.with_max_position(found.max_position)
+
+
+def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, first: int = 0) -> SplitBatch:
+    """Cuts rows (B, L) of one length into microbatches, which are numbered from `first` on."""
+    inputs: Tensor = batch.inputs[0]  # type: ignore[assignment]
+    targets: Tensor = batch.targets  # type: ignore[assignment]
+    position_ids: Tensor | None = batch.position_ids  # type: ignore[assignment]
+    document_ids: Tensor | None = batch.document_ids  # type: ignore[assignment]
+    starts = _document_starts(inputs, position_ids, document_ids)  # (B, L) or None
+    targets = _shift(targets, starts)
     if position_ids is None:
         position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         position_ids = position_ids if starts is None else position_ids - starts
@@ -177,13 +200,13 @@ def cut_batch(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed:
                 length=inputs.shape[1],
                 max_position=largest,
                 lone_sequences=_within(lone, a, b) if lone else (),
-                microbatch=len(pieces) - 1,
+                microbatch=first + len(pieces) - 1,
                 index=len(pieces[-1]),
                 seed=seed,
             )
             pieces[-1].append(piece)
             labels[-1].append(targets[row, a:b])
-    return SplitBatch(pieces, labels, int((targets != IGNORED).sum()))
+    return SplitBatch(pieces, labels, int((targets != IGNORED).sum()), microbatches)
 
 
 def _largest_positions(position_ids: Tensor, lengths: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
@@ -206,14 +229,6 @@ def _within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple
     return tuple(each for each in found if each[0] > 0)
 
 
-def cut_rows(parts: Sequence[WholeBatch], microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-    """Cuts the batch of each microbatch, whose rows have a length of their own, into its slices."""
-    cut = [cut_batch(part, [each], seed) for part, each in zip(parts, microbatches, strict=True)]
-    slices = [[replace(piece, microbatch=number) for piece in batch.slices[0]] for number, batch in enumerate(cut)]
-    found = SplitBatch(slices, [batch.targets[0] for batch in cut], sum(batch.num_valid for batch in cut))
-    return found.with_max_position(found.max_position)
-
-
 def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:
     """Returns the rows of the batch that each microbatch has."""
     rows: list[slice] = []
@@ -221,40 +236,6 @@ def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:
         first = rows[-1].stop if rows else 0
         rows.append(slice(first, first + microbatch.num_sequences))
     return rows
-
-
-def slice_lengths(slices: int | Sequence[int], length: int) -> list[int]:
-    """Returns the tokens of every slice: a count cuts evenly, with the first slices one token longer if need be.
-
-    Raises SlipstreamError where they don't add up to the sequence length.
-    """
-    if isinstance(slices, int):
-        if not 1 <= slices <= length:
-            raise SlipstreamError(f"slices={slices}: a sequence of {length} tokens takes 1 to {length} slices.")
-        return [length // slices + (i < length % slices) for i in range(slices)]
-    if sum(slices) != length or min(slices) < 1:
-        difference = length - sum(slices)
-        raise SlipstreamError(
-            f"slices={list(slices)} add up to {sum(slices)} tokens, but the sequence has {length}: all must be "
-            f"positive and sum to it. {'Add' if difference > 0 else 'Take away'} {abs(difference)}, or give a count."
-        )
-    return list(slices)
-
-
-def check_shapes(batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch]) -> None:
-    """Raises SlipstreamError where the tensors of a step don't fit each other or the pipeline."""
-    inputs = batch.inputs[0]
-    if inputs.dim() != 2 or inputs.dtype != torch.int64:
-        raise SlipstreamError(f"inputs are {_describe(inputs)}; expected token ids, (batch, sequence) int64.")
-    if batch.targets.dtype != torch.int64:
-        raise SlipstreamError(f"targets are {_describe(batch.targets)}; expected token ids or -100, int64.")
-    for name in ("targets", "position_ids", "document_ids"):
-        tensor = getattr(batch, name)
-        if tensor is not None and tensor.shape != inputs.shape:
-            raise SlipstreamError(
-                f"{name} are {_describe(tensor)}, inputs {_describe(inputs)}: they must have one shape."
-            )
-    check_rows(inputs.shape[0], len(microbatches), "sequences")
 
 
 def check_rows(num_rows: int, num_microbatches: int, name: str) -> None:
@@ -266,13 +247,8 @@ def check_rows(num_rows: int, num_microbatches: int, name: str) -> None:
         )
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _document_starts(batch: WholeBatch) -> Tensor | None:
+def _document_starts(inputs: Tensor, position_ids: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
     """Returns where the document of each token starts, (B, L); None where every sequence is one document."""
-    (inputs,), position_ids, document_ids = batch.inputs, batch.position_ids, batch.document_ids
     begins = torch.zeros_like(inputs, dtype=torch.bool)
     if document_ids is None and position_ids is not None:
         document_ids = document_numbers(position_ids)
@@ -320,7 +296,7 @@ def _filled(lengths: Sequence[int], number: int, limit: int) -> list[list[int]]:
     return groups
 
 
-def refuse_values(whole: WholeBatch | Sequences) -> None:
+def refuse_values(whole: Batch) -> None:
     """Raises SlipstreamError where values were given of sequences, as no loss takes them."""
     if whole.sequence_values is not None:
         raise SlipstreamError(
@@ -329,9 +305,9 @@ def refuse_values(whole: WholeBatch | Sequences) -> None:
         )
 
 
-def check_sequences(loss: SequenceLoss, whole: WholeBatch | Sequences) -> None:
+def check_sequences(loss: SequenceLoss, whole: Batch) -> None:
     """Raises SlipstreamError where a batch isn't of whole groups of sequences, each with a target that counts."""
-    if whole.document_ids is not None or getattr(whole, "position_ids", None) is not None:
+    if whole.document_ids is not None or whole.position_ids is not None:
         raise SlipstreamError(
             "document_ids or position_ids with a SequenceLoss, for which each row is a sequence. Leave them out, and "
             "give "
@@ -384,7 +360,7 @@ def ungrouped(loss: SequenceLoss | None, groups: Sequence[Sequence[int]]) -> lis
 
 
 def with_sequences(
-    batch: SplitBatch, loss: SequenceLoss, whole: WholeBatch | Sequences, places: Sequence[slice | list[int]]
+    batch: SplitBatch, loss: SequenceLoss, whole: Batch, places: Sequence[slice | list[int]]
 ) -> SplitBatch:
     """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; what
     counts are its groups."""

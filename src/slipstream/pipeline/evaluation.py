@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED, token_cross_entropy
 from slipstream.parallel import RankGroup
 from slipstream.parallel.tensor import gather_vocabulary, vocabulary_token_losses
-from slipstream.pipeline.batch import Inputs, Lengths, Rows, Sequences, WholeBatch, padded_as
+from slipstream.pipeline.batch import Batch, Inputs, Lengths, Rows, padded_as
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution import TokenOutputs
 from slipstream.pipeline.introspection import PipelineFacts
@@ -40,7 +40,7 @@ class PipelineEvaluation(PipelineFacts):
         of_rows = None, document_ids, lengths, sequence_values
         whole = self._runtime.read_batch(inputs, targets, *of_rows, plan is not None)
         with self._evaluating("evaluate"):
-            batch, _ = self._runtime.cut_to_evaluate(whole, plan, num_targets is None)
+            batch = self._runtime.cut_to_evaluate(whole, plan, num_targets is None)
             return self._runtime.run_forward(batch, num_targets)
 
     def sequence_log_probabilities(self) -> Tensor:
@@ -120,7 +120,7 @@ class PipelineEvaluation(PipelineFacts):
             return padded_as(functional.pad(rows[..., :-1], (1, 0)), inputs)
         return padded_as([functional.pad(row[:-1], (1, 0)) for row in rows], inputs)
 
-    def _collected(self, whole: WholeBatch | Sequences, call: str, function: TokenOutputs) -> _CollectedTokens:
+    def _collected(self, whole: Batch, call: str, function: TokenOutputs) -> _CollectedTokens:
         """Returns what the function gives of each slice's logits and targets here. Collective."""
         runtime = self._runtime
         runtime.family.check_has("what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
@@ -130,12 +130,9 @@ class PipelineEvaluation(PipelineFacts):
                 "Pipeline(vocabulary='whole'), or use evaluate(inputs, targets)."
             )
         with self._evaluating(call):
-            batch, plan = runtime.cut_to_evaluate(whole, needs_targets=False)
+            batch = runtime.cut_to_evaluate(whole, needs_targets=False)
             outputs = runtime.collect_outputs(function, batch)
-        if plan is None:
-            return _CollectedTokens(outputs, batch)
-        lengths = [len(targets) for targets in whole.targets]
-        return _CollectedTokens(outputs, batch, runtime.family.sequences_of(plan.groups), lengths)
+        return _CollectedTokens(outputs, batch, whole.token_counts)
 
     @contextmanager
     def _evaluating(self, call: str) -> Iterator[None]:
@@ -159,22 +156,21 @@ SliceOutputs = Mapping[tuple[int, int], Tensor]  # by microbatch and slice, (b, 
 
 @dataclass(frozen=True)
 class _CollectedTokens:
-    """What was collected of a batch's slices, and where its tokens are: in microbatches of rows next to each other, or
-    each a row of sequences."""
+    """What was collected of a batch's slices, whose tokens are in microbatches of rows next to each other, or each a
+    row of sequences."""
 
     outputs: SliceOutputs  # none on ranks without the last stage
     batch: SplitBatch
-    groups: Sequence[Sequence[int]] = ()  # the sequences in each microbatch's row
-    lengths: Sequence[int] = ()  # of each sequence, by its number
+    lengths: Sequence[int]  # of each sequence, by its number
 
     def joined(self, outputs: SliceOutputs) -> Tensor | list[Tensor]:
         """Returns outputs by row, (batch, sequence, ...), or by sequence, (T, ...) each."""
         counts = map(len, self.batch.slices)
         rows = [torch.cat([outputs[m, i] for i in range(count)], dim=1) for m, count in enumerate(counts)]
-        if not self.groups:
+        if not self.batch.groups:
             return torch.cat(rows)
         cut: dict[int, Tensor] = {}
-        for (row,), group in zip(rows, self.groups, strict=True):
+        for (row,), group in zip(rows, self.batch.groups, strict=True):
             cut.update(zip(group, torch.split(row, [self.lengths[number] for number in group]), strict=True))
         return [cut[number] for number in range(len(cut))]
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.parallel import RankGroup
-from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout
 from slipstream.pipeline.memory import rehearse
 from slipstream.pipeline.runtime import PipelineRuntime
@@ -160,7 +160,7 @@ class PipelineFacts:
     def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
         """Measures the bytes that this process's stages of a causal LM hold in a step on such a batch. Collective. For
         `slipstream.simulator.memory_of`, which adds the parts up by a schedule; where microbatches differ, of one."""
-        return rehearse(self._runtime.rehearsed_step(WholeBatch.of(self.device, inputs, targets)), microbatch)
+        return rehearse(self._runtime.rehearsed_step(Batch.of(self.device, inputs, targets)), microbatch)
 
     @property
     def adapter(self) -> Adapter | None:

@@ -153,8 +153,9 @@ def _check_order(schedule: Any, num_microbatches: Any, slices: Any) -> None:
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, Integral) or num_microbatches < 1:
         raise SlipstreamError(f"num_microbatches={num_microbatches!r}: give a whole number from 1.")
     lengths = [slices] if isinstance(slices, Integral) else slices
-    if isinstance(lengths, (list, tuple)) and not all(
-        isinstance(each, Integral) and int(each) >= 1 for each in lengths
+    is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str)
+    if slices not in (None, "auto") and not (
+        is_list and all(isinstance(each, Integral) and int(each) >= 1 for each in lengths)
     ):
         raise SlipstreamError(
             f"slices={slices!r}: give a count from 1, such as 8, or the token lengths, such as [512, 512], or 'auto'."

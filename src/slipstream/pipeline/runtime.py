@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.comm import (
     LocalTransport,
@@ -27,12 +27,11 @@ from slipstream.model.autograd_memory import take_differing_layers
 from slipstream.parallel import Ranks, check_transport, join_launched_group, watch_group
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.pipeline.agreement import BatchAgreement, CallAgreement
-from slipstream.pipeline.batch import Inputs, Sequences, WholeBatch, given_batch
+from slipstream.pipeline.batch import Batch, Inputs, given_batch
 from slipstream.pipeline.cut_batch import MicrobatchSequences, SplitBatch
 from slipstream.pipeline.execution import (
     CollectedOutputs,
     Executor,
-    GivenLosses,
     LossDivisor,
     Losses,
     StepGraphs,
@@ -42,17 +41,19 @@ from slipstream.pipeline.execution import (
     graph_refusal,
     run_together,
 )
-from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout, family_of
+from slipstream.pipeline.families import ExecutedStep, ModelFamily, StageLayout
+from slipstream.pipeline.families.causal_lm import CausalLMFamily
+from slipstream.pipeline.families.layer_sequence import SequenceFamily
 from slipstream.pipeline.families.stage_layout import check_frozen, count_frozen
 from slipstream.pipeline.memory import MemoryLimit, RehearsedStep
 from slipstream.pipeline.parameters import Parameters
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions, SequenceLoss
 from slipstream.pipeline.step_planning import DifferentLengthsError, StepPlanning
 from slipstream.pipeline.tuning import FirstSteps, HeldBytes, StepSettings, rates_of_rows, with_plan
-from slipstream.pipeline.weights import gather_state
+from slipstream.pipeline.weights import WeightSource, gather_state, in_memory
 from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.steps import StageRates, StepPlan
-from slipstream.schedule import Schedule, SlicedMicrobatch, send_windows
+from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
 from slipstream.watchdog import board, counted_off
 
@@ -82,7 +83,7 @@ class PipelineRuntime:
 
         # 2. The model's family, and the plan of what is open.
         with counted_off("loading and checking the model"):
-            self.family: ModelFamily = family_of(model, options, self.ranks, self.device)
+            self.family = _family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
         self._given_rates: StageRates | None = options.rates
@@ -191,7 +192,7 @@ class PipelineRuntime:
             num_parts=self._num_parts,
         )
 
-    def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> WholeBatch | Sequences:
+    def read_batch(self, inputs: Inputs, *others: Any, **options: Any) -> Batch:
         """Returns the batch of what a method was given, as `given_batch` does. Collective."""
         if isinstance(inputs, Mapping):
             self.family.check_has("a mapping as a batch", "Give step(inputs, targets).")
@@ -199,7 +200,7 @@ class PipelineRuntime:
 
     def step(
         self,
-        whole: WholeBatch | Sequences,
+        whole: Batch,
         loss_scale: float,
         plan: StepPlan | None = None,
         num_targets: float | None = None,
@@ -211,14 +212,11 @@ class PipelineRuntime:
         self.calls.name = "step"
 
         # 1. Plan the step, and cut the batch into what its actions run on.
-        if isinstance(whole, Sequences):
-            batch, microbatches = self._cut_sequences_to_train(whole, plan, num_targets is None)
-        else:
-            batch, microbatches = self._cut_rows_to_train(whole, num_targets is None)
+        batch = self._cut_to_train(whole, plan, num_targets is None)
         batch = replace(batch, loss_scale=loss_scale, num_targets=checked_num_targets(batch, num_targets))
         if self._adds_router_loss:
             batch = batch.with_loss_shares()
-        self.last_step = ExecutedStep(self.layout, microbatches)
+        self.last_step = ExecutedStep(self.layout, batch.microbatches)
 
         # 2. Bring the parameters up to date, and set gradients of earlier steps aside.
         self.parameters.publish()
@@ -237,47 +235,35 @@ class PipelineRuntime:
         if self.family.on_end is not None:
             self.family.on_end()
         self.random_state = seed, num_steps + 1
-        if self._first_steps.listens and not isinstance(whole, Sequences):
+        if self._first_steps.listens and not whole.is_ragged:
             self._first_steps.observe(self._timeline())
         return StepLoss.of(loss)
 
-    def _cut_rows_to_train(
-        self, whole: WholeBatch, needs_targets: bool
-    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
+    def _cut_to_train(self, whole: Batch, plan: StepPlan | None, needs_targets: bool) -> SplitBatch:
         """Returns the batch as the next step cuts it, once what is open is planned. Collective.
 
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """
-        length = self.family.length(whole)
-        self.settings.is_resting = False
-        batch, microbatches = self._cut_rows(whole, length, needs_targets, has_backward=True)
+        if whole.is_ragged:
+            if not self.memory_limit.knows_lengths:  # the ranks exchange what rows hold before they plan
+                self.calls.start((), of_list=True)
+                self.calls.finish()
+            self.memory_limit.prepare_rows(self.settings.splits)
+        batch = self._cut(whole, plan, needs_targets, has_backward=True)
         if self.settings.is_tuning:
 
             def holds() -> HeldBytes:
-                batch, microbatches = self._cut_rows(whole, length, needs_targets)
-                return self.memory_limit.held_by(self._to_rehearse(whole, microbatches, batch))
+                return self.memory_limit.held_by(self._to_rehearse(whole, self._cut(whole, None, needs_targets)))
 
+            first = batch.microbatches[0]
             with counted_off("planning the first step"):
-                self._first_steps.begin(length, max(each.num_sequences for each in microbatches), holds)
-            batch, microbatches = self._cut_rows(whole, length, needs_targets)
+                most_rows = max(each.num_sequences for each in batch.microbatches)
+                self._first_steps.begin(sum(first.slices), most_rows, holds)
+            batch = self._cut(whole, None, needs_targets)
         if self._has_limit:
-            self.memory_limit.check(self._to_rehearse(whole, microbatches, batch))
-        return batch, microbatches
-
-    def _cut_sequences_to_train(
-        self, whole: Sequences, plan: StepPlan | None, needs_targets: bool
-    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
-        """Returns the batch as its plan packs and cuts it. Collective.
-
-        Raises SlipstreamError where the step would hold more than the memory limit.
-        """
-        if not self.memory_limit.knows_lengths:  # the ranks exchange what rows hold before they plan
-            self.calls.start((), of_list=True)
-            self.calls.finish()
-        self.memory_limit.prepare_rows(self.settings.splits)
-        batch, plan = self._cut_sequences(whole, plan, needs_targets, has_backward=True)
-        self.memory_limit.check_sequences(self.layout, batch, plan.microbatches, whole)
-        return batch, plan.microbatches
+            lengths = whole.token_counts if whole.is_ragged else ()
+            self.memory_limit.check(self._to_rehearse(whole, batch), lengths)
+        return batch
 
     def _trains_here(self) -> bool:
         """Returns whether a parameter of this process's stages is trained now."""
@@ -287,57 +273,43 @@ class PipelineRuntime:
                     return True
         return False
 
-    def _cut_rows(
-        self, whole: WholeBatch, length: int, needs_targets: bool = True, has_backward: bool = False
-    ) -> tuple[SplitBatch, Sequence[SlicedMicrobatch]]:
-        """Cuts the batch as the next step does, whose schedule it adopts, and counts the valid targets of all replicas.
-        Collective."""
-        rows = whole.inputs[0]
-        microbatches = self.settings.microbatches(rows.shape[0] if rows.dim() else 0, length)
-        self._adopt(self.settings.schedule)
-        cut = partial(self.family.split, whole, microbatches, self._seed())
-        return self._agreed(whole, cut, self.layout.order, needs_targets, has_backward), microbatches
-
-    def _cut_sequences(
-        self, whole: Sequences, given: StepPlan | None, needs_targets: bool = True, has_backward: bool = False
-    ) -> tuple[SplitBatch, StepPlan]:
-        """Packs and cuts the batch as it was planned, and adopts the plan's schedule. Collective."""
-        try:
-            plan = self.step_planning.take(lambda: self.family.lengths(whole), given)
-        except DifferentLengthsError:
-            self._agreement.compare(whole)  # raises, and names the ranks
-            raise
-        self.settings.is_resting = True
-        cut = partial(self.family.split_sequences, whole, plan, self._seed())
-        batch = self._agreed(whole, cut, plan.schedule, needs_targets, has_backward)
-        self._adopt(plan.schedule)
-        return batch, plan
-
-    def _agreed(
-        self,
-        whole: WholeBatch | Sequences,
-        cut: Callable[[], SplitBatch],
-        order: Schedule,
-        needs_targets: bool,
-        has_backward: bool,
+    def _cut(
+        self, whole: Batch, given: StepPlan | None = None, needs_targets: bool = True, has_backward: bool = False
     ) -> SplitBatch:
-        """Returns what `cut` makes of the batch, once all ranks know that each can run it, in this order. Collective.
-        With `has_backward` some rank must train something."""
+        """Cuts the batch as the next step does, whose schedule it adopts, and counts the valid targets of all replicas.
+        Sequences of different lengths are planned first. With `has_backward` some rank must train something.
+        Collective."""
+        plan = self._planned(whole, given) if whole.is_ragged else None
+        self.settings.is_resting = whole.is_ragged
 
-        def checked() -> SplitBatch:
+        def cut() -> tuple[SplitBatch, int]:
             if self.layout.num_frozen_stages:
                 check_frozen(self.stages, self.layout)
-            batch = cut()
-            if isinstance(self._losses, GivenLosses) and len(self.layout.layers) - 1 in self.stages:
+            if plan is None:
+                microbatches = self.settings.microbatches(self.family.lengths(whole))
+                batch, order = self.family.split(whole, microbatches, self._seed()), self.settings.schedule
+            else:
+                batch = self.family.split(whole, plan.microbatches, self._seed(), plan.groups)
+                order = plan.schedule
+            if self._losses.may_say_divisor and len(self.layout.layers) - 1 in self.stages:
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
-            return batch
+            return batch, order.checksum
 
         trains = not has_backward or self._trains_here()
-        batch: Any = self._agreement.check(whole, checked, order.checksum, needs_targets, trains)
+        batch: Any = self._agreement.check(whole, cut, needs_targets, trains)
         for axis, group in self.ranks.token_axes:
             assert axis.part_of is not None
             batch = axis.part_of(batch, group.rank, group.size)
+        self._adopt(self.settings.schedule if plan is None else plan.schedule)
         return batch  # type: ignore[no-any-return]
+
+    def _planned(self, whole: Batch, given: StepPlan | None) -> StepPlan:
+        """Returns the plan for sequences of different lengths. Collective."""
+        try:
+            return self.step_planning.take(lambda: self.family.planned_lengths(self.family.lengths(whole)), given)
+        except DifferentLengthsError:
+            self._agreement.compare(whole)  # raises, and names the ranks
+            raise
 
     def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
         """Returns the global mean loss of a step or an evaluation. The batch may be refused before anything is sent.
@@ -360,7 +332,7 @@ class PipelineRuntime:
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for executor in self.executors:
             sums[:2] += torch.stack(executor.finish())
-        sums[2] = isinstance(self._losses, GivenLosses) and self._losses.says_divisor
+        sums[2] = self._losses.says_divisor
         differing = take_differing_layers() if self._recomputes else []
         sums[3] = len(differing)
         if self.ranks.world.size > 1:
@@ -380,17 +352,12 @@ class PipelineRuntime:
             self.graphs.note_gradients()
         self.parameters.reduce(stage)
 
-    def cut_to_evaluate(
-        self, whole: WholeBatch | Sequences, plan: StepPlan | None = None, needs_targets: bool = True
-    ) -> tuple[SplitBatch, StepPlan | None]:
-        """Returns the batch as an evaluation cuts it, and the plan of sequences; where it needs no targets, also of a
-        batch in which none counts. Collective. `plan` is for sequences alone."""
-        if isinstance(whole, Sequences):
-            batch, plan = self._cut_sequences(whole, plan, needs_targets)
-        else:
-            batch, _ = self._cut_rows(whole, self.family.length(whole), needs_targets)
+    def cut_to_evaluate(self, whole: Batch, plan: StepPlan | None = None, needs_targets: bool = True) -> SplitBatch:
+        """Returns the batch as an evaluation cuts it; where it needs no targets, also one in which none counts.
+        Collective. `plan` is for sequences of different lengths alone."""
+        batch = self._cut(whole, plan, needs_targets)
         self.parameters.publish()
-        return batch, plan
+        return batch
 
     def run_forward(self, batch: SplitBatch, num_targets: float | None = None) -> Tensor:
         """Runs forwards alone, and returns the global mean loss, or the sum over `num_targets`. Collective."""
@@ -459,12 +426,12 @@ class PipelineRuntime:
         for stage in self.stages.values():
             stage.model.train(training)
 
-    def rehearsed_step(self, whole: WholeBatch) -> RehearsedStep:
+    def rehearsed_step(self, whole: Batch) -> RehearsedStep:
         """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
         self.calls.name = "memory_table"
-        batch, microbatches = self._cut_rows(whole, self.family.length(whole))
+        batch = self._cut(whole)
         self._agreement.finish()
-        return self._to_rehearse(whole, microbatches, batch)
+        return self._to_rehearse(whole, batch)
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Starts to plan a step in a thread; with a memory limit, only once a step has rehearsed some rows."""
@@ -497,17 +464,23 @@ class PipelineRuntime:
     def _seed(self) -> int:
         return keyed_seed(*self.random_state, self.ranks.copies.rank)
 
-    def _to_rehearse(
-        self, whole: WholeBatch, microbatches: Sequence[SlicedMicrobatch], batch: SplitBatch
-    ) -> RehearsedStep:
-        chosen = microbatches[:1] if self.settings.are_microbatches_alike else microbatches
-        return self.memory_limit.rehearsed(self.layout, batch, chosen, whole.inputs[0])
+    def _to_rehearse(self, whole: Batch, batch: SplitBatch) -> RehearsedStep:
+        are_alike = self.settings.are_microbatches_alike and not whole.is_ragged
+        chosen = batch.microbatches[:1] if are_alike else batch.microbatches
+        return self.memory_limit.rehearsed(self.layout, batch, chosen)
 
     def _adopt(self, schedule: Schedule) -> None:
         """Lets the next step run this schedule, whose placement is that of the one before."""
         if schedule is not self.layout.order:
             self.layout = self._laid_out(schedule)
             self.transport.expect(self.layout.training)
+
+
+def _family_of(model: Any, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:
+    """Returns the model's family; raises SlipstreamError unless it is a causal LM or an nn.Sequential. Collective."""
+    if isinstance(model, nn.Sequential):
+        return SequenceFamily(model, options, ranks, device)
+    return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
 
 
 def _with_order(layout: StageLayout, schedule: Schedule) -> StageLayout:

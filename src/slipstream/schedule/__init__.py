@@ -36,5 +36,12 @@ from slipstream.schedule.lowering import (
 )
 from slipstream.schedule.passes import add_offload, add_recompute, in_flushes, spread_vocabulary
 from slipstream.schedule.rules import awaited_send, gradients_before, input_gradient, predecessors, report_wait, sending
-from slipstream.schedule.schedule import Schedule, SliceCounts, SlicedMicrobatch, check_microbatches, given_microbatches
+from slipstream.schedule.schedule import (
+    Schedule,
+    SliceCounts,
+    SlicedMicrobatch,
+    check_microbatches,
+    given_microbatches,
+    slice_lengths,
+)
 from slipstream.schedule.validation import running_order, validate

@@ -265,3 +265,24 @@ def check_microbatches(
             f"microbatches={shown} have slices of {tokens} tokens in all, but {tokens_of} has rows of {length}. Make "
             "them equal."
         )
+
+
+def slice_lengths(
+    slices: int | Sequence[int], length: int, tokens_of: str = "the sequence has ", setting: str = "slices"
+) -> list[int]:
+    """Returns the tokens of every slice: a count cuts evenly, with the first slices one token longer if need be.
+
+    Raises SlipstreamError where they don't add up to the sequence length.
+    """
+    if isinstance(slices, int):
+        if not 1 <= slices <= length:
+            raise SlipstreamError(f"{setting}={slices}: a sequence of {length} tokens takes 1 to {length} slices.")
+        return [length // slices + (i < length % slices) for i in range(slices)]
+    if sum(slices) != length or min(slices) < 1:
+        difference = length - sum(slices)
+        raise SlipstreamError(
+            f"{setting}={list(slices)} add up to {sum(slices)} tokens, but {tokens_of}{length}: all must be positive "
+            f"and sum to it. {'Add' if difference > 0 else 'Take away'} {abs(difference)}, or give a count, such as "
+            f"{setting}={len(slices)}."
+        )
+    return list(slices)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ReferenceType
 
 from torch import Tensor, nn
@@ -373,6 +373,8 @@ class BatchSlice:
     seed: int = 0  # the step's seed
     tokens: range | None = None  # the slice's; None: the microbatch isn't sliced
     length: int = 1  # tokens of all slices together
+    max_position: ClassVar[int] = -1  # layers of one's own know no positions
+    lone_sequences: ClassVar[tuple[()]] = ()
 
     @property
     def tensors(self) -> Tensors:

@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from slipstream.parallel.gradients import LossScale
 from slipstream.pipeline import Pipeline
-from slipstream.pipeline.cut_batch import slice_lengths
 from slipstream.planner.steps import StepPlan
-from slipstream.schedule import gpipe
+from slipstream.schedule import gpipe, slice_lengths
 from slipstream.train.config import Config, TrainingSection
 from slipstream.train.data import BatchSize, TokenBatch, TrainingSequences
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream import Layers, Memory, Pipeline, Skip
-from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.profile.stage_bench import LiveMemory, tensors_alive
 from slipstream.sequential.stage import choose_segments
 from support.architectures import BOUND, gradient_error, gradients
@@ -80,7 +80,7 @@ def test_the_number_of_segments() -> None:
     pipe = Pipeline(deep(16), num_microbatches=1)
     (stage,) = pipe._runtime.stages.values()
     inputs, targets = torch.randn(64, 32), torch.randint(0, 32, (64,))
-    whole = WholeBatch.of(pipe.device, inputs, targets)
+    whole = Batch.of(pipe.device, inputs, targets)
     piece = pipe._runtime.rehearsed_step(whole).batch.slices[0][0]
     trace = stage._tracer.trace(piece, True)  # type: ignore[attr-defined]
     segments = choose_segments(range(48), trace)

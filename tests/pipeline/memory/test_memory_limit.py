@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline, SlipstreamError, make_schedule
-from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.execution import step_graphs
 from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, llama, tokens, unsplit_step
 from support.forked import launch
@@ -31,7 +31,7 @@ def pipeline(**settings: Any) -> Pipeline:
 
 
 def predicted(pipe: Pipeline, inputs: Tensor) -> float:
-    runtime, batch = pipe._runtime, WholeBatch.of(pipe.device, inputs, inputs)
+    runtime, batch = pipe._runtime, Batch.of(pipe.device, inputs, inputs)
     return max(runtime.memory_limit.held_by(runtime.rehearsed_step(batch)).peaks)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Pipeline, SlipstreamError
-from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.memory import rehearse
 from slipstream.simulator import memory_of
@@ -31,8 +31,8 @@ def rehearsed(pipe: Pipeline) -> float:
     runtime, tables = pipe._runtime, []
     for each in pipe.last_step.microbatches:
         ids = tokens(batch=1, length=sum(each.slices))
-        batch = runtime.family.split(WholeBatch.of(runtime.device, ids, ids), [each], 0)
-        tables.append(rehearse(runtime.memory_limit.rehearsed(runtime.layout, batch, [each], ids)))
+        batch = runtime.family.split(Batch.of(runtime.device, ids, ids), [each], 0)
+        tables.append(rehearse(runtime.memory_limit.rehearsed(runtime.layout, batch, [each])))
     num_tokens = sum(sum(each.slices) for each in pipe.last_step.microbatches)
     return max(rank.peak for rank in memory_of(pipe.layout.training, tables)) + token_bytes(num_tokens)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.cost import Profile, StateBytes
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
 from slipstream.planner.joint import JointPlan, ProfileUnits
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_measured_is_planned_once_steps_ran() -> None:
 def held(pipe: Pipeline, inputs: Tensor) -> float:
     """The most bytes that a rank holds, as they are rehearsed before a step runs."""
     runtime = pipe._runtime
-    return max(runtime.memory_limit.held_by(runtime.rehearsed_step(WholeBatch.of(pipe.device, inputs, inputs))).peaks)
+    return max(runtime.memory_limit.held_by(runtime.rehearsed_step(Batch.of(pipe.device, inputs, inputs))).peaks)
 
 
 @pytest.mark.more

@@ -3,7 +3,6 @@
 from slipstream.pipeline.execution.executor import Executor, RankStep, run_together
 from slipstream.pipeline.execution.losses import (
     CollectedOutputs,
-    GivenLosses,
     LossDivisor,
     Losses,
     SequenceLosses,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -28,8 +29,29 @@ TokenOutputs = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets 
 TokenLosses = Callable[[Tensor, Tensor], Tensor]  # (logits (b, T, V), targets (b, T)) -> (b, T), zero where none counts
 
 
+class Losses(ABC):
+    """How the last stage makes a loss of its outputs, slice by slice."""
+
+    may_say_divisor = False
+    """Whether it may say, once all parts have run, what their sum is divided by."""
+    says_divisor = False
+    """Whether it has done so in some call so far."""
+
+    @abstractmethod
+    def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
+        """Returns what F computes of a slice, and R repeats."""
+
+    @abstractmethod
+    def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
+        """Adds what was computed of a slice to the step's loss; returns the root of the slice's backward."""
+
+    def try_on(self, batch: SplitBatch, forms_of: Callable[[Any, Tensor], OutputForms], has_backward: bool) -> None:
+        """Raises SlipstreamError where it can't be the loss of such a batch, before anything runs."""
+        return
+
+
 @dataclass
-class SliceLosses:
+class SliceLosses(Losses):
     """A loss that is a sum over tokens or rows, so that every slice has its part."""
 
     function: LossFunction
@@ -49,7 +71,7 @@ class SliceLosses:
 
 
 @dataclass(frozen=True)
-class SequenceLosses:
+class SequenceLosses(Losses):
     """A loss that is a function of sums over whole sequences.
 
     No backward of a microbatch begins on the last stage before its last forward (rule 2), and so the gradient of every
@@ -118,7 +140,7 @@ class SequenceLosses:
 
 
 @dataclass(frozen=True)
-class CollectedOutputs:
+class CollectedOutputs(Losses):
     """What an evaluation collects of every slice in place of a loss."""
 
     function: TokenOutputs
@@ -134,9 +156,6 @@ class CollectedOutputs:
         _, m, i = key
         (self.outputs[m, i],) = computed
         return self.outputs[m, i]
-
-
-Losses = SliceLosses | SequenceLosses | CollectedOutputs
 
 
 _MOST_NUMBERS = 2**20  # in the outputs that a loss function is tried on; of larger ones it is tried on these:
@@ -162,11 +181,12 @@ class GivenLosses(SliceLosses):
     as the sum of the weights of classes; it is known only once all parts have run.
     """
 
+    may_say_divisor = True
+
     def __init__(
         self, function: LossFunction, num_replicas: int, adds_router_loss: bool = False, num_sharing: int = 1
     ) -> None:
         super().__init__(function)
-        self.says_divisor = False  # in some call so far
         self._has_replicas, self._adds_router_loss = num_replicas > 1, adds_router_loss
         self._num_sharing = num_sharing  # ranks, each with some tokens of every slice
         self._tried: set[object] = set()
@@ -389,7 +409,7 @@ class LossDivisor:
     """Finds what the sum of a step's losses is divided by: the targets that count, or what a given function says."""
 
     def __init__(self, losses: Losses) -> None:
-        self.may_be_own = isinstance(losses, GivenLosses)
+        self.may_be_own = losses.may_say_divisor
         """Whether a step may find what its gradients are to be divided by, on all ranks alike."""
         self.of_gradients = 1.0
         """What gradients of the last step are still to be divided by."""

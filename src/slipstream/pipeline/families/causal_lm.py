@@ -39,14 +39,13 @@ from slipstream.model.vocabulary import HeadNames, find_spreadable_head
 from slipstream.parallel import Ranks, SliceExchange
 from slipstream.parallel.experts import ExpertParallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
-from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import (
     SplitBatch,
     check_groups,
     check_sequences,
     consecutive_groups,
     cut_batch,
-    cut_rows,
     grouped_lengths,
     refuse_values,
     rows_of,
@@ -64,24 +63,23 @@ from slipstream.pipeline.families.causal_lm_layout import (
     planned_vocabulary,
     spread_heads,
 )
+from slipstream.pipeline.families.model_family import ModelFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.families.weighed_model import FlopEstimate, flop_rates
 from slipstream.pipeline.pipeline_options import PipelineOptions, SequenceLoss, torch_dtype
 from slipstream.pipeline.tuning import StartRequest, is_free, measure_rates, plan_start
 from slipstream.pipeline.weights import WeightSource
 from slipstream.planner.joint import JointPlan, Vocabulary
-from slipstream.planner.steps import StageRates, StepPlan
+from slipstream.planner.steps import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")  # fields of tokens that stand for no text
 
 
-class CausalLMFamily:
+class CausalLMFamily(ModelFamily):
     """Makes a rank's part of a causal LM: its stages, cut over the ranks that share them, and their loss."""
 
     default_slices = 8
-    on_begin: Callable[[], None] | None = None
-    on_end: Callable[[], None] | None = None
     leaves_out_frozen = True
 
     def __init__(self, source: WeightSource, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
@@ -105,6 +103,7 @@ class CausalLMFamily:
         if source.trained.adapter is not None:
             check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard_parameters)
         self.config: PretrainedConfig = source.config
+        self.name = str(self.config.model_type)
         self.beside = source.beside
         self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
         self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
@@ -148,24 +147,12 @@ class CausalLMFamily:
         parts = given, model, self._anatomy, self._self_check
         return ChangedModel.tried(*parts, self._ranks, self._options)
 
-    def adopt(self, options: PipelineOptions) -> None:
-        """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
-        self._options = options
-
     @cached_property
     def _outline(self) -> PreTrainedModel | None:
         """The whole model on the meta device, with its adapter and frozen parameters; None where all is trained."""
         return None if self.trained.are_all else self.trained.apply(meta_model(self.config))
 
-    @property
-    def name(self) -> str:
-        return str(self.config.model_type)
-
-    def check_has(self, wanted: str, instead: str = "") -> None:
-        """Does nothing: a causal LM has all of it."""
-
     def balance(self, layout: StageLayout) -> Never:
-        """Raises SlipstreamError."""
         raise SlipstreamError(
             "balance is for an nn.Sequential, but this pipeline's model is a causal LM: `slipstream plan` says how "
             "even its ranks are."
@@ -206,7 +193,6 @@ class CausalLMFamily:
         return is_free(options) and not self.compiled and self._ranks.context.size == 1
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
-        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
         return plan_start(self.config, self.expected_request(num_ranks), self._ranks, self._device, say)
 
     def expected_request(self, num_ranks: int) -> StartRequest:
@@ -226,8 +212,6 @@ class CausalLMFamily:
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
     ) -> StageRates | None:
-        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
-        measured beside the model. Collective."""
         if self.compiled or self._ranks.context.size > 1:
             return None
         request = self.start_request(layout.num_ranks, length, num_rows)
@@ -236,16 +220,7 @@ class CausalLMFamily:
         again = setting if setting in ("full", "stage", "stage+full") else "none"
         return measure_rates(self.config, request, partition, self._ranks, self._device, say, again)
 
-    def length(self, batch: WholeBatch) -> int:
-        """Returns the tokens of a sequence."""
-        if batch.is_tuple:
-            raise SlipstreamError(
-                f"inputs are a tuple of {len(batch.inputs)}; a causal LM takes token ids, (batch, sequence) int64."
-            )
-        return batch.inputs[0].shape[-1]
-
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
-        """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
         if (slices != 1 or self._ranks.context.size > 1) and not self._may_cut:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
@@ -273,7 +248,6 @@ class CausalLMFamily:
                 )
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, CausalLMStage], TensorParallel | None]:
-        """Returns the stages of this process, of every weight this rank's share, and how they share. Collective."""
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         parts = [layer for stage in here for layer in layout.layers[stage]]
         model = load_layers(self._taken_source(), self._anatomy, parts, self._options, layout.spreads_vocabulary)
@@ -341,7 +315,6 @@ class CausalLMFamily:
         return OutputForms([(*targets.shape, config.vocab_size)], [dtype], [1])
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
-        """Returns the pipeline's ranks that hold each weight of several, in the order of its stages."""
         placement = layout.training.placement
         tied = () if layout.spreads_embedding else self._anatomy.tied
         holders = {embedding: [placement[0], placement[-1]] for _, embedding in tied}
@@ -350,68 +323,55 @@ class CausalLMFamily:
             holders[names[0]] = [placement[stage] for stage in stages]
         return holders
 
-    def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
-        """Returns the pairs of stages that skips go between past others: none."""
-        return []
-
-    def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-        """Returns the microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
-        (inputs,) = batch.inputs
-        if inputs.shape[-1] > self._longest:
-            check_length(self.config, inputs.shape[-1])
-        check_token_ids(self.config, inputs, batch.targets)
-        if self._anatomy.skips_padding:
-            self._check_positions(inputs)
-        if self._sequence_loss is None:
-            refuse_values(batch)
-            return self._checked(cut_batch(batch, microbatches, seed))
-        check_sequences(self._sequence_loss, batch)
-        check_groups(self._sequence_loss, microbatches)
-        found = self._checked(cut_batch(batch, microbatches, seed))
-        return with_sequences(found, self._sequence_loss, batch, rows_of(microbatches))
-
-    def lengths(self, sequences: Sequences) -> list[int]:
-        """Returns the tokens of each sequence, or of each group that has one loss. Raises SlipstreamError for one that
-        doesn't fit the model."""
-        for row, (inputs, targets) in enumerate(zip(sequences.token_ids, sequences.targets, strict=True)):
-            check_length(self.config, len(inputs), f"the length of inputs[{row}]")
+    def lengths(self, batch: Batch) -> list[int]:
+        """Returns the tokens of each sequence. Raises SlipstreamError for tensors that don't fit the model."""
+        batch.check_token_ids()
+        lengths: list[int] = []
+        for (place, inputs), (_, targets) in zip(
+            batch.places(batch.inputs[0]), batch.places(batch.targets), strict=True
+        ):
+            if inputs.shape[-1] > self._longest:
+                check_length(self.config, inputs.shape[-1], f"the length of inputs{place}" if place else "")
             check_token_ids(self.config, inputs, targets)
             if self._anatomy.skips_padding:
-                self._check_positions(inputs[None])
+                self._check_positions(inputs if inputs.dim() > 1 else inputs[None])
+            lengths += [inputs.shape[-1]] * (1 if place else len(inputs))
         if self._sequence_loss is None:
-            refuse_values(sequences)
+            refuse_values(batch)
         else:
-            check_sequences(self._sequence_loss, sequences)
-        return self.planned_lengths([len(inputs) for inputs in sequences.inputs])
+            check_sequences(self._sequence_loss, batch)
+        return lengths
+
+    def split(
+        self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
+    ) -> SplitBatch:
+        """Returns the microbatches and slices of a batch; of one whose sequences differ in length these groups of what
+        a step plans as one sequence are a row each."""
+        loss = self._sequence_loss
+        groups = ungrouped(loss, groups) if groups else ()
+        found = self._checked(cut_batch(batch, microbatches, seed, groups))
+        if loss is None:
+            return found
+        if not groups:
+            check_groups(loss, microbatches)
+        return with_sequences(found, loss, batch, groups or rows_of(microbatches))
 
     def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
         """Returns the tokens of what a step plans as one sequence: those that have one loss together."""
         return grouped_lengths(self._sequence_loss, lengths)
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the numbers of the sequences in each microbatch, which has them in one row."""
         return consecutive_groups(lengths, num_microbatches)
 
     def rates(self, layout: StageLayout) -> StageRates:
-        """Returns what the stages cost, by their multiplications."""
         has_head = not layout.spreads_vocabulary
         model = FlopEstimate(self.config, self._anatomy, None, has_head, self._outline)
         return flop_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
 
-    def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
-        """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
-        groups = self.sequences_of(plan.groups)
-        found = self._checked(cut_rows(sequences.packed(groups), plan.microbatches, seed), is_ragged=True)
-        return found if self._sequence_loss is None else with_sequences(found, self._sequence_loss, sequences, groups)
-
-    def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the sequences of each microbatch, of those that a step plans as one."""
-        return ungrouped(self._sequence_loss, groups)
-
-    def _checked(self, batch: SplitBatch, is_ragged: bool = False) -> SplitBatch:
+    def _checked(self, batch: SplitBatch) -> SplitBatch:
         """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""
         if self._changed is not None and self._restricts_pieces:
-            self._changed.check_batch(batch, is_ragged)
+            self._changed.check_batch(batch)
         for first, *others in batch.slices:
             has_documents = first.document_start is not None
             if not self._may_cut and (others or has_documents):

@@ -145,11 +145,11 @@ class ChangedModel:
         """Whether some slices or microbatches can't be exact."""
         return bool(self.result.tokens or self.result.rows or self.given.gradient_hooks)
 
-    def check_batch(self, batch: SplitBatch, is_ragged: bool = False) -> None:
+    def check_batch(self, batch: SplitBatch) -> None:
         """Raises SlipstreamError where slices, documents or microbatches of this batch can't be exact."""
         has_documents = any(each.document_start is not None for slices in batch.slices for each in slices)
-        cut = is_ragged or has_documents or any(len(slices) > 1 for slices in batch.slices)
-        self._check_pieces(2 if cut else 1, 2 if is_ragged else len(batch.slices))
+        cut = batch.groups or has_documents or any(len(slices) > 1 for slices in batch.slices)
+        self._check_pieces(2 if cut else 1, 2 if batch.groups else len(batch.slices))
 
     def _check_pieces(self, num_slices: int, num_microbatches: int) -> None:
         num_slices = max(num_slices, 1 + self.shares_slices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Never
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, Tensors, cross_entropy
-from slipstream.model.adapters import ALL_WEIGHTS
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, refuse_values, rows_of
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses
+from slipstream.pipeline.families.model_family import Balance, ModelFamily
 from slipstream.pipeline.families.sequence_costs import (
     MeasuredLayers,
     SequenceUnits,
@@ -33,7 +33,6 @@ from slipstream.pipeline.tuning import is_free
 from slipstream.pipeline.tuning.row_plan import granularity_for
 from slipstream.planner.joint import JointPlan, JointProblem, find_joint_plan
 from slipstream.planner.partition import partition_layers
-from slipstream.planner.steps import StepPlan
 from slipstream.profile.link_measurement import measure_link
 from slipstream.schedule import Schedule, SlicedMicrobatch
 from slipstream.sequential import (
@@ -59,14 +58,11 @@ from slipstream.sequential import (
 _SAVE = "Save a sequence by torch.save(pipe.state_dict(), path), which rank 0 has as a whole."
 
 
-class SequenceFamily:
+class SequenceFamily(ModelFamily):
     """The family of sequences. A batch is split into microbatches, rows of the inputs; and these into token slices
     from a layer CutTokens on, if there is one."""
 
-    default_slices = 1
     name = "an nn.Sequential"
-    leaves_out_frozen = False
-    trained, adapter, config, beside = ALL_WEIGHTS, None, None, None
 
     def __init__(self, model: nn.Sequential, options: PipelineOptions, ranks: Ranks, device: torch.device) -> None:
         check_runs_its_children(model)
@@ -82,6 +78,7 @@ class SequenceFamily:
         self._tracer = ShapeTracer(self._layers, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
+        self.on_begin, self.on_end = self._begin_step, self._end_step
 
     def _check_count(self, slices: object) -> None:
         if slices is None or slices == 1:
@@ -94,7 +91,6 @@ class SequenceFamily:
             )
 
     def check_has(self, wanted: str, instead: str = _SAVE) -> Never:
-        """Raises SlipstreamError for what is `wanted` that only causal LMs have, with what to do `instead`."""
         raise SlipstreamError(
             f"{wanted} is for models of transformers, but this pipeline's is an nn.Sequential. {instead}"
         )
@@ -102,10 +98,6 @@ class SequenceFamily:
     def is_open(self, options: PipelineOptions) -> bool:
         """Returns whether a plan is to decide where to cut, and can: by an example, of layers that aren't compiled."""
         return is_free(options, None, 1, "auto") and not self.compiled and len(self._layers) > 1
-
-    def adopt(self, options: PipelineOptions) -> None:
-        """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
-        self._options = options
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, None]:
         """Returns the plan of schedule, slices and partition, from what the layers take on the example. Collective."""
@@ -152,14 +144,30 @@ class SequenceFamily:
             return False
         return True
 
-    def measured_rates(self, *_: object) -> None:
-        """Returns None: what the stages cost isn't measured beside them."""
+    def lengths(self, batch: Batch) -> list[int]:
+        """Returns the number of tokens of each row that reach CutTokens, where they are cut into slices."""
+        refuse_values(batch)
+        if batch.position_ids is not None or batch.document_ids is not None:
+            raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
+        if not batch.is_ragged:
+            return [self._length(batch)] * batch.num_sequences
+        if self._cut is None:
+            raise SlipstreamError(
+                f"a list of {batch.num_sequences} sequences: the layers of this nn.Sequential take whole microbatches "
+                "of one shape. Give tensors whose dim 0 is the batch, or put slipstream.CutTokens() before the layers "
+                "that work token by token."
+            )
+        for number, tensors in enumerate(zip(*batch.inputs, batch.targets, strict=True)):
+            if not all(tensor.dim() for tensor in tensors):
+                raise SlipstreamError(
+                    f"inputs[{number}] or targets[{number}] is a number: give a tensor for each sequence."
+                )
+        return [self._length(row) for row in batch.packed([[number] for number in range(batch.num_sequences)])]
 
-    def length(self, batch: WholeBatch) -> int:
-        """Returns the number of tokens that reach CutTokens, where they are cut into slices."""
+    def _length(self, rows: Batch) -> int:
         if not self._is_sliced:
             return 1
-        return self._tokens_at_cut(BatchSlice(as_value(batch.inputs, batch.is_tuple)), self._is_training())
+        return self._tokens_at_cut(BatchSlice(as_value(rows.tensors, rows.is_tuple)), self._is_training())
 
     def _tokens_at_cut(self, microbatch: BatchSlice, training: bool) -> int:
         assert self._cut is not None
@@ -167,7 +175,6 @@ class SequenceFamily:
         return shape[1] if len(shape) > 1 else 1
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
-        """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
         self._check_slices(schedule, slices)
         memory = self._options.memory
         stages = divide(self._layers, self._options.partition, self._costs, schedule.placement)
@@ -180,7 +187,6 @@ class SequenceFamily:
         return StageLayout(schedule, ranges, recompute, memory.offload, self._ranks.share_gradients)
 
     def make_stages(self, layout: StageLayout) -> tuple[dict[int, SequentialStage], None]:
-        """Returns the stages of this process. Collective."""
         what = layout.recompute
         if self._has_segments:
             what = RecomputePolicy(is_checked=self._options.memory.check_recompute)
@@ -194,17 +200,11 @@ class SequenceFamily:
         return self._stages, None
 
     def losses(self, tensor: object) -> Losses:
-        """Returns how the last stage computes its loss."""
         given = self._options.loss_fn
         assert not isinstance(given, SequenceLoss)
         return SliceLosses(cross_entropy) if given is None else GivenLosses(given, self._ranks.data.size)
 
-    def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
-        """Returns none: a weight that two stages use is refused."""
-        return {}
-
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
-        """Returns the pairs of stages that skips go between past others."""
         place = {index: number for number, owned in enumerate(_ranges(layout)) for index in owned}
         ends = {(place[route.stash], place[route.pop]) for route in self._routes}
         return sorted((stash, pop) for stash, pop in ends if pop > stash + 1)
@@ -216,14 +216,32 @@ class SequenceFamily:
             )
         return balance_of(self._costs, _ranges(layout), layout.training.placement, self._layers)
 
-    def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-        """Splits rows into microbatches and their tokens into slices, and traces each part."""
-        inputs, targets = batch.inputs, batch.targets
+    def split(
+        self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
+    ) -> SplitBatch:
+        """Splits rows into microbatches and their tokens into slices, and traces each part. Sequences of different
+        lengths are a microbatch each."""
+        if not groups:
+            return self._split_rows(batch, microbatches, seed)
+        for group in groups:
+            if len(group) > 1:
+                raise SlipstreamError(
+                    f"the plan packs the sequences {[*group]} into one row, but the layers of an nn.Sequential may "
+                    "look at anything in it. Make a microbatch of each."
+                )
+        rows = zip(batch.packed(groups), microbatches, strict=True)
+        cut = [self._split_rows(row, [each], seed, number) for number, (row, each) in enumerate(rows)]
+        pieces, labels = [each.slices[0] for each in cut], [each.targets[0] for each in cut]
+        return SplitBatch(pieces, labels, sum(each.num_valid for each in cut), microbatches, groups)
+
+    def _split_rows(
+        self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, first: int = 0
+    ) -> SplitBatch:
+        """Splits rows of one length into microbatches, which are numbered from `first` on."""
+        inputs, targets = batch.tensors, batch.targets
+        assert isinstance(targets, Tensor)
         if self._options.loss_fn is None and not (targets.is_floating_point() or targets.is_complex()):
             targets = targets.long()  # class numbers, which cross_entropy takes as int64
-        refuse_values(batch)
-        if batch.position_ids is not None or batch.document_ids is not None:
-            raise SlipstreamError("position_ids and document_ids are for causal LMs: give a sequence's as its inputs.")
         check_batch(inputs, targets, len(microbatches))
         length = sum(microbatches[0].slices)
         if self._is_sliced:
@@ -232,8 +250,8 @@ class SequenceFamily:
         values = [as_value(tuple(tensor[row] for tensor in inputs), batch.is_tuple) for row in rows]
         bounds = [self._tokens_of(each) for each in microbatches]
         pieces = [
-            [BatchSlice(value, number, index, seed, tokens, length) for index, tokens in enumerate(bounds[number])]
-            for number, value in enumerate(values)
+            [BatchSlice(value, first + number, index, seed, tokens, length) for index, tokens in enumerate(cuts)]
+            for number, (value, cuts) in enumerate(zip(values, bounds, strict=True))
         ]
         labels = [
             [targets[row] if t is None else targets[row, t.start : t.stop] for t in cuts]
@@ -243,7 +261,7 @@ class SequenceFamily:
             outputs = self._tracer.trace(piece, self._is_training()).boundaries[-1]
             if self._options.loss_fn is None:
                 check_default_loss(outputs, label)
-        return SplitBatch(pieces, labels, counted(targets))
+        return SplitBatch(pieces, labels, counted(targets), microbatches)
 
     def output_forms(self, piece: BatchSlice, targets: Tensor) -> OutputForms:
         """Returns the last layer's outputs for a slice. The dims that depend on its length are those of its tokens."""
@@ -258,44 +276,9 @@ class SequenceFamily:
         ]
         return OutputForms(shapes, [each.dtype for each in traced[0].specs], dims, traced[0].is_tuple)
 
-    def lengths(self, sequences: Sequences) -> list[int]:
-        """Returns the number of tokens of each sequence that reach CutTokens."""
-        refuse_values(sequences)
-        if self._cut is None:
-            raise SlipstreamError(
-                f"a list of {len(sequences.inputs)} sequences: the layers of this nn.Sequential take whole "
-                "microbatches of one shape. Give tensors whose dim 0 is the batch, or put slipstream.CutTokens() "
-                "before the layers that work token by token."
-            )
-        return [self.length(_row(sequences, number)) for number in range(len(sequences.inputs))]
-
-    def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the tokens of what a step plans as one sequence: of each."""
-        return [*lengths]
-
-    def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the sequences of each microbatch."""
-        return [[*group] for group in groups]
-
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """Returns each sequence as a microbatch: layers may look at anything in a row."""
         return tuple((number,) for number in range(len(lengths)))
-
-    def rates(self, layout: StageLayout) -> None:
-        """Returns nothing: what layers cost on slices isn't known."""
-
-    def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
-        """Returns the slices of sequences of different lengths, each a microbatch."""
-        cut = []
-        for group, microbatch in zip(plan.groups, plan.microbatches, strict=True):
-            if len(group) > 1:
-                raise SlipstreamError(
-                    f"the plan packs the sequences {[*group]} into one row, but the layers of an nn.Sequential may "
-                    "look at anything in it. Make a microbatch of each."
-                )
-            cut.append(self.split(_row(sequences, group[0]), [microbatch], seed))
-        slices = [[replace(piece, microbatch=m) for piece in each.slices[0]] for m, each in enumerate(cut)]
-        return SplitBatch(slices, [each.targets[0] for each in cut], sum(each.num_valid for each in cut))
 
     def _tokens_of(self, microbatch: SlicedMicrobatch) -> list[range] | list[None]:
         """Returns the tokens of each slice; None for the one slice of a sequence that isn't cut."""
@@ -303,7 +286,7 @@ class SequenceFamily:
             return [None]
         return [range(a, b) for a, b in pairwise(accumulate(microbatch.slices, initial=0))]
 
-    def on_begin(self) -> None:
+    def _begin_step(self) -> None:
         """Begins a step, before its forwards. Raises SlipstreamError where a sequence has got hooks since the
         pipeline was made."""
         for sequence in self._sequences:
@@ -311,7 +294,7 @@ class SequenceFamily:
         for stage in self._stages.values():
             stage.statistics.begin()
 
-    def on_end(self) -> None:
+    def _end_step(self) -> None:
         """Ends a step: updates every batch norm's moving averages with the whole mini-batch. Collective."""
         over = self._ranks.copies
         for stage in self._stages.values():
@@ -355,17 +338,6 @@ class SequenceFamily:
         return counted_costs(self._tracer.trace(BatchSlice(given.example), training=True))
 
 
-def _row(sequences: Sequences, number: int) -> WholeBatch:
-    """Returns one of the sequences as a batch of one row."""
-    given, targets = sequences.inputs[number], sequences.targets[number]
-    if sequences.document_ids is not None:
-        raise SlipstreamError("document_ids are for causal LMs: give a sequence's as its inputs.")
-    tensors = given if isinstance(given, tuple) else (given,)
-    if not all(tensor.dim() for tensor in (*tensors, targets)):
-        raise SlipstreamError(f"inputs[{number}] or targets[{number}] is a number: give a tensor for each sequence.")
-    return WholeBatch(tuple(tensor[None] for tensor in tensors), isinstance(given, tuple), targets[None])
-
-
 def _or_error(measure: Callable[[], MeasuredLayers]) -> MeasuredLayers | SlipstreamError:
     """Returns what is measured, or why it isn't."""
     try:
@@ -379,22 +351,6 @@ def _ranges(layout: StageLayout) -> list[range]:
 
 
 FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
-
-
-@dataclass(frozen=True)
-class Balance:
-    """How evenly the ranks are loaded: an imbalance of 1.0 means that all cost the same."""
-
-    imbalance: float  # the slowest rank's cost over the mean
-    rank: int  # the slowest
-    layer: str  # the one of it that costs most: no cut goes through it
-    share: float  # its part of the mean rank's cost
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} is the slowest, {self.imbalance:.2f} times the mean; of its layers {self.layer} costs "
-            f"most, {self.share:.2f} of what a rank does on average"
-        )
 
 
 def counted_costs(trace: ShapeTrace) -> list[float]:

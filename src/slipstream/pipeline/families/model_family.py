@@ -2,138 +2,141 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.model import PipelineStage
-from slipstream.model.adapters import Adapter, TrainedWeights
-from slipstream.parallel import Ranks
+from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch
 from slipstream.pipeline.execution.losses import Losses, OutputForms
-from slipstream.pipeline.families.causal_lm import CausalLMFamily
-from slipstream.pipeline.families.layer_sequence import Balance, SequenceFamily
 from slipstream.pipeline.families.stage_layout import StageLayout
 from slipstream.pipeline.pipeline_options import PipelineOptions
-from slipstream.pipeline.weights import WeightSource, in_memory
 from slipstream.planner.joint import JointPlan
-from slipstream.planner.steps import StageRates, StepPlan
+from slipstream.planner.steps import StageRates
 from slipstream.schedule import Schedule, SlicedMicrobatch
 
 
-class ModelFamily(Protocol):
-    """Makes the stages of a rank and their loss, and cuts every batch."""
+class ModelFamily(ABC):
+    """Makes the stages of a rank and their loss, and cuts every batch.
 
-    @property
-    def name(self) -> str:
-        """What a Pipeline of it is called."""
+    Attributes:
+        name: what a Pipeline of it is called.
+        compiled: the modules that torch.compile runs.
+        default_slices: the number of slices where the options have none.
+        leaves_out_frozen: whether stages of which nothing is trained may have no backwards.
+        config: the configuration; None of a sequence of layers.
+        beside: the folder of what lies beside the weights.
+        trained: what of it is trained.
+        adapter: the adapter that is trained.
+        on_begin: called before the forwards of a step.
+        on_end: called after the last action of a step, on all ranks.
+    """
 
-    @property
-    def config(self) -> Any:
-        """The configuration; None of a sequence of layers."""
+    name: str
+    compiled: Sequence[str]
+    default_slices = 1
+    leaves_out_frozen = False
+    config: Any = None
+    beside: Path | None = None
+    trained: TrainedWeights = ALL_WEIGHTS
+    adapter: Adapter | None = None
+    on_begin: Callable[[], None] | None = None
+    on_end: Callable[[], None] | None = None
+    _options: PipelineOptions
 
-    @property
-    def beside(self) -> Path | None:
-        """The folder of what lies beside the weights."""
-
-    @property
-    def trained(self) -> TrainedWeights:
-        """What of it is trained."""
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that is trained."""
-
-    @property
-    def compiled(self) -> Sequence[str]:
-        """The modules that torch.compile runs."""
-
-    @property
-    def default_slices(self) -> int:
-        """The number of slices where the options have none."""
-
-    @property
-    def leaves_out_frozen(self) -> bool:
-        """Whether stages of which nothing is trained may have no backwards."""
-
-    @property
-    def on_begin(self) -> Callable[[], None] | None:
-        """Called before the forwards of a step."""
-
-    @property
-    def on_end(self) -> Callable[[], None] | None:
-        """Called after the last action of a step."""
-
-    def check_has(self, wanted: str, instead: str = ...) -> None:
+    def check_has(self, wanted: str, instead: str = "") -> None:
         """Raises SlipstreamError for what is `wanted` and only causal LMs have, with what to do `instead`."""
+        return
 
+    @abstractmethod
     def is_open(self, options: PipelineOptions) -> bool:
         """Returns whether a plan is to decide where to cut, and can."""
 
+    @abstractmethod
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates | None]:
         """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
 
     def adopt(self, options: PipelineOptions) -> None:
-        """Lays out and makes stages by these options from now on."""
+        """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
+        self._options = options
 
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
     ) -> StageRates | None:
-        """Returns what the stages cost on such rows, None where that can't be measured beside them. Collective."""
+        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
+        measured beside the model. Collective."""
+        return None
 
     def rates(self, layout: StageLayout) -> StageRates | None:
-        """Returns what the stages cost, by their multiplications."""
+        """Returns what the stages cost, by their multiplications; None where nothing says it of slices."""
+        return None
 
+    @abstractmethod
     def balance(self, layout: StageLayout) -> Balance:
-        """Returns how even the ranks are."""
+        """Returns how even the ranks are. Raises SlipstreamError for a causal LM, and where costs aren't known."""
 
+    @abstractmethod
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
 
+    @abstractmethod
     def make_stages(self, layout: StageLayout) -> tuple[Mapping[int, PipelineStage], TensorParallel | None]:
-        """Returns the stages of this process, and how ranks share them. Collective."""
+        """Returns the stages of this process, of every weight this rank's share, and how they share. Collective."""
 
     def weight_holders(self, layout: StageLayout) -> dict[str, list[int]]:
         """Returns the pipeline's ranks that hold each weight of several, in the order of its stages."""
+        return {}
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
         """Returns the pairs of stages that skips go between past others."""
+        return []
 
+    @abstractmethod
     def losses(self, tensor: TensorParallel | None) -> Losses:
         """Returns how the last stage computes its loss."""
 
+    @abstractmethod
     def output_forms(self, piece: Any, targets: Tensor) -> OutputForms:
-        """Returns the form of the last layer's outputs for a slice."""
+        """Returns the form of the last layer's outputs for a slice with these targets."""
 
-    def length(self, batch: WholeBatch) -> int:
-        """Returns the tokens of a row."""
-
-    def split(self, batch: WholeBatch, microbatches: Sequence[SlicedMicrobatch], seed: int) -> SplitBatch:
-        """Returns the microbatches and slices of a batch. Raises SlipstreamError for tensors that don't fit."""
-
-    def lengths(self, sequences: Sequences) -> list[int]:
-        """Returns the tokens of what a step plans as one sequence. Raises SlipstreamError for one that doesn't fit."""
+    @abstractmethod
+    def lengths(self, batch: Batch) -> list[int]:
+        """Returns the tokens of each sequence. Raises SlipstreamError for tensors that don't fit the model."""
 
     def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the same, of the tokens of each sequence."""
+        """Returns the tokens of what a step plans as one sequence, of the tokens of each."""
+        return [*lengths]
 
+    @abstractmethod
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the numbers of the sequences in each microbatch."""
+        """Returns the numbers of the sequences in each microbatch, which has them in one row."""
 
-    def sequences_of(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Returns the sequences of each microbatch, of those that a step plans as one."""
+    @abstractmethod
+    def split(
+        self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
+    ) -> SplitBatch:
+        """Returns the microbatches and slices of a batch, whose `lengths` were checked; where these differ, `groups`
+        has the numbers of what a step plans as one sequence that are packed into each microbatch's row."""
 
-    def split_sequences(self, sequences: Sequences, plan: StepPlan, seed: int) -> SplitBatch:
-        """Returns the slices of sequences of different lengths, packed into the plan's microbatches."""
 
+@dataclass(frozen=True)
+class Balance:
+    """How evenly the ranks are loaded: an imbalance of 1.0 means that all cost the same."""
 
-def family_of(model: object, options: PipelineOptions, ranks: Ranks, device: torch.device) -> ModelFamily:
-    """Returns the model's family; raises SlipstreamError unless it is a causal LM or an nn.Sequential. Collective."""
-    if isinstance(model, nn.Sequential):
-        return SequenceFamily(model, options, ranks, device)
-    return CausalLMFamily(model if isinstance(model, WeightSource) else in_memory(model), options, ranks, device)
+    imbalance: float  # the slowest rank's cost over the mean
+    rank: int  # the slowest
+    layer: str  # the one of it that costs most: no cut goes through it
+    share: float  # its part of the mean rank's cost
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is the slowest, {self.imbalance:.2f} times the mean; of its layers {self.layer} costs "
+            f"most, {self.share:.2f} of what a rank does on average"
+        )

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.autograd_memory import recompute_advice
 from slipstream.parallel import Ranks
-from slipstream.pipeline.batch import Sequences, WholeBatch
+from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
 from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
@@ -47,8 +46,8 @@ class MemoryLimit:
         family: splits batches.
         layout: of some step; others differ in their order alone.
         lay_out: returns the layout of another order.
-        rehearsal: returns the rehearsal of a step, whose `schedule`, `recompute`, `batch`, `microbatches` and
-            `token_ids` it is given: it knows the parts of the pipeline.
+        rehearsal: returns the rehearsal of a step, whose `schedule`, `recompute`, `batch` and `microbatches` it
+            is given: it knows the parts of the pipeline.
         device: of this rank.
     """
 
@@ -68,7 +67,7 @@ class MemoryLimit:
         self._memory_of = partial(memory_of, frees_late=records)
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
         self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
-        self._fitting: dict[tuple[Schedule, int, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
+        self._fitting: dict[tuple[Schedule, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
         self.most_steps = 1024  # that are known to fit, of which the oldest are forgotten
 
     def check(self, step: RehearsedStep, lengths: Sequence[int] = ()) -> None:
@@ -78,7 +77,7 @@ class MemoryLimit:
         """
         if self.limit is None:
             return
-        checked = step.schedule, len(step.token_ids), tuple(step.microbatches)
+        checked = step.schedule, tuple(step.batch.microbatches)
         if checked not in self._fitting:
             held = self._memory(step, bool(lengths))
             worst = max(range(len(held)), key=lambda rank: held[rank].peak)
@@ -130,7 +129,7 @@ class MemoryLimit:
         return self._memory_of(step.schedule, tables[0] if alike else tables)
 
     def rehearsed(
-        self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], token_ids: Tensor
+        self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch]
     ) -> RehearsedStep:
         """Returns the rehearsal of a step of these microbatches in this layout."""
         return self._rehearsal(
@@ -138,7 +137,6 @@ class MemoryLimit:
             recompute=layout.recompute,
             batch=batch,
             microbatches=microbatches,
-            token_ids=token_ids,
         )
 
     @property
@@ -162,24 +160,18 @@ class MemoryLimit:
             token_ids = torch.zeros((1, sum(slices)), dtype=torch.int64, device=device)
             microbatches = [SlicedMicrobatch(1, slices)]
             try:
-                batch = self._family.split(WholeBatch.of(device, token_ids, token_ids), microbatches, 0)
+                whole = Batch.of(device, token_ids, token_ids)
+                self._family.lengths(whole)
+                batch = self._family.split(whole, microbatches, 0)
             except SlipstreamError:
                 return
             for each in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
                 every = each.with_all_backwards  # rows of a step may run in any order
-                steps.append((slices, self.rehearsed(every, batch, microbatches, token_ids)))
+                steps.append((slices, self.rehearsed(every, batch, microbatches)))
         found: dict[tuple[int, ...], list[MemoryTable]] = {}
         for slices, step in steps:
             found.setdefault(slices, []).extend(self._ranks.pipeline.gather(rehearse(step)))
         self.rows = LinearMemoryModel(tuple((slices, _merged(tables)) for slices, tables in found.items()))
-
-    def check_sequences(
-        self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch], whole: Sequences
-    ) -> None:
-        """Raises SlipstreamError where a step on sequences would hold more than the limit. Collective."""
-        if self.limit is not None:
-            step = self.rehearsed(layout, batch, microbatches, torch.cat(whole.token_ids)[None])
-            self.check(step, [len(each) for each in whole.inputs])
 
     def find_plan(self, problem: StepProblem) -> StepPlan:
         """Returns the fastest plan that is found for sequences of some lengths; where known rows let it, within the
@@ -224,7 +216,7 @@ def _longest(lengths: Sequence[int]) -> str:
 
 def _token_bytes(step: RehearsedStep) -> int:
     """Returns an upper bound of the bytes of the batch, cut and uncut, which the table leaves out."""
-    return token_bytes(step.token_ids.numel())
+    return token_bytes(step.batch.num_tokens)
 
 
 def _covers(table: MemoryTable, schedule: Schedule, microbatch: int | None) -> bool:

@@ -41,7 +41,6 @@ class RehearsedStep:
     num_parts: int  # into which tensor ranks divide a message
     batch: SplitBatch
     microbatches: Sequence[SlicedMicrobatch]  # the rows and slices of each; of the first where all are alike
-    token_ids: Tensor  # (batch, sequence)
 
 
 def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:

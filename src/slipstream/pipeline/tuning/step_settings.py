@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
-from slipstream.pipeline.cut_batch import even_microbatches, slice_lengths
+from slipstream.pipeline.cut_batch import even_microbatches
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.row_plan import RowProblem, granularity_for
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
@@ -21,6 +21,7 @@ from slipstream.schedule import (
     join_backwards,
     make_schedule,
     placed_as,
+    slice_lengths,
     split_backwards,
 )
 
@@ -117,12 +118,13 @@ class StepSettings:
         found_for_another = self._reslices and not isinstance(self.slices, int) and length != sum(self.slices)
         return slice_lengths(self._count if found_for_another else self.slices, length)
 
-    def microbatches(self, num_rows: int, length: int) -> list[SlicedMicrobatch]:
-        """Returns the rows and slices of each microbatch of such a batch. Before any slices are planned, rows that are
-        shorter than there are slices run in slices of one token.
+    def microbatches(self, lengths: Sequence[int]) -> list[SlicedMicrobatch]:
+        """Returns the rows and slices of each microbatch of rows of one length, in tokens each. Before any slices are
+        planned, rows that are shorter than there are slices run in slices of one token.
 
         Raises SlipstreamError where the microbatches that were given don't add up to it.
         """
+        num_rows, length = len(lengths), max(lengths, default=1)
         if self._given:
             check_microbatches(self._given, num_rows, length)
             return [*self._given]
@@ -239,10 +241,6 @@ def _check(schedule: str | Schedule, slices: object, num_microbatches: int, num_
         raise SlipstreamError(
             f"memory.num_flushes={num_flushes} with the schedule {schedule.name!r}: repeat it by "
             f"slipstream.schedule.in_flushes(schedule, {num_flushes}), or give a schedule by its name."
-        )
-    if slices != "auto" and (not isinstance(slices, (int, Sequence)) or isinstance(slices, str)):
-        raise SlipstreamError(
-            f"slices={slices!r}: give a count, such as 8, the token lengths, such as [512, 512], or 'auto'."
         )
     if num_microbatches % num_flushes:
         allowed = [count for count in range(1, num_microbatches + 1) if num_microbatches % count == 0]

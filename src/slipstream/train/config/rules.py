@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from slipstream.schedule import (
     given_microbatches,
     make_schedule,
     placed_as,
+    slice_lengths,
     validate,
 )
 from slipstream.train.config.data_section import DataSection
@@ -46,10 +47,14 @@ def named_schedule(pipeline: PipelineSection) -> str | Schedule:
 
 def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> None:
     """Raises ValueError where slices don't add up to the sequence, or microbatches to a replica's rows."""
-    if pipeline.microbatches is None:
-        _check_slices(pipeline.slices, seq_len)
-    else:
-        _check_microbatches(pipeline.microbatches, num_rows, seq_len)
+    given, tokens_of = pipeline.microbatches, "training.seq_len"
+    try:
+        if given is not None:
+            check_microbatches(given_microbatches(given), num_rows, seq_len, "a replica's batch", tokens_of)
+        elif pipeline.slices != "auto":
+            slice_lengths(pipeline.slices, seq_len, f"{tokens_of}=", "pipeline.slices")
+    except SlipstreamError as error:
+        raise ValueError(str(error) if given is None else f"pipeline.{error}") from None
 
 
 def check_partition(pipeline: PipelineSection) -> None:
@@ -89,26 +94,6 @@ def check_schedule(pipeline: PipelineSection, num_flushes: int, places_only: boo
             stages = pipeline.stages_per_rank
             make_schedule(placed_as(schedule, stages), pipeline.num_ranks, 1, 1, stages)
     except ScheduleError as error:
-        raise ValueError(f"pipeline.{error}") from None
-
-
-def _check_slices(slices: int | Sequence[int] | str, seq_len: int) -> None:
-    if isinstance(slices, int) and slices > seq_len:
-        raise ValueError(
-            f"pipeline.slices={slices} is more than the {seq_len} tokens of training.seq_len; choose 1 to {seq_len}"
-        )
-    if not isinstance(slices, (int, str)) and sum(slices) != seq_len:
-        raise ValueError(
-            f"pipeline.slices={list(slices)} add up to {sum(slices)} tokens, but training.seq_len={seq_len}; "
-            f"make them add up, or give a count such as pipeline.slices={len(slices)}"
-        )
-
-
-def _check_microbatches(microbatches: object, num_rows: int, seq_len: int) -> None:
-    """Raises ValueError where microbatches don't add up to a replica's rows, or their slices to the sequence."""
-    try:
-        check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", "training.seq_len")
-    except SlipstreamError as error:
         raise ValueError(f"pipeline.{error}") from None
 
 
