@@ -110,7 +110,7 @@ def test_the_last_few_and_every_so_many_stay(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2, keep_every=4)
     run.save(*range(1, 11))
     assert run.names() == [f"step-{step:08d}" for step in (4, 8, 9, 10)]
-    with pytest.raises(SlipstreamError, match="keep=0, keep_every=0: keep at least 1"):
+    with pytest.raises(SlipstreamError, match="keep=0, keep_every=0: give keep from 1"):
         Checkpoints(tmp_path, RankGroup(), keep=0)
 
 

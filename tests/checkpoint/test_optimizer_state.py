@@ -145,7 +145,7 @@ def test_an_update_by_the_whole_matrix_is_refused_of_a_part(kind: type[Optimizer
         (
             "factor",
             torch.ones(4),
-            r"keeps 'factor' of weight, of shape \(4,\), and this rank has only .* Use pp",
+            r"keeps 'factor' of weight, of shape \(4,\), and this rank has only .* Use only pp",
         ),
         ("a.b", torch.ones(()), "keeps 'a.b' of weight.* names without a dot"),
         ("old", [1.0], "keeps 'old' of weight, a list, which a checkpoint can't hold"),
@@ -167,7 +167,7 @@ def test_factors_of_a_whole_matrix_are_refused_where_it_is_cut(tmp_path: Path) -
     checkpoints = save(tmp_path, [part], optimizer)
     cut = rows("weight", 4, 3)
     before = cut.parameter.detach().clone()
-    with pytest.raises(SlipstreamError, match=r"optimizer.factor.weight has shape \(4,\) in it, .* cut here. Use pp"):
+    with pytest.raises(SlipstreamError, match=r"optimizer.factor.weight has shape \(4,\) in it, .* cut here. Use only"):
         load(checkpoints, [cut], SignedMomentum([cut.parameter]))
     assert cut.parameter.equal(before)
 

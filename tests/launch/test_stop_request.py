@@ -82,4 +82,4 @@ def test_before_the_first_step_a_request_ends_at_once() -> None:
             assert process.wait(timeout=LIMIT) == 75
         finally:
             process.kill()
-        assert process.stderr.read().startswith("SIGTERM ended the run before its first step; nothing new")
+        assert process.stderr.read().startswith("SIGTERM ended the run before its first step; there is nothing new")

@@ -155,7 +155,7 @@ def masked(row: int, places: slice) -> Tensor:
         (without("", attention_mask=2 * MASK), "row 0 isn't ones followed by zeros"),
         (without("", attention_mask=MASK * 0, labels=-100 * MASK), r"inputs\[0\] is an empty sequence"),
         (without("", labels=MASK), "labels of row 1 count where attention_mask is 0.*masked_fill"),
-        (without("", position_ids=MASK), "position_ids of row 0 don't count on.*leave attention_mask out"),
+        (without("", position_ids=MASK), "position_ids of row 0 don't count up.*leave attention_mask out"),
         (without("", position_ids=5 + torch.arange(12).repeat(2, 1)), "position_ids that don't begin at 0"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",

@@ -139,17 +139,17 @@ def test_microbatches_keep_their_rows() -> None:
     assert mesh_of_processes(flushed, 2).pipeline.num_microbatches == 8
 
 
-def test_a_step_of_the_mesh_before_is_compared_unless_ranks_shared_slices() -> None:
+def test_a_step_of_the_mesh_before_is_compared_where_the_planner_knows_it() -> None:
     config = configured()
     settings = {"settings": {"pipeline": {"num_microbatches": 1}}}
     shared = with_mesh_of(config, settings | {"mesh": {"pp": 1, "dp": 2, "cp": 2, "tp": 1, "ep": 2}})
     assert (shared.parallel.context, shared.parallel.experts, shared.num_processes) == (2, 2, 4)
     model_config = load_model_config(config.model)
-    assert simulated_ratio(shared, config, model_config) is None
-    one = with_mesh_of(config, settings | {"mesh": {"pp": 1}})
-    ratio = simulated_ratio(one, config, model_config)
-    assert ratio is not None
-    assert ratio < 1
+    assert simulated_ratio(shared, config, model_config) is None  # it has no experts
+    for mesh in ({"pp": 1}, {"pp": 1, "dp": 1, "cp": 2, "tp": 1}):
+        ratio = simulated_ratio(with_mesh_of(config, settings | {"mesh": mesh}), config, model_config)
+        assert ratio is not None
+        assert ratio < 1
 
 
 def test_each_row_has_one_replica() -> None:

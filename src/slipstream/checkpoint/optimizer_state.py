@@ -118,7 +118,7 @@ def _shard_of(part: ParameterShard, kind: Any, value: Any, optimizer: Optimizer)
     if value.numel() != 1 and not part.is_whole:
         raise SlipstreamError(
             f"{what}, of shape {tuple(value.shape)}, and this rank has only a part of the parameter, of shape "
-            f"{tuple(part.parameter.shape)}: no other mesh could load that. {_WHOLE}"
+            f"{tuple(part.parameter.shape)}: no other mesh could load that. {_WHOLE}."
         )
     whole = ParameterShare.whole(tuple(value.shape))
     return TensorShard(key, whole, value, writes=part.leads and part.begins)
@@ -170,4 +170,4 @@ def _kept_state(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
     return kept
 
 
-_WHOLE = "Use only pp and dp, without tp, shard_optimizer, shard_parameters and a spread vocabulary."
+_WHOLE = "Use only pp and dp, without tp, shard_optimizer, shard_parameters and a spread vocabulary"

@@ -127,14 +127,11 @@ Account = Callable[..., float]
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
     """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload` and
-    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted, or
-    ranks share slices.
+    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
 
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
     """
-    if config.parallel.context > 1:
-        return None
     dtype = compute_dtype(config)
     counts: dict[int, ModelCount] = {}
 
@@ -171,6 +168,8 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         tensor_parallel=parallel.tensor,
         pipeline_parallel=pipeline.num_ranks,
         data_parallel=parallel.data,
+        context_parallel=parallel.context,
+        expert_parallel=parallel.experts,
         stages_per_rank=pipeline.stages_per_rank,
         schedule=pipeline.schedule if pipeline.schedule in GENERATORS else "1f1b",
         microbatch_size=each,
