@@ -61,7 +61,7 @@ from slipstream.model.toy import float64_masks, full_precision, quiet_transforme
 
 NAME = "random_exactness"
 KEPT = Path(__file__).with_name("kept_seeds.txt")
-LIMITS = Limits(seconds=90, memory=4 << 30, patience=2)
+LIMITS = Limits(seconds=90, memory=4 << 30, patience=4)  # up to eight ranks share the cores
 FUSED_BOUND = 1e-7  # some models' norms round to float32 when they are fused, which nothing here keeps from it
 LARGEST_ROUNDING = 1e-4  # below it an error may be what the case itself makes of rounding, which is then measured
 MESSAGE_SECONDS = 100

@@ -48,6 +48,7 @@ def sequences(*lengths: int) -> list[Tensor]:
         ("llama", {}),
         pytest.param("gpt2", {"schedule": "auto-v", "stages_per_rank": 2}, marks=pytest.mark.grid),
         pytest.param("llama", {"recompute": "stage"}, marks=pytest.mark.grid),
+        ("gpt2", {"schedule": "v-half", "slices": 4, "stages_per_rank": 2, "vocabulary": "spread"}),
     ],
     ids=str,
 )

@@ -185,7 +185,7 @@ class MemoryLimit:
 
     def _held_with(self, plan: StepPlan) -> list[float]:
         """Returns the bytes that every rank would hold with a step's plan."""
-        if self._layout.recompute or self._counts_by_shape:
+        if self._layout.recompute or self._layout.spreads_vocabulary or self._counts_by_shape:
             return self.held_in(self._lay_out(plan.schedule).with_all_backwards.training, plan.slices)
         order = add_reductions(plan.schedule) if self._layout.reduces else plan.schedule
         return self.held_in(order, plan.slices)
@@ -194,7 +194,7 @@ class MemoryLimit:
     def _counts_by_shape(self) -> bool:
         """Whether what rows hold doesn't follow from others."""
         by_layer = self._layout.recompute is not None and self._layout.recompute.num_layers > 0
-        return bool(self._layout.offload) or self._layout.spreads_vocabulary or by_layer
+        return bool(self._layout.offload) or by_layer
 
 
 def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:

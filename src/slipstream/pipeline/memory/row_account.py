@@ -60,6 +60,12 @@ class LinearMemoryModel:
             context={stage: each * tokens for stage, each in self._context.items()},
             context_gradients={stage: each * tokens for stage, each in self._context_gradients.items()},
             message_bytes=[self._message * length for length in slices],
+            vocabulary_bytes={
+                (op, index): float(features[index] @ size)
+                for op, size in self._vocabulary.items()
+                for index in range(len(slices))
+            },
+            w_shares=dict.fromkeys(range(len(slices)), True) if any(self._any.w_shares.values()) else {},
         )
 
     def activation_bytes(self, num_stages: int) -> Floats:
@@ -76,8 +82,9 @@ class LinearMemoryModel:
         """Returns the bytes of each rank's parameters, gradients and optimizer state."""
         table, held = self._any, [0.0] * (max(placement) + 1)
         for stage, rank in enumerate(placement):
-            made = [table.gradients.get((stage, op), 0.0) for op in (Op.B, Op.W)]
-            held[rank] += table.parameters.get(stage, 0.0) + table.optimizer.get(stage, 0.0) + max(made)
+            whole, apart, rows = (table.gradients.get((stage, op), 0.0) for op in (Op.B, Op.W, Op.VW))
+            made = max(whole, apart) + rows
+            held[rank] += table.parameters.get(stage, 0.0) + table.optimizer.get(stage, 0.0) + made
         return held
 
     def step_bytes(self, placement: Sequence[int], slices: Sequence[Slices]) -> StepBytes:
@@ -144,6 +151,15 @@ class LinearMemoryModel:
     def _context_gradients(self) -> dict[int, float]:
         slices, table = max(self.rehearsed, key=lambda row: len(row[0]))  # a slice that is alone leaves none
         return {stage: size / sum(slices) for stage, size in table.context_gradients.items()}
+
+    @cached_property
+    def _vocabulary(self) -> dict[Op, Floats]:
+        """The bytes of a message of each kind of a spread head: of a constant, and a token of the slice."""
+        points = defaultdict(list)
+        for slices, table in self.rehearsed:
+            for (op, index), size in table.vocabulary_bytes.items():
+                points[op].append((slices[index], 0.0, size, 0.0))
+        return {op: _affine(found, 2) for op, found in points.items()}
 
     def _allocated(self, op: Op, stage: int, index: int, slices: Slices) -> float:
         """Returns what the first forward and the first backward of a row allocate for all of it."""
