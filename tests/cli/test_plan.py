@@ -257,14 +257,14 @@ def test_ranks_that_share_slices_and_experts_are_written_for_training(cluster: P
     assert load_config(tmp_path / "run.yaml").num_processes == 4
 
 
-def test_why_ranks_share_no_slices_and_no_experts(cluster: Path) -> None:
-    """Where the fastest plan has neither, a line says how much longer a step takes with it, or why it can't be."""
+def test_why_ranks_share_no_other_slices_and_experts(cluster: Path) -> None:
+    """A line says how much longer a step takes with other degrees than the fastest plan's, or why there are none."""
     settings: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": 4, "dtype": "float32", "schedule": ["1f1b"]}
     found = slipstream.plan(ARCHITECTURES["gpt_oss"], cluster, **settings)
     said = "\n".join(reasons(found))
     for choice in ("context_parallel", "expert_parallel"):
-        assert getattr(found.best.configuration, choice) == 1
-        assert re.search(rf"{choice.replace('_', ' ')} \d instead of 1", said)
+        chosen = getattr(found.best.configuration, choice)
+        assert re.search(rf"{choice.replace('_', ' ')} \d instead of {chosen}", said)
     recurrent = "\n".join(reasons(slipstream.plan(HYBRIDS["lfm2"], cluster, **settings)))
     assert "context parallel 1: model_type 'lfm2' can't be trained with cp=2" in recurrent
 

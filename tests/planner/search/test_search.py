@@ -551,7 +551,8 @@ def test_layers_that_are_recomputed_one_by_one() -> None:
     assert stage.peaks() == none.peaks()  # as each backward follows its forward
     assert full.peaks()[0] < 0.8 * none.peaks()[0]
     limit = (full.peaks()[0] + none.peaks()[0]) / 2
-    plan = search_plans(space.source, SEQ_LEN, 2, options=PlanOptions(memory_limit=limit, offload=(0.0,)))
+    options = PlanOptions(memory_limit=limit, offload=(0.0,), num_slices=(1,))
+    plan = search_plans(space.source, SEQ_LEN, 2, options=options)
     assert plan.best.configuration.recompute == "full"
 
 
