@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS
+from slipstream.units import plural
 
 PAGE = Path(__file__).parents[2] / "docs/reliability.md"
 BEGIN, END = "<!-- from benchmarks/results/soak.json, by python -m benchmarks.soak.page -->\n", "<!-- end -->\n"
@@ -43,8 +44,9 @@ def text_of(record: dict[str, Any], of_losses: dict[str, Any]) -> str:
     given = of_losses["setting"]
     said = (
         f"And with `training.min_ranks=2`, {len(of_losses['faults'])} times in {given['steps']:,} steps, one or two of "
-        "the four are gone for good, and back some steps later. It took "
-        f"{of_losses['seconds'] / 60:.0f} minutes at a load average of "
+        "the four are gone for good, and back some steps later; the next step came at most "
+        f"{max(fault['again'] for fault in of_losses['faults']):.1f} s after each loss. It took "
+        f"{plural(round(of_losses['seconds'] / 60), 'minute')} at a load average of "
         f"{', '.join(f'{each:g}' for each in of_losses['loads'])}. {_ending(of_losses, _BY_HAND)}"
     )
     return "\n\n".join((_text_of(record), said.strip(), table(of_losses)))
