@@ -64,6 +64,7 @@ class AnalyticSource:
         self.alone = _alone(model) | dict(alone)
         # all that divide the heads together with the tensor-parallel degree
         self.context_parallel_degrees = (1,) if "context_parallel" in self.alone else self.tensor_parallel_degrees
+        self.has_experts = bool(_numbers_of_experts(model))
         num_experts = 0 if "expert_parallel" in self.alone else gcd(*_numbers_of_experts(model))
         self.expert_parallel_degrees = tuple(e for e in range(1, max(1, num_experts) + 1) if num_experts % e == 0)
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
@@ -143,6 +144,7 @@ class ProfileSource:
 
     recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
     devices_per_domain = 2**62
+    has_experts = False  # whose times are known
     fused = False  # what is fused is in the times
     memory, host = float("inf"), None  # what isn't known can't be planned with
 

@@ -135,7 +135,7 @@ def search_plans(
         gap=run.gap(best[0]),
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
-        alone=source.alone,
+        alone={c: why for c, why in source.alone.items() if c != "expert_parallel" or source.has_experts},
         trained=source.trained(),
         sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
         fused=source.fused,
