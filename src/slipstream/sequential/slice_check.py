@@ -243,9 +243,8 @@ class _SliceComparison:
         if not _are_equal(whole.outputs[0], again, whole.bound):
             raise SlipstreamError(
                 f"{layer} returns something else when it is called again with the same input: it draws random numbers "
-                "that "
-                "aren't PyTorch's, or keeps a state, which slices would change. Put it before "
-                f"CutTokens, or leave slices out. {_LEFT_OUT}"
+                "that aren't PyTorch's, or keeps a state, which slices would change. Put it before CutTokens, or leave "
+                f"slices out. {_LEFT_OUT}"
             )
 
     def _varied(self, tensor: Tensor, dim: int | None) -> Tensor:

@@ -628,7 +628,7 @@ class LayerCase:
 
 _MIXES = r"layer 2 \(\w+\) .*other tokens than its own"
 _AGAIN = r"layer 2 \(\w+\).*: the output differs when it is computed again"
-_TWICE = r"layer 2 \(\w+\) returns something else when it is called twice"
+_TWICE = r"layer 2 \(\w+\) returns something else when it is called again"
 _TOP = r"the nn.Sequential .*nn.Sequential\(model\)"
 
 
