@@ -22,7 +22,7 @@ def losses(settings: dict[str, Any], folder: Path) -> list[float]:
 
     file = folder / "train.yaml"
     file.write_text(yaml.safe_dump(settings | {"output_dir": str(folder / "out"), "logging_steps": 1}))
-    cfg = load_cfg(file)
+    cfg = load_cfg(str(file))
     *_, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
