@@ -163,7 +163,7 @@ def test_plans_count_4_bits_and_leave_those_of_weights_as_they_are() -> None:
     assert shapes.weight.shape == real.weight.shape
     wide, narrow = (
         count_model(config, 256, torch.bfloat16, TrainedWeights(adapter=Adapter("default", lora(), each)))
-        for each in (False, True)
+        for each in ("full", "nf4")
     )
     assert narrow.num_parameters == wide.num_parameters
     assert narrow.num_trained == wide.num_trained
@@ -177,6 +177,7 @@ def test_plans_count_4_bits_and_leave_those_of_weights_as_they_are() -> None:
 
 
 REFUSED = {
+    "precision": ({"lora_base_precision": "int4"}, r"lora_base_precision='int4': give 'full' or 'nf4'"),
     "without lora": ({"lora": None}, r"'nf4' without lora.*lora=peft.LoraConfig"),
     "DoRA": ({"lora": lora(use_dora=True)}, r"nf4 with use_dora=True"),
     "a copy": ({"lora": lora(modules_to_save=["k_proj"])}, r"modules_to_save=\['k_proj'\].*k_proj is kept in 4 bits"),

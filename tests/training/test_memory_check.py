@@ -61,6 +61,17 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     assert state < account() < 10 * state  # with gradients of keys and values, messages and logits
 
 
+@pytest.mark.parametrize(("parallel", "share"), [({}, 1), ({"shard_optimizer": True}, 3 / 4)])
+def test_ranks_that_share_slices_hold_half_of_the_activations(parallel: dict[str, Any], share: float) -> None:
+    pipeline = {"num_ranks": 2, "num_microbatches": 2, "slices": 2}
+    runs = configured(pipeline=pipeline), configured(pipeline=pipeline, parallel={"context": 2, **parallel})
+    whole, half = (memory_account(run, LlamaConfig(**MODEL)) for run in runs)
+    assert whole is not None
+    assert half is not None
+    state = 16 * NUM_PARAMETERS / 2
+    assert half() - share * state == pytest.approx((whole() - state) / 2, rel=0.02)
+
+
 @pytest.mark.parametrize(
     "failure",
     [
@@ -86,6 +97,32 @@ def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
     check_memory(configured(**sections, memory={"limit": least}), config)
     with pytest.raises(SlipstreamError, match="weights, gradients and AdamW's state alone, of"):
         check_memory(configured(**sections, memory={"limit": least - 1}), config)
+
+
+@pytest.mark.parametrize(
+    ("precision", "base_precision", "frozen"),
+    [
+        ("float32", "full", 4 * NUM_PARAMETERS),
+        ("bf16-weights", "full", 2 * NUM_PARAMETERS),
+        ("float32", "nf4", 4 * NUM_PARAMETERS - 3.5 * 2 * (4 * 16 * 16 + 3 * 16 * 32)),
+    ],
+)
+def test_the_least_limit_beside_an_adapter(precision: str, base_precision: str, frozen: float) -> None:
+    config, adapter = LlamaConfig(**MODEL), 2 * 2 * 2 * 8 * 16
+    training = {"output": "out", "steps": 2, "seq_len": 32, "precision": precision}
+    lora = {"base_precision": base_precision, "target_modules": ["q_proj", "v_proj"]}
+    given = {"model": {"path": "base"}, "lora": lora, "training": training, "pipeline": {"num_ranks": 1}}
+    least = frozen + 16 * adapter
+    check_memory(configured(**given, memory={"limit": least}), config)
+    with pytest.raises(SlipstreamError, match="the rank holds"):
+        check_memory(configured(**given, memory={"limit": least - 1}), config)
+    whole, account = (
+        memory_account(run, config)
+        for run in (configured(training=training, pipeline={"num_ranks": 1}), configured(**given))
+    )
+    assert whole is not None
+    assert account is not None
+    assert least < account() < whole()
 
 
 @pytest.mark.parametrize(

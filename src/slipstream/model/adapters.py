@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.keyed_draws import keyed_seed
-from slipstream.model.quantised import quantise, quantised_names
+from slipstream.model.quantised import BasePrecision, quantise, quantised_names
 
 # What these compute of a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")
@@ -64,7 +64,12 @@ class Adapter:
 
     name: str
     config: Any  # peft.PeftConfig
-    on_4_bits: bool = False  # whether the linear layers beneath are kept in 4 bits (QLoRA)
+    base_precision: BasePrecision = "full"
+
+    @property
+    def on_4_bits(self) -> bool:
+        """Whether the linear layers beneath are kept in 4 bits (QLoRA)."""
+        return self.base_precision != "full"
 
     @property
     def method(self) -> str:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Collection
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from slipstream.autograd_calls import differentiable_once, direct_apply
 from slipstream.errors import SlipstreamError
 
-# bitsandbytes warns where a package for faster inference on CPUs isn't there
+# It warns on CPUs where a package for faster inference isn't installed, which training doesn't use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _BLOCK, _SCALES = 64, 256  # weights that share a scale, and scales that share one
 _KIND = "nf4"
@@ -119,6 +119,17 @@ class _Product(torch.autograd.Function):
 
 
 _multiply = direct_apply(_Product)
+
+
+def check_base_precision(base_precision: BasePrecision, lora: Any) -> None:
+    """Raises SlipstreamError for an unknown precision, and where all weights would be trained in 4 bits."""
+    if base_precision not in (allowed := get_args(BasePrecision)):
+        raise SlipstreamError(f"lora_base_precision={base_precision!r}: give {' or '.join(map(repr, allowed))}.")
+    if lora is None and base_precision != "full":
+        raise SlipstreamError(
+            f"lora_base_precision={base_precision!r} without lora: weights in 4 bits can't be trained. Give "
+            "lora=peft.LoraConfig(...), which is trained beside them, or leave lora_base_precision out."
+        )
 
 
 def check_quantisable(whole: PreTrainedModel, lora: Any, setting: str = "lora.base_precision") -> None:

@@ -44,7 +44,14 @@ from slipstream.model.adapters import (
     read_adapter_config,
 )
 from slipstream.model.given_model import GivenModel, compare_with_config
-from slipstream.model.quantised import BasePrecision, check_quantisable, quantise, quantised_names, round_to_4_bits
+from slipstream.model.quantised import (
+    BasePrecision,
+    check_base_precision,
+    check_quantisable,
+    quantise,
+    quantised_names,
+    round_to_4_bits,
+)
 from slipstream.model.toy import quiet_transformers
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import ParameterShare, Ranks, receive_tensor, send_tensor
@@ -79,17 +86,11 @@ def pretrained_source(
     config = load_config(path) if config is None else config
     source = WeightSource(config, partial(pretrained_model, path, config), beside=beside or Path(path))
     source = with_frozen(source, freeze)
-    if lora is None:
-        if base_precision != "full":
-            raise SlipstreamError(
-                f"lora_base_precision={base_precision!r} without lora: weights in 4 bits can't be trained. Give "
-                "lora=peft.LoraConfig(...), which is trained beside them, or leave lora_base_precision out."
-            )
-        return source
-    return _with_adapter(source, lora, lora_seed, path, base_precision == "nf4")
+    check_base_precision(base_precision, lora)
+    return source if lora is None else _with_adapter(source, lora, lora_seed, path, base_precision)
 
 
-def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str, on_4_bits: bool) -> WeightSource:
+def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str, base_precision: BasePrecision) -> WeightSource:
     """Returns a source whose model, which is at `base`, gets an adapter: by a LoraConfig of PEFT, or of a saved folder.
 
     Raises SlipstreamError where it can't be trained, or a folder's isn't one of this model.
@@ -97,8 +98,8 @@ def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str, on_4_bi
     saved = lora if isinstance(lora, (str, Path)) else None
     config = lora if saved is None else read_adapter_config(saved, base)
     check_method(config)
-    adapter = Adapter("default", config, on_4_bits)
-    if on_4_bits:
+    adapter = Adapter("default", config, base_precision)
+    if adapter.on_4_bits:
         check_quantisable(meta_model(source.config), config, "lora_base_precision")
     if saved is not None:
         check_saved_weights(saved, adapted_model(meta_model(source.config), adapter), adapter)
@@ -106,7 +107,7 @@ def _with_adapter(source: WeightSource, lora: Any, seed: int, base: str, on_4_bi
     def load(anatomy: ModelAnatomy, parts: list[StagePart], dtype: torch.dtype | None) -> PreTrainedModel:
         model = source.load(anatomy, parts, dtype)
         whole = meta_model(source.config)
-        names = quantised_names(whole) if on_4_bits else ()
+        names = quantised_names(whole) if adapter.on_4_bits else ()
         add_adapter(model, whole, config, seed, saved)
         quantise(model, names)
         return model

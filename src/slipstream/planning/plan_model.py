@@ -32,7 +32,7 @@ from slipstream.model import (
     trust_remote_code,
 )
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
-from slipstream.model.quantised import BasePrecision, check_quantisable
+from slipstream.model.quantised import BasePrecision, check_base_precision, check_quantisable
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.planning.model_report import context_ranks, expert_ranks
@@ -226,12 +226,8 @@ def _trained_weights(
     config: PretrainedConfig, freeze: Sequence[str], lora: Any, base_precision: BasePrecision
 ) -> TrainedWeights:
     """Returns what is trained. Raises SlipstreamError for patterns or an adapter that don't fit the model."""
+    check_base_precision(base_precision, lora)
     if lora is None:
-        if base_precision != "full":
-            raise SlipstreamError(
-                f"lora_base_precision={base_precision!r} without lora: weights in 4 bits can't be trained. Give "
-                "lora=peft.LoraConfig(...), or leave it out."
-            )
         return TrainedWeights(find_frozen(meta_model(config), freeze)) if freeze else ALL_WEIGHTS
     if freeze:
         raise SlipstreamError(
@@ -242,7 +238,7 @@ def _trained_weights(
     if base_precision != "full":
         check_quantisable(meta_model(config), lora, "lora_base_precision")
     find_targets(meta_model(config), lora)
-    return TrainedWeights(adapter=Adapter("default", lora, base_precision != "full"))
+    return TrainedWeights(adapter=Adapter("default", lora, base_precision))
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -343,13 +343,16 @@ def name_reference(config: Config, run: RunFolder | None, given: str | None) -> 
             "rewards are relative to the model before the training on preferences; name it with --reference=MODEL"
         )
     lora = yaml.safe_load(run.config.read_text(encoding="utf-8")).get("lora") or {}
-    what = "weights in 4 bits" if lora.get("base_precision", "full") != "full" else "random weights"
-    if what != "random weights" or not config.model.pretrained:
-        raise SlipstreamError(
-            f"the run began with {what}, and didn't keep how probable these answers were then; name a model to compare "
-            "with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
-        )
-    return str(config.model.path)
+    if lora.get("base_precision", "full") != "full":
+        began = "weights in 4 bits"
+    elif not config.model.pretrained:
+        began = "random weights"
+    else:
+        return str(config.model.path)
+    raise SlipstreamError(
+        f"the run began with {began}, and didn't keep how probable these answers were then; name a model to compare "
+        "with by --reference=MODEL, or leave FILE out to evaluate the answers that the run held out"
+    )
 
 
 def load_evaluator(

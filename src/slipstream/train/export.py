@@ -18,7 +18,6 @@ from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, temporary_folder
 from slipstream.model import check_length, load_config, meta_model, trust_remote_code, whole_pretrained_model
-from slipstream.model.adapters import Adapter
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline.pipeline_options import torch_dtype
@@ -121,8 +120,7 @@ def _merged_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConf
     trained = _in_dtype(saved, _read_parameters(run, saved))
     dtype = next(iter(trained.values())).dtype
     model = whole_pretrained_model(path, config, dtype)
-    adapter = Adapter("default", lora.peft_config(path), lora.base_precision != "full")
-    return merged_with_base(model, adapter, trained)
+    return merged_with_base(model, lora.adapter(path), trained)
 
 
 def _read_parameters(run: RunFolder, saved: SavedCheckpoint) -> dict[str, Tensor]:

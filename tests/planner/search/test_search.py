@@ -28,6 +28,7 @@ from slipstream.cost.cluster import Cluster, load_cluster, parse_cluster
 from slipstream.cost.operation_counts import QUANTISED_BYTES
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.model.quantised import BasePrecision
 from slipstream.planner.plans import Configuration, Plan
 from slipstream.planner.report import reasons
 from slipstream.planner.search import search_plans
@@ -453,8 +454,9 @@ def test_8b_with_an_adapter_fits_a_device_of_80_gb() -> None:
     h100 = load_cluster("h100-dgx")
     one = replace(h100, num_nodes=1, devices_per_node=1)
     held = []
-    for on_4_bits in (False, True):
-        trained = TrainedWeights(adapter=Adapter("default", lora(target_modules="all-linear"), on_4_bits))
+    precisions: tuple[BasePrecision, ...] = ("full", "nf4")
+    for base_precision in precisions:
+        trained = TrainedWeights(adapter=Adapter("default", lora(target_modules="all-linear"), base_precision))
         source = AnalyticSource(count_model(config, 8192, torch.bfloat16, trained), one, "8B with LoRA")
         best = search_plans(source, 8192, 4, options=PlanOptions(num_slices=(2, 4))).best
         assert best.peak_memory < 76e9

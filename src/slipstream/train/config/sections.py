@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from slipstream.options import Parallelism, Record
+
+if TYPE_CHECKING:
+    from slipstream.model.adapters import Adapter
 
 
 class ModelSection(Record):
@@ -408,6 +411,12 @@ class LoraSection(Record):
     def source(self, base: str) -> Any:
         """Returns the saved adapter's folder, or the configuration of a new one for the model at `base`."""
         return self.peft_config(base) if self.path is None else self.path
+
+    def adapter(self, base: str) -> Adapter:
+        """Returns the adapter for the model at `base`. Raises SlipstreamError where that of `path` can't be read."""
+        from slipstream.model.adapters import Adapter
+
+        return Adapter("default", self.peft_config(base), self.base_precision)
 
     def peft_config(self, base: str) -> Any:
         """Returns PEFT's configuration of the adapter, for the model at `base`.

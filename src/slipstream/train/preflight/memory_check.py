@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.cost import AnalyticSource, Cluster, ModelCount, load_cluster
 from slipstream.errors import SlipstreamError
 from slipstream.model import meta_model
-from slipstream.model.adapters import find_frozen, freeze
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.autograd_memory import recompute_advice
+from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profile import count_model
 from slipstream.schedule import GENERATORS
-from slipstream.train.config import Config
+from slipstream.train.config import Config, precision_named
+from slipstream.train.preflight.model_checks import trained_weights
 from slipstream.train.training_step import compute_dtype
 from slipstream.units import bytes_text
 
-# Bytes of a parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
-_FROZEN_BYTES, _TRAINED_BYTES, _STATE_BYTES = 4, 8, 8
+# Bytes of a trained parameter at least: float32, or bfloat16 with a float32 master, whose gradient may be in either
+_TRAINED_BYTES, _STATE_BYTES = 8, 8
 
 _RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc|memory ran out", re.IGNORECASE)
 
@@ -86,37 +87,32 @@ def check_memory(config: Config, model_config: Any) -> None:
     limit, parallel, num_ranks = config.memory.limit, config.parallel, config.pipeline.num_ranks
     if limit is None:
         return
-    whole = meta_model(model_config)
-    freeze(whole, find_frozen(whole, config.model.freeze, "model.freeze"))
-    parameters = [*whole.parameters()]
-    trained = [each for each in parameters if each.requires_grad and config.lora is None]
-    spread = _spread_experts(whole) if parallel.experts > 1 else set()
+    whole = meta_model(model_config, torch_dtype(precision_named(config.training.precision).dtype))
+    number = sum(each.numel() for each in whole.parameters())
+    whole = trained_weights(config, model_config).apply(whole)
+    experts = [each for _, each in expert_modules(whole)] if parallel.experts > 1 else []
+    spread = {id(each) for module in experts for each in module.parameters()}
 
-    def held(some: Iterable[Tensor], is_sharded: bool) -> float:
-        total = 0.0
-        for each in some:
-            is_spread = id(each) in spread
-            replicas = parallel.num_copies if is_sharded else parallel.experts if is_spread else 1
-            total += each.numel() / replicas / (1 if is_spread else parallel.tensor)  # which doesn't cut experts then
-        return total / num_ranks
+    def held(each: Tensor) -> float:
+        is_spread = id(each) in spread
+        alike = parallel.experts if is_spread else 1
+        of_weights = parallel.num_copies if parallel.shard_parameters else alike
+        of_state = parallel.num_copies if parallel.shard_parameters or parallel.shard_optimizer else alike
+        if each.requires_grad:
+            total = each.numel() * (_TRAINED_BYTES / of_weights + _STATE_BYTES / of_state)
+        else:
+            total = each.nbytes / of_weights
+        return total / (1 if is_spread else parallel.tensor)  # Ranks don't cut experts that are spread.
 
-    shards = parallel.shard_parameters
-    least = _FROZEN_BYTES * held(parameters, shards) + (_TRAINED_BYTES - _FROZEN_BYTES) * held(trained, shards)
-    least += _STATE_BYTES * held(trained, shards or parallel.shard_optimizer)
+    least = sum(map(held, whole.parameters())) / num_ranks
     if least <= limit:
         return
-    what = "the frozen weights" if config.lora is not None else "weights, gradients and AdamW's state"
     on = "the rank holds" if config.num_processes == 1 else f"one of the {config.num_processes} ranks holds"
     raise SlipstreamError(
-        f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of {what} alone, of "
-        f"{sum(each.numel() for each in parameters):,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or "
-        f"so, --pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
+        f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of weights, gradients "
+        f"and AdamW's state alone, of {number:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
+        f"--pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
     )
-
-
-def _spread_experts(whole: nn.Module) -> set[int]:
-    """Returns the identities of the parameters of experts."""
-    return {id(each) for _, experts in expert_modules(whole) for each in experts.parameters()}
 
 
 _ANY_CLUSTER = "a100-dgx"  # memory doesn't depend on how fast it is
@@ -132,13 +128,13 @@ def memory_account(config: Config, model_config: Any) -> Account | None:
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
     """
-    dtype = compute_dtype(config)
+    dtype, trained = compute_dtype(config), trained_weights(config, model_config)
     counts: dict[int, ModelCount] = {}
 
     def account(**changes: Any) -> float:
         length = changes.get("seq_len", config.training.seq_len)
         if length not in counts:
-            counts[length] = count_model(model_config, length, dtype, fused=config.runtime.fused)
+            counts[length] = count_model(model_config, length, dtype, trained, config.runtime.fused)
         return _predict(config, counts[length], length, changes).peak_memory
 
     with suppress(SlipstreamError, ValueError, NotImplementedError):
@@ -152,7 +148,7 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
     be counted, or the planner knows no such plan."""
     length = now.training.seq_len
     with suppress(SlipstreamError, ValueError, NotImplementedError):
-        count = count_model(model_config, length, compute_dtype(now))
+        count = count_model(model_config, length, compute_dtype(now), trained_weights(now, model_config))
         first, second = (_predict(each, count, length, {}).step_seconds for each in (before, now))
         return second / first
     return None

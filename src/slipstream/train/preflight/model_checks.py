@@ -26,7 +26,7 @@ from slipstream.model import (
     trust_remote_code,
 )
 from slipstream.model.adapters import (
-    Adapter,
+    TrainedWeights,
     adapted_model,
     check_parallel,
     check_saved_weights,
@@ -123,7 +123,7 @@ def check_shares(config: Config, model_config: Any) -> None:
     parallel, lora = config.parallel, config.lora
     if parallel.context > 1:
         check_context_parallel(model_config, parallel.context, parallel.tensor, parallel.context_exchange)
-    adapter = None if lora is None else _adapter(config)
+    adapter = None if lora is None else lora.adapter(str(config.model.path))
     if adapter is not None:
         check_parallel(adapter, parallel.tensor, parallel.shard_parameters)
     if parallel.tensor > 1:
@@ -166,7 +166,7 @@ def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
     if find_spec("peft") is None:
         raise SlipstreamError("lora needs PEFT, an extra: pip install 'slipstream[peft]'")
     assert config.lora is not None
-    whole, adapter = meta_model(model_config), _adapter(config)
+    whole, adapter = meta_model(model_config), config.lora.adapter(str(config.model.path))
     if adapter.on_4_bits:
         check_quantisable(whole, adapter.config)
     find_targets(whole, adapter.config)
@@ -176,9 +176,11 @@ def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
     progress.say(f"lora: {trained_text(whole)}")
 
 
-def _adapter(config: Config) -> Adapter:
-    assert config.lora is not None
-    return Adapter("default", config.lora.peft_config(str(config.model.path)), config.lora.base_precision != "full")
+def trained_weights(config: Config, model_config: Any) -> TrainedWeights:
+    """Returns what the run trains of a model with this configuration."""
+    if config.lora is not None:
+        return TrainedWeights(adapter=config.lora.adapter(str(config.model.path)))
+    return TrainedWeights(find_frozen(meta_model(model_config), config.model.freeze, "model.freeze"))
 
 
 def _check_saved_adapter(path: str, output: Path) -> None:
