@@ -1,4 +1,4 @@
-"""TRL's data sets and collators train a Pipeline to the losses of TRL's own trainer: assistant masks, and packing."""
+"""TRL's data sets and collators train a Pipeline to the losses of TRL's own trainers: masks, packing, preferences."""
 
 from __future__ import annotations
 
@@ -51,80 +51,63 @@ def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 2,
+    "max_steps": 4,
+    "learning_rate": 0.01,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+}
+PREFERENCE = PreferenceSection(beta=0.3)
+
+
+def trainer_on_the_data_of(theirs: Any, pipe: Pipeline, folder: Path, **settings: Any) -> SlipstreamTrainer:
+    return SlipstreamTrainer(
+        pipe,
+        TrainingArguments(output_dir=str(folder), remove_unused_columns=False, **COMMON | settings),
+        train_dataset=theirs.train_dataset,
+        eval_dataset=theirs.eval_dataset,
+        data_collator=theirs.data_collator,
+        processing_class=theirs.processing_class,
+    )
+
+
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_a_run_has_the_losses_of_trls_trainer(packing: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    common: dict[str, Any] = {
-        "per_device_train_batch_size": 2 if packing else 4,
-        "max_steps": 4,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-    }
+    rows = {"per_device_train_batch_size": 2 if packing else 4}
     how = {"max_length": 32, "assistant_only_loss": True, "packing": packing, "activation_checkpointing": False}
     theirs = trl.SFTTrainer(
         llama(),
-        args=trl.SFTConfig(output_dir=str(tmp_path / "trl"), **how, **common),
+        args=trl.SFTConfig(output_dir=str(tmp_path / "trl"), **COMMON | rows | how),
         train_dataset=Dataset.from_list([conversation(number) for number in range(24)]),
         processing_class=tokenizer(),
     )
     pipe = Pipeline(llama(), num_ranks=2, slices=3, runtime=Runtime(self_check=False))
-    ours = SlipstreamTrainer(
-        pipe,
-        TrainingArguments(output_dir=str(tmp_path / "ours"), remove_unused_columns=False, **common),
-        train_dataset=theirs.train_dataset,
-        data_collator=theirs.data_collator,
-        processing_class=theirs.processing_class,
-    )
+    ours = trainer_on_the_data_of(theirs, pipe, tmp_path / "ours", **rows)
     expected = losses(theirs)
     assert expected[-1] < expected[0]
     assert losses(ours) == pytest.approx(expected, rel=1e-6)  # both log float32
 
 
-PREFERENCE = PreferenceSection(beta=0.3)
-
-
 def test_a_run_on_preferences_has_the_losses_of_trls_trainer(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    common: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 4,
-        "learning_rate": 0.01,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-    }
+    how = {"beta": PREFERENCE.beta, "precompute_ref_log_probs": True, "activation_checkpointing": False}
     theirs = trl.DPOTrainer(
         llama(),
-        args=trl.DPOConfig(
-            output_dir=str(tmp_path / "trl"),
-            beta=PREFERENCE.beta,
-            precompute_ref_log_probs=True,
-            activation_checkpointing=False,
-            **common,
-        ),
+        args=trl.DPOConfig(output_dir=str(tmp_path / "trl"), **COMMON | how),
         train_dataset=Dataset.from_list([pair(number) for number in range(24)]),
         eval_dataset=Dataset.from_list([pair(number) for number in range(24, 30)]),
         processing_class=tokenizer(),
     )
     loss = preference_loss(PREFERENCE)
     pipe = Pipeline(llama(), num_ranks=2, slices=3, num_microbatches=2, loss_fn=loss, runtime=Runtime(self_check=False))
-    ours = SlipstreamTrainer(
-        pipe,
-        TrainingArguments(output_dir=str(tmp_path / "ours"), remove_unused_columns=False, **common),
-        train_dataset=theirs.train_dataset,
-        eval_dataset=theirs.eval_dataset,
-        data_collator=theirs.data_collator,
-        processing_class=theirs.processing_class,
-    )
+    ours = trainer_on_the_data_of(theirs, pipe, tmp_path / "ours")
     expected = losses(theirs)
     assert expected[-1] < expected[0] == pytest.approx(0.6931, abs=1e-3)
     assert losses(ours) == pytest.approx(expected, rel=1e-5)  # TRL multiplies with the head in float32
@@ -139,11 +122,12 @@ def pair(number: int) -> dict[str, str]:
 
 
 def test_preferences_that_cannot_be_trained_are_refused_before_a_step(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "max_steps": 1}
-    pairs = {"loss_fn": preference_loss(PREFERENCE), "num_microbatches": 2, "runtime": Runtime(self_check=False)}
-    pipe, batch = Pipeline(llama(), slices=2, **pairs), {name: torch.ones(4, 6, dtype=torch.int64) for name in KEYS}
+    keys = ("input_ids", "attention_mask", "completion_mask")
     with pytest.raises(SlipstreamError, match=r"without ref_chosen_logps.*precompute_ref_log_probs=True"):
-        rows_of_pairs(batch)
+        rows_of_pairs({key: torch.ones(4, 6, dtype=torch.int64) for key in keys})
+    loss = preference_loss(PREFERENCE)
+    pipe = Pipeline(llama(), slices=2, num_microbatches=2, loss_fn=loss, runtime=Runtime(self_check=False))
+    settings = COMMON | {"per_device_train_batch_size": 2}
     for changes, said in (
         ({"gradient_accumulation_steps": 2}, r"per_device_train_batch_size=4, and Pipeline\(num_microbatches=4\)"),
         ({}, "the last batch of a loss of whole sequences may have fewer rows"),
@@ -151,9 +135,6 @@ def test_preferences_that_cannot_be_trained_are_refused_before_a_step(tmp_path: 
         args = TrainingArguments(output_dir=str(tmp_path), **settings | changes)
         with pytest.raises(SlipstreamError, match=said):
             SlipstreamTrainer(pipe, args, train_dataset=[{}] * 5).train()
-
-
-KEYS = ("input_ids", "attention_mask", "completion_mask")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Turns a model into pipeline stages: Hugging Face causal LMs and `nn.Sequential`s, their own code unchanged."""
 
-from slipstream.model.anatomy import LayerPart, ModelAnatomy, find_anatomy, uses_randomness, what_decides
+from slipstream.model.anatomy import LayerPart, ModelAnatomy, architecture_key, find_anatomy, uses_randomness
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage, add_embedding_noise
 from slipstream.model.compiled_region import watched_kernels

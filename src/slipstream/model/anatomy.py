@@ -99,9 +99,9 @@ class ModelAnatomy:
         return config.pad_token_id + 1 if self.skips_padding else 0
 
 
-def what_decides(config: PretrainedConfig, anatomy: ModelAnatomy, model: nn.Module) -> Hashable:
-    """Returns what an architecture's toys depend on, so that what one has shown isn't tried again in this process: the
-    configuration, the names of its parts, and the forwards of its modules' classes, which somebody may replace."""
+def architecture_key(config: PretrainedConfig, anatomy: ModelAnatomy, model: nn.Module) -> Hashable:
+    """Returns the key by which this process remembers what a toy of an architecture has shown: the configuration, the
+    names of its parts, and the forwards of its modules' classes, which somebody may replace."""
     forwards = frozenset((type(each), type(each).forward) for each in model.modules())
     return str(config.to_dict()), repr(anatomy), forwards
 

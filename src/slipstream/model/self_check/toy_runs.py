@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.attention import ContextStore
 from slipstream.errors import SlipstreamError
-from slipstream.model.anatomy import ModelAnatomy, anatomy_of_size, find_anatomy, what_decides
+from slipstream.model.anatomy import ModelAnatomy, anatomy_of_size, architecture_key, find_anatomy
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.causal_lm_stage import CausalLMStage
 from slipstream.model.hooks.crossing_tensors import first_output, hidden_states
@@ -235,13 +235,13 @@ def check_carried_state(config: PretrainedConfig, anatomy: ModelAnatomy | None =
     try:
         with torch.no_grad(), full_precision():
             model = toy_model(config)
-            known = what_decides(model.config, anatomy, model)
-            if known in _carries_nothing:
+            key = architecture_key(model.config, anatomy, model)
+            if key in _carries_nothing:
                 return
             perturb_parameters(model)  # so that states count
             sized = anatomy_of_size(anatomy, model.config)
             if not _ToyInSlices(model, sized, toy_tokens(config, _SLICES.length)).carries_states():
-                _carries_nothing.add(known)
+                _carries_nothing.add(key)
     except SlipstreamError as error:
         raise refusal(config, str(error)) from error
     except Exception as error:  # the model's own code
@@ -267,7 +267,7 @@ class _ToyInSlices:
         self._model, self._anatomy, self._tokens = model, anatomy, tokens
 
     def carries_states(self) -> bool:
-        """Returns whether layers carry states from slice to slice; raises SlipstreamError for what slices can't."""
+        """Returns whether layers carry states between slices. Raises SlipstreamError where slices can't be exact."""
         for place, output in self._whole.items():
             if _SLICES.length not in output.shape[:-1]:  # residual streams may be another dimension
                 given = f"{place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"

@@ -17,11 +17,11 @@ from slipstream.model import (
     LayerPart,
     LayerRange,
     ModelAnatomy,
+    architecture_key,
     find_halves,
     meta_model,
     units_of,
     uses_randomness,
-    what_decides,
 )
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.planner.steps import StageRates
@@ -59,13 +59,13 @@ class FlopEstimate:
 
         What a toy of the same configuration and code has shown in this process isn't tried again.
         """
-        known = what_decides(self.config, self.anatomy, self._module)
-        if known not in _found_halves:
+        key = architecture_key(self.config, self.anatomy, self._module)
+        if key not in _found_halves:
             try:
-                _found_halves[known] = find_halves(self.config, self.anatomy)
+                _found_halves[key] = find_halves(self.config, self.anatomy)
             except SlipstreamError:
-                _found_halves[known] = ()
-        return _found_halves[known]
+                _found_halves[key] = ()
+        return _found_halves[key]
 
     def costs(self, halves: Sequence[LayerPart] = ()) -> list[float]:
         """Returns the multiplications of each layer, or of both halves of each where `halves` are given.
