@@ -193,7 +193,8 @@ def test_ranks_that_share_slices_train_and_go_on_as_stages(text: Path, tmp_path:
     assert {tuple(line.split()) for line in ended.stdout.splitlines()} >= {("parallel.context", "2", "1")}
     found, wanted = lines(here), lines(first)[HALF:]
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-5)
-    refused = train(3, tmp_path / "refused", text, f"--model.config={config}", "--pp=1", "--cp=3")
+    heads = ("--pp=1", "--cp=3", "--parallel.context_exchange=heads")
+    refused = train(3, tmp_path / "refused", text, f"--model.config={config}", *heads)
     assert refused.returncode != 0
     assert "4 query heads can't be spread over cp=3 ranks. Give cp a divisor of 4: 1, 2, 4" in refused.stderr
     assert not (tmp_path / "refused").exists()
