@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 
@@ -95,61 +95,27 @@ LORA_RANK = 32  # Megatron-Bridge's default, on all four products of a layer
 VOCABULARY = 51200  # of a GPT where the row doesn't say
 
 
-class ExpertShape(NamedTuple):
-    """A model with experts, by its transformers configuration with two layers and by which of these each layer is."""
-
-    model_type: str
-    sizes: tuple[tuple[str, Any], ...]
-    kinds: tuple[int, ...]
-
-    @classmethod
-    def of(cls, model_type: str, kinds: tuple[int, ...], **sizes: Any) -> Self:
-        return cls(model_type, tuple(sizes.items()), kinds)
-
-
 _QWEN3 = {"head_dim": 128, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
+_GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4}
+_GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
 _DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
 _DEEPSEEK |= {"intermediate_size": 18432, "n_shared_experts": 1}
-EXPERTS = {  # by how the table's names begin; sizes of the models' published configurations
-    "Qwen3_30B": ExpertShape.of(
-        "qwen3_moe", (0,) * 48, hidden_size=2048, num_attention_heads=32, moe_intermediate_size=768, **_QWEN3
+_V3 = {"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "vocab_size": 129280}
+_K2 = {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "vocab_size": 163840}
+_K2 |= {"n_group": 1, "topk_group": 1}
+# Models with experts, by how the table's names begin: their type in transformers, which of two layers each layer is
+# like, and the sizes of their published configurations.
+EXPERTS: dict[str, tuple[str, tuple[int, ...], dict[str, int]]] = {
+    "Qwen3_30B": (
+        "qwen3_moe", (0,) * 48, _QWEN3 | {"hidden_size": 2048, "num_attention_heads": 32, "moe_intermediate_size": 768}
     ),
-    "Qwen3_235B": ExpertShape.of(
-        "qwen3_moe", (0,) * 94, hidden_size=4096, num_attention_heads=64, moe_intermediate_size=1536, **_QWEN3
+    "Qwen3_235B": (
+        "qwen3_moe", (0,) * 94, _QWEN3 | {"hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536}
     ),
-    "GPT OSS 120B": ExpertShape.of(
-        "gpt_oss",
-        (0, 1) * 18,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_local_experts=128,
-        num_experts_per_tok=4,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=201088,
-    ),
-    "DeepSeekV3": ExpertShape.of(
-        "deepseek_v3",
-        (0,) * 3 + (1,) * 58,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        n_routed_experts=256,
-        vocab_size=129280,
-        **_DEEPSEEK,
-    ),
-    "Kimi_K2": ExpertShape.of(
-        "deepseek_v3",
-        (0,) + (1,) * 60,
-        num_attention_heads=64,
-        num_key_value_heads=64,
-        n_routed_experts=384,
-        vocab_size=163840,
-        n_group=1,
-        topk_group=1,
-        **_DEEPSEEK,
-    ),
-}
+    "GPT OSS 120B": ("gpt_oss", (0, 1) * 18, _GPT_OSS),
+    "DeepSeekV3": ("deepseek_v3", (0,) * 3 + (1,) * 58, _DEEPSEEK | _V3),
+    "Kimi_K2": ("deepseek_v3", (0,) + (1,) * 60, _DEEPSEEK | _K2),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,9 +170,9 @@ class Row:
         return None
 
     @property
-    def experts(self) -> ExpertShape | None:
-        """The shape of a model with experts, which the table doesn't have; None without, or where it isn't known."""
-        return next((shape for name, shape in EXPERTS.items() if self.text["model"].startswith(name)), None)
+    def experts(self) -> str | None:
+        """The name of a model with experts in EXPERTS; None without experts, or where their shape isn't known."""
+        return next((name for name in EXPERTS if self.text["model"].startswith(name)), None)
 
     @property
     def assumed(self) -> str | None:
@@ -338,17 +304,18 @@ def with_sums_in_products(model: ModelCount) -> ModelCount:
 
 
 @cache
-def counted_experts(shape: ExpertShape, length: int) -> ModelCount:
-    """Counts a model with experts, of whole layers."""
+def counted_experts(name: str, length: int) -> ModelCount:
+    """Counts a model of EXPERTS, of whole layers."""
     import torch
     from transformers import AutoConfig
 
     from slipstream.profile import count_model
 
-    sizes = dict(shape.sizes) | {"num_hidden_layers": 2, "max_position_embeddings": length, "use_cache": False}
-    config = AutoConfig.for_model(shape.model_type, **sizes, tie_word_embeddings=False)
+    model_type, kinds, sizes = EXPERTS[name]
+    sizes = sizes | {"num_hidden_layers": 2, "max_position_embeddings": length}
+    config = AutoConfig.for_model(model_type, **sizes, use_cache=False, tie_word_embeddings=False)
     model = count_model(config, length, torch.bfloat16, fused=True)
-    return replace(model, kinds=tuple(model.kinds[kind] for kind in shape.kinds), halves=())
+    return replace(model, kinds=tuple(model.kinds[kind] for kind in kinds), halves=())
 
 
 def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:

@@ -204,13 +204,10 @@ class AnalyticCosts:
 
     def _part_exchanges(self, part: PartCount, op: Op, length: Any) -> tuple[Any, ...]:
         op = Op.F if op is Op.R else op
-        of_tokens = (self._part_context_seconds, self._part_expert_seconds) if op in (Op.F, Op.I) else ()
-        if not part.has_backward and op is Op.I:
-            of_tokens = ()
-        return (
-            self._part_reduce_seconds(part, op, length),
-            *((each(part, length) for each in of_tokens) if of_tokens else (0.0, 0.0)),
-        )
+        reduced = self._part_reduce_seconds(part, op, length)
+        if op is Op.F or (op is Op.I and part.has_backward):
+            return reduced, self._part_context_seconds(part, length), self._part_expert_seconds(part, length)
+        return reduced, 0.0, 0.0
 
     def _part_context_seconds(self, part: PartCount, length: Any) -> Any:
         """Returns the time of a layer's all-to-alls that exchange heads for tokens around attention: of queries, keys

@@ -46,10 +46,11 @@ class AnalyticSource:
         name: str,
         sequence_parallel: bool = False,
         fused: bool = False,
-        alone: Mapping[str, str] = _EMPTY,
+        refusals: Mapping[str, str] = _EMPTY,
     ) -> None:
         """`sequence_parallel`: whether ranks that share layers also share tokens; `fused`: whether the model was
-        counted with fused kernels; `alone`: why `context_parallel` or `expert_parallel` can only be 1."""
+        counted with fused kernels; `refusals`: why training refuses a `context_parallel` or an `expert_parallel`
+        above 1."""
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
         self.sequence_parallel, self.fused = sequence_parallel, fused
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
@@ -58,16 +59,25 @@ class AnalyticSource:
         self.memory = cluster.device.memory  # bytes of a device
         self.host = HostMemorySpec(cluster.device.host_bandwidth, cluster.device.host_memory)
         self.dtype, self.state = model.dtype, StateBytes.of(model.dtype)
-        heads = {call.num_heads for part in model.layers for call in part.attentions}
-        degrees = range(1, min(heads) + 1)
-        self.tensor_parallel_degrees = tuple(t for t in degrees if all(h % t == 0 for h in heads))
-        self.alone = _alone(model) | dict(alone)
-        # all that divide the heads together with the tensor-parallel degree
-        self.context_parallel_degrees = (1,) if "context_parallel" in self.alone else self.tensor_parallel_degrees
-        self.has_experts = bool(_numbers_of_experts(model))
-        num_experts = 0 if "expert_parallel" in self.alone else gcd(*_numbers_of_experts(model))
-        self.expert_parallel_degrees = tuple(e for e in range(1, max(1, num_experts) + 1) if num_experts % e == 0)
+        self.num_experts = gcd(*(part.num_experts for part in model.layers))  # that all layers with experts can spread
+        self.refusals = self._refused_by_counts() | dict(refusals)
+        calls = [call for part in model.layers for call in part.attentions]
+        numbers = range(1, min((call.num_heads for call in calls), default=1) + 1)
+        sharing = tuple(n for n in numbers if all(call.num_heads % n == 0 for call in calls))
+        keys = {call.num_key_value_heads for call in calls}
+        self.tensor_parallel_degrees = tuple(t for t in sharing if all(k % t == 0 or t % k == 0 for k in keys))
+        # all that divide the query heads together with the tensor-parallel degree
+        self.context_parallel_degrees = (1,) if "context_parallel" in self.refusals else sharing
+        spread = tuple(e for e in range(1, self.num_experts + 1) if self.num_experts % e == 0)
+        self.expert_parallel_degrees = (1,) if "expert_parallel" in self.refusals else spread
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
+
+    def _refused_by_counts(self) -> dict[str, str]:
+        """Returns why ranks can't share slices, or experts, as far as the model's counts tell."""
+        found = {} if self.num_experts else {"expert_parallel": "The model has no experts that can be spread."}
+        if any(part.state_bytes for part in self.model.layers):
+            found["context_parallel"] = "The model's layers carry states from slice to slice."
+        return found
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""
@@ -75,8 +85,8 @@ class AnalyticSource:
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
         """Returns what the model's stages cost."""
-        tensor, *others = degrees
-        return AnalyticCosts(self.model, self.cluster, tensor, microbatch_size, self.sequence_parallel, *others)
+        t, g, e = degrees
+        return AnalyticCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
@@ -95,7 +105,7 @@ class AnalyticSource:
         """Yields the same model on 2, 4, ... up to `most` times the nodes; nothing where the hardware is given."""
         for doublings in range(1, most.bit_length()):
             larger = self.cluster.with_nodes(2**doublings * self.cluster.num_nodes)
-            yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.alone)
+            yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.refusals)
 
     def trained(self) -> tuple[str, ...]:
         """Returns a sentence about what trains and where the backward ends; nothing where all weights train."""
@@ -117,23 +127,10 @@ class AnalyticSource:
             f"Times are computed from counted operations and the description of {self.cluster.name}, not measured.",
             f"A parameter takes {state.weights:g} bytes, its gradient {state.gradients:g}, its optimizer state "
             f"{state.optimizer:g}.",
-            *(["Tokens are taken to choose all experts alike."] if _numbers_of_experts(self.model) else []),
+            *(["Tokens are taken to choose all experts alike."] if self.num_experts else []),
             "The gradients of a rank's first stage are reduced after its last backward, those of its others while "
             "earlier stages compute; the optimizer's step follows, and with a sharded one the gathering of weights.",
         )
-
-
-def _numbers_of_experts(model: ModelCount) -> list[int]:
-    """Returns the numbers of experts that layers have."""
-    return sorted({part.num_experts for part in model.layers} - {0})
-
-
-def _alone(model: ModelCount) -> dict[str, str]:
-    """Returns why ranks can't share slices, or experts, of a model, as far as its counts tell."""
-    found = {} if _numbers_of_experts(model) else {"expert_parallel": "The model has no experts that can be spread."}
-    if any(part.state_bytes for part in model.layers):
-        found["context_parallel"] = "The model's layers carry states from slice to slice."
-    return found
 
 
 class ProfileSource:
@@ -144,7 +141,7 @@ class ProfileSource:
 
     recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
     devices_per_domain = 2**62
-    has_experts = False  # whose times are known
+    num_experts = 0  # whose times are known
     fused = False  # what is fused is in the times
     memory, host = float("inf"), None  # what isn't known can't be planned with
 
@@ -157,7 +154,7 @@ class ProfileSource:
         self.kinds, self.num_devices = profile.kinds, num_ranks * profile.tensor_parallel
         self.tensor_parallel_degrees = (profile.tensor_parallel,)
         self.context_parallel_degrees = self.expert_parallel_degrees = (1,)
-        self.alone = dict.fromkeys(("context_parallel", "expert_parallel"), "Its times weren't measured.")
+        self.refusals = dict.fromkeys(("context_parallel", "expert_parallel"), "Its times weren't measured.")
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")

@@ -168,8 +168,7 @@ def check_partition(partition: Sequence[float], num_layers: int, units_per_layer
         raise SlipstreamError(
             f"partition={list(partition)} has {sum(partition):g} layers; give every stage at least {least:g}, in "
             f"{halves} (the first may have 0, for the embedding alone, and the last 0, for the head alone), and the "
-            "model's "
-            f"{num_layers} in all."
+            f"model's {num_layers} in all."
         )
 
 

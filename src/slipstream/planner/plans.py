@@ -133,7 +133,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # the assumptions behind the numbers
     sequence_parallel: bool = False  # whether tensor-parallel ranks share tokens, too
     fused: bool = False  # whether norms and activations are fused kernels
-    alone: Mapping[str, str] = field(default_factory=dict)  # why ranks can't share slices, or experts; by choice
+    refusals: Mapping[str, str] = field(default_factory=dict)  # why ranks can't share slices, or experts; by choice
     trained: tuple[str, ...] = ()  # what of the model trains, where that isn't all
 
     @property

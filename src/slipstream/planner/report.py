@@ -167,7 +167,8 @@ def reasons(plan: Plan) -> list[str]:
     for alternative in plan.alternatives:
         groups.setdefault(alternative.prediction.configuration, []).append(alternative)
     found = [_reason([each.choice for each in group], group[0], best) for group in groups.values()]
-    return found + [f"{_named_choice(choice, best.configuration)}: {reason}" for choice, reason in plan.alone.items()]
+    refused = [f"{_named_choice(choice, best.configuration)}: {reason}" for choice, reason in plan.refusals.items()]
+    return found + refused
 
 
 def _reason(choices: Sequence[str], alternative: Alternative, best: Prediction) -> str:

@@ -14,7 +14,6 @@ from slipstream.planner import Plan
 from slipstream.version import __version__
 
 _PRECISIONS = {"float32": "float32", "bfloat16": "bf16-weights"}
-_SHARED_SLICES = {"context_exchange": "heads"}  # the way that costs and memory are those of
 _DIGITS = 6  # of the predicted numbers that are written
 
 
@@ -51,6 +50,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
     training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
     if plan.dtype in _PRECISIONS:
         training["precision"] = _PRECISIONS[plan.dtype]
+    context = chosen.context_parallel
     stages = {"stages_per_rank": chosen.stages_per_rank} if best.joint is None else {}  # a file has its own
     return {
         "model": model,
@@ -66,7 +66,8 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
         "parallel": {
             "data": chosen.data_parallel,
             "tensor": chosen.tensor_parallel,
-            **(_SHARED_SLICES | {"context": chosen.context_parallel} if chosen.context_parallel > 1 else {}),
+            # Costs and memory are those of exchanging heads for tokens.
+            **({"context_exchange": "heads", "context": context} if context > 1 else {}),
             **({"experts": chosen.expert_parallel} if chosen.expert_parallel > 1 else {}),
             "shard_optimizer": chosen.shard_optimizer,
             **({"sequence_parallel": True} if plan.sequence_parallel else {}),

@@ -149,8 +149,7 @@ def choose_costs(
     if num_ranks is not None:
         raise SlipstreamError(f"num_ranks={num_ranks} is for a profile; a cluster has nodes: give num_nodes.")
     assert cluster is not None
-    parts = freeze, lora, lora_base_precision
-    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, parts, fused)
+    return _analytic_source(model, cluster, seq_len, dtype, num_nodes, freeze, lora, lora_base_precision, fused)
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
@@ -187,18 +186,21 @@ def _analytic_source(
     seq_len: int,
     dtype: str | None,
     num_nodes: int | None,
-    parts: tuple[Sequence[str], Any, BasePrecision],
+    freeze: Sequence[str],
+    lora: Any,
+    lora_base_precision: BasePrecision,
     fused: bool,
 ) -> AnalyticSource:
-    """`parts` say what is trained: `freeze`, `lora` and `lora_base_precision`."""
     described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if num_nodes is None and cluster in SHIPPED:
         num_nodes = 1
     if num_nodes is not None:
         described = described.with_nodes(check_count("num_nodes", num_nodes))
     if isinstance(model, ModelCount):
-        if parts[0] or parts[1] is not None:
-            raise SlipstreamError("a counted model says itself what is trained; leave freeze and lora out.")
+        if freeze or lora is not None or lora_base_precision != "full":
+            raise SlipstreamError(
+                "a counted model says itself what is trained; leave freeze, lora and lora_base_precision out."
+            )
         if fused:
             raise SlipstreamError("a counted model has the kernels with which it was counted: leave fused out.")
         if dtype not in (None, model.dtype):
@@ -207,16 +209,14 @@ def _analytic_source(
     dtype = dtype or _DTYPE
     described.device.matmul_flops(dtype)  # raises where the dtype has no peak, before the model is counted
     config = model_config(model, seq_len)
-    count = count_model(config, seq_len, _torch_dtype(dtype), _trained_weights(config, *parts), fused)
+    trained = _trained_weights(config, freeze, lora, lora_base_precision)
+    count = count_model(config, seq_len, _torch_dtype(dtype), trained, fused)
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
-    alone = _alone(config) if described.num_devices > 1 else {}
-    return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused, alone)
-
-
-def _alone(config: PretrainedConfig) -> dict[str, str]:
-    """Returns why ranks can't share the model's slices, or its experts, as training refuses it."""
-    found = {"context_parallel": context_ranks(config), "expert_parallel": expert_ranks(config)}
-    return {choice: reason for choice, (_, reason) in found.items() if reason}
+    refusals: dict[str, str] = {}
+    if described.num_devices > 1:
+        degrees = {"context_parallel": context_ranks(config), "expert_parallel": expert_ranks(config)}
+        refusals = {choice: reason for choice, (_, reason) in degrees.items() if reason}
+    return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused, refusals)
 
 
 _NORM_AND_HEAD = 2  # what runs after the layers of a model whose tensor-parallel ranks can share tokens

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.papers.unfused_attention import UnfusedCosts
 
-from slipstream.cost import Amount, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
+from slipstream.cost import Amount, AnalyticSource, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
 from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import Cluster, parse_cluster
 from slipstream.errors import SlipstreamError
@@ -160,6 +160,14 @@ def test_ranks_that_read_parts_of_several_heads_of_keys_have_all_of_them() -> No
     assert [six.key_heads_of_rank(ranks) for ranks in (1, 2, 3, 6)] == [2, 1, 2, 1]
 
 
+def test_ranks_that_share_layers_have_whole_heads_of_keys(cluster: Cluster) -> None:
+    """Three ranks of a run can't share a layer with 6 query heads and 2 of keys, though they can exchange its heads."""
+    layer = part("layer", PRODUCTS, (replace(CALL, num_heads=6),))
+    source = AnalyticSource(replace(MODEL, layers=(layer,)), cluster, "six heads")
+    assert source.tensor_parallel_degrees == (1, 2, 6)
+    assert source.context_parallel_degrees == (1, 2, 3, 6)
+
+
 def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back(cluster: Cluster) -> None:
     """400 of 500 parameters are in 4 experts, of which a token chooses 2; other copies have the same experts."""
     experts = replace(part("layer", PRODUCTS), num_in_experts=400, num_trained_in_experts=400)
@@ -265,9 +273,8 @@ def test_the_simulator_takes_the_costs_and_keeps_the_bytes(cluster: Cluster) -> 
     work = sum(float(costs.seconds(range(2, 4), op, n, j)) for op in (Op.F, Op.B) for n, j in ((10, 0), (6, 10)))
     assert timeline.makespan > work
     assert timeline.peak_memory[1] == 16 * 3 * 100  # two layers and the head
-    assert (
-        costs.context_bytes(range(2, 4), 16) == 16 * 2 * 256
-    )  # two heads of keys and values, each 32 wide, in two bytes
+    heads = 2 * (32 + 32) * 2  # two of keys and of values, each 32 wide, in two bytes
+    assert costs.context_bytes(range(2, 4), 16) == 16 * 2 * heads
 
 
 def test_the_optimizer_and_the_reduction_move_what_is_kept_of_every_parameter(cluster: Cluster) -> None:

@@ -32,6 +32,7 @@ from slipstream.model.quantised import BasePrecision
 from slipstream.planner.plans import Configuration, Plan
 from slipstream.planner.report import reasons
 from slipstream.planner.search import search_plans
+from slipstream.planner.search.bounds import NewestResults, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import Mesh, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
@@ -154,8 +155,7 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
     candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
     assert prediction.step_seconds >= seconds * (1 - 1e-9)
-    c = configuration
-    mesh = Mesh(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size)
+    mesh = Mesh.of(configuration)
     assert prediction.step_seconds >= space.least_seconds(mesh) * (1 - 1e-9)
     assert max(candidate.peaks()) >= space.mean_state(mesh) * (1 - 1e-9)
     assert max(candidate.peaks()) >= size * (1 - 1e-9) or size == float("inf")
@@ -421,6 +421,16 @@ def one_device(memory: float, host_memory: float = 32e9) -> AnalyticSource:
 def test_a_twentieth_of_a_device_is_left_to_what_is_not_counted() -> None:
     assert PlanSpace(one_device(1e9), SEQ_LEN, 8, PlanOptions()).memory == 0.95e9
     assert PlanSpace(one_device(1e9), SEQ_LEN, 8, PlanOptions(memory_limit=1e9)).memory == 1e9
+
+
+def test_schedules_are_kept_by_their_size() -> None:
+    kept, small = NewestResults(100, lambda *_: object()), ScheduleShape("1f1b", 2, 5, 1, 1)
+    first, other = kept(small), kept(small, True)
+    assert (kept(small), kept(small, True)) == (first, other)
+    large = kept(small._replace(num_microbatches=45))
+    assert kept(small._replace(num_microbatches=45)) is large
+    assert kept(small, True) is other
+    assert kept(small) is not first
 
 
 def test_a_single_device_is_planned_wherever_something_fits() -> None:

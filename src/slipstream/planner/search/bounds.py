@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from slipstream.schedule import (
 from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
 from slipstream.simulator.memory_arrays import row_peaks
 
-_KEPT = 12  # schedules; a large one takes 30 MB
+_Result = TypeVar("_Result")
 
 
 class ScheduleShape(NamedTuple):
@@ -46,8 +47,27 @@ class ScheduleShape(NamedTuple):
         return self.num_ranks, self.num_microbatches, self.num_slices, self.stages_per_rank
 
 
-@lru_cache(maxsize=_KEPT)
-def cached_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
+class NewestResults(Generic[_Result]):
+    """A function of schedules' shapes that keeps its newest results: of at most so many slices of stages in all."""
+
+    def __init__(self, most: int, make: Callable[..., _Result]) -> None:
+        self._most, self._make = most, make
+        self._kept: dict[tuple[Any, ...], _Result] = {}
+
+    def __call__(self, shape: ScheduleShape, *saving: Any) -> _Result:
+        key = (shape, *saving)
+        found = self._kept.pop(key) if key in self._kept else self._make(*key)
+        self._kept[key] = found
+        while len(self._kept) > 1 and sum(prod(each.counts) for each, *_ in self._kept) > self._most:
+            del self._kept[next(iter(self._kept))]
+        return found
+
+    def clear(self) -> None:
+        """Forgets all results."""
+        self._kept.clear()
+
+
+def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
     """Returns a schedule of compute actions, R, OFFLOAD and RELOAD.
 
     Frozen stages have no backwards.
@@ -59,6 +79,10 @@ def cached_schedule(shape: ScheduleShape, recompute: bool = False, offload: floa
     schedule = make_schedule(shape.name, *shape.counts)
     schedule = split_backwards(schedule) if shape.splits else schedule
     return ActionArrays.of(freeze_stages(schedule, shape.num_frozen) if shape.num_frozen else schedule)
+
+
+# With what follows from it a schedule takes up to two kilobytes for each slice of a stage.
+cached_schedule = NewestResults(250_000, _make_schedule)
 
 
 def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
@@ -239,13 +263,15 @@ class MarkedActions:
     reduces: Flags  # the first B or W of the stage
 
 
-@lru_cache(maxsize=256)
-def marked_actions(shape: ScheduleShape) -> MarkedActions:
+def _mark_actions(shape: ScheduleShape) -> MarkedActions:
     """Returns the actions of a named schedule, without the schedule itself, which takes more memory."""
     arrays = cached_schedule(shape)
     op, stage, (opens, _, closes) = arrays.op, arrays.stage, arrays.context_marks
     reduces = first_of(stage, (op == _B) | (op == _W))
     return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, reduces)
+
+
+marked_actions = NewestResults(2_000_000, _mark_actions)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from heapq import heapify, heappop, heappush, nsmallest
-from itertools import chain, count, islice, product
+from itertools import count, islice, product
 from math import ceil, inf, prod
 from operator import itemgetter
 from typing import Any
@@ -56,16 +56,15 @@ _MOST_TRIED, _MOST_SCHEDULED = 400, 8
 def _working_memory() -> Iterator[None]:
     """Turns garbage collection off for the time of a search, and empties the search's caches at its end.
 
-    Schedules are millions of tuples, none of them in a cycle: collecting took a third of the search. The cached ones
-    may take a gigabyte.
+    Schedules are millions of tuples, none of them in a cycle: collecting took a third of the search.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        cached_schedule.cache_clear()
-        marked_actions.cache_clear()
+        cached_schedule.clear()
+        marked_actions.clear()
         if was_enabled:
             gc.enable()
 
@@ -101,8 +100,6 @@ def search_plans(
     report = progress or (lambda *_: None)
     space = PlanSpace(source, seq_len, global_batch, options)
     frontier = Frontier(space, report)
-    if not frontier.num_meshes:
-        raise _nothing_divides(space)
     run = _PlanSearch(space, frontier, report)
     run.settle()
     run.search_jointly()
@@ -135,7 +132,7 @@ def search_plans(
         gap=run.gap(best[0]),
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
-        alone={c: why for c, why in source.alone.items() if c != "expert_parallel" or source.has_experts},
+        refusals={c: why for c, why in source.refusals.items() if c != "expert_parallel" or source.num_experts},
         trained=source.trained(),
         sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
         fused=source.fused,
@@ -157,7 +154,7 @@ class Frontier:
         self._space, self._report, self._number = space, report, count()
         every = list(space.meshes())
         fitting = [mesh for mesh in every if space.mean_state(mesh) <= space.memory]
-        self.num_meshes, self.num_too_large_meshes = len(every), len(every) - len(fitting)
+        self.num_meshes = len(every)
         self.num_bounded = self.num_too_large = 0
         self._meshes = [(space.least_seconds(mesh), next(self._number), mesh) for mesh in fitting]
         heapify(self._meshes)
@@ -182,13 +179,13 @@ class Frontier:
         if values is not None and {*values} <= {value}:
             return
         of_mesh = hasattr(Mesh, choice)
-        known = chain(self._ordered, ((each[0][0], each[2]) for each in sorted(self._waiting)))
-        yield from (c for _, c in list(known) if getattr(c, choice) != value)
+        known = [c for _, c in self._ordered] + [c for *_, c in sorted(self._waiting)]
+        yield from (c for c in known if getattr(c, choice) != value)
         self._meshes.sort()  # and so still a heap, whichever are taken out
         for each in list(self._meshes):
             if not of_mesh or getattr(each[2], choice) != value:
                 self._meshes.remove(each)
-                yield from (c for _, _, c in sorted(self._bound(each[2])) if getattr(c, choice) != value)
+                yield from (c for *_, c in sorted(self._bound(each[2])) if getattr(c, choice) != value)
 
     def _extend(self) -> bool:
         """Puts the next configuration in its place; False where there is none."""
@@ -349,11 +346,10 @@ def _nothing_divides(space: PlanSpace) -> SlipstreamError:
     devices, layers = plural(source.num_devices, "device"), plural(len(source.kinds), "layer")
     return SlipstreamError(
         f"no configuration fits these numbers: {devices}, {layers}, a global batch of "
-        f"{plural(space.global_batch, 'sequence')}. "
-        "The data-parallel degree must divide the batch, the pipeline's be at most the layers, and their product "
-        f"with the tensor-parallel degree (of {source.tensor_parallel_degrees}) and the context-parallel one (of "
-        f"{source.context_parallel_degrees}) be the devices; the expert-parallel degree (of "
-        f"{source.expert_parallel_degrees}) divides the product of data and context. Change the batch or "
+        f"{plural(space.global_batch, 'sequence')}. The data-parallel degree must divide the batch, the pipeline's be "
+        f"at most the layers, and their product with the tensor-parallel degree (of {source.tensor_parallel_degrees}) "
+        f"and the context-parallel one (of {source.context_parallel_degrees}) be the devices; the expert-parallel "
+        f"degree (of {source.expert_parallel_degrees}) divides the product of data and context. Change the batch or "
         f"the number of nodes{', or allow more than ' + allowed if allowed else ''}."
     )
 
@@ -402,13 +398,13 @@ def _smallest(space: PlanSpace) -> list[Configuration]:
     }
     unsaid = {choice: values for choice, values in saving.items() if getattr(space.options, choice) is None}
     saving_space = PlanSpace(space.source, space.seq_len, space.global_batch, replace(space.options, **unsaid))
-    found: list[tuple[float, int, Configuration]] = []
+    found: list[tuple[float, Configuration]] = []
     for mesh in sorted(saving_space.meshes(), key=saving_space.mean_state):
         if len(found) == _SMALLEST and found[-1][0] <= saving_space.mean_state(mesh):
             break
-        more = [(size, number, c) for number, (_, size, c) in enumerate(saving_space.of_mesh(mesh), len(found))]
+        more = ((size, c) for _, size, c in saving_space.of_mesh(mesh))
         found = nsmallest(_SMALLEST, [*found, *more], key=itemgetter(0))
-    return [configuration for _, _, configuration in found]
+    return [configuration for _, configuration in found]
 
 
 def _changes(space: PlanSpace) -> Iterator[str]:
@@ -455,7 +451,7 @@ def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
     of_mesh: dict[Mesh, Configuration] = {}
     for c in configurations:
         if c.pipeline_parallel > 1 and c.schedule != AUTO:
-            of_mesh.setdefault(Mesh(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size), c)
+            of_mesh.setdefault(Mesh.of(c), c)
     return list(of_mesh.values())[:_MOST_MESHES]
 
 

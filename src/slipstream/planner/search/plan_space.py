@@ -69,6 +69,12 @@ class Mesh(NamedTuple):
     data_parallel: int
     microbatch_size: int
 
+    @classmethod
+    def of(cls, configuration: Configuration) -> Mesh:
+        """Returns the mesh of a configuration."""
+        c = configuration
+        return cls(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size)
+
     @property
     def tensor_parallel(self) -> int:
         return self.degrees.tensor
@@ -128,12 +134,11 @@ class PlanSpace:
         """Returns whether ranks share slices of microbatches that they could have parts of instead: with more replicas
         and fewer sequences in each microbatch they would have as many tokens, and exchange less."""
         (_, context, _), _, data, size = mesh
-        allows, known = self.options.allows, self.source.microbatch_sizes
+        allows = self.options.allows
         return any(
             allows("context_parallel", context // parts)
             and allows("data_parallel", data * parts)
-            and allows("microbatch_size", size // parts)
-            and (known is None or size // parts in known)
+            and size // parts in self._microbatch_sizes(self.global_batch // (data * parts))
             for parts in _divisors(gcd(context, size))[1:]
         )
 
@@ -143,7 +148,7 @@ class PlanSpace:
         most = source.num_devices if options.tensor_parallel else source.devices_per_domain
         all_of = source.tensor_parallel_degrees, source.context_parallel_degrees, source.expert_parallel_degrees
         for degrees in starmap(Degrees, product(*all_of)):
-            shares_heads = degrees.context == 1 or degrees.tensor * degrees.context in source.tensor_parallel_degrees
+            shares_heads = degrees.context == 1 or degrees.tensor * degrees.context in source.context_parallel_degrees
             has_tokens = degrees.context == 1 or self.seq_len // degrees.context >= self.choices.least_tokens
             allowed = all(
                 options.allows(f"{kind}_parallel", number)
@@ -417,7 +422,7 @@ class PlanSpace:
 
 def _check_known(source: CostSource, options: PlanOptions) -> None:
     """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
-    for choice, reason in source.alone.items():
+    for choice, reason in source.refusals.items():
         most = max(getattr(options, choice) or (1,))
         if most > 1:
             raise SlipstreamError(f"{choice}={most} can't be planned for {source.name}. {reason}")
