@@ -28,12 +28,8 @@ def config_of(output: Path, **settings: object) -> Config:
     ("last_steps", "max_restarts", "waits", "reason"),
     [
         ([4, 4], 5, [1], "step 5 has failed twice"),
-        (
-            [4, None, 4],
-            5,
-            [1, 2],
-            "step 5 has failed twice",
-        ),  # None: before the first step, which says nothing
+        # None is a crash before the first step, which says nothing about a step.
+        ([4, None, 4], 5, [1, 2], "step 5 has failed twice"),
         ([4, 6, 8], 2, [1, 1], "crash 3"),
         ([4], 0, [], "crash 1"),
         ([4, 9, "ends"], 2, [1, 1], None),

@@ -16,14 +16,18 @@ from slipstream.extras.hf_trainer import SlipstreamTrainer
 from slipstream.options import RECORDS, Memory, Precision
 from slipstream.pipeline import Pipeline
 
+_LORA_KERNELS = ("lora_qkv_kernel", "lora_o_kernel", "lora_mlp_kernel", "lora_embedding_kernel")
 # Settings of the YAML that a Pipeline can't do, and what to do instead.
 _REFUSED = {
     "rl": "train on preferences by `slipstream train` (preference.loss), or with TRL's data in a script of your own",
     "reward_model": "only causal LMs are trained",
     "process_reward_model": "only causal LMs are trained",
     "sample_packing": "give sample_packing: false; packed samples haven't been shown to be as axolotl has them",
-    "load_in_4bit": "give bfloat16 weights, or train by `slipstream train` with lora.base_precision=nf4",
-    "load_in_8bit": "give bfloat16 weights, or train by `slipstream train` with lora.base_precision=nf4",
+    **dict.fromkeys(_LORA_KERNELS, "leave it out: it replaces the code of all models' layers"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit"),
+        "give bfloat16 weights, or train by `slipstream train` with lora.base_precision=nf4",
+    ),
     "fsdp_config": "leave it out: the layers are spread over the processes",
     "deepspeed": "leave it out: the layers are spread over the processes",
     "context_parallel_size": "leave it out: the sequences are cut into slices",
@@ -32,10 +36,9 @@ _REFUSED = {
     "fp8": "give bf16: true",
     "orpo_alpha": "the loss is cross-entropy",
     "use_eaft": "the loss is cross-entropy",
-    "loraplus_lr_ratio": "all factors have one learning rate",
-    "embedding_lr": "all weights have one learning rate",
-    "embedding_lr_scale": "all weights have one learning rate",
-    "lr_groups": "all weights have one learning rate",
+    **dict.fromkeys(
+        ("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups"), "all weights have one learning rate"
+    ),
     "activation_offloading": "leave it out, and give slipstream: {memory: {recompute: full, offload: 0.5}}",
     "layer_offloading": "leave it out: a process has its own layers alone",
     "relora": "no weights are merged as it trains",
@@ -57,6 +60,12 @@ class SlipstreamPlugin(BasePlugin):  # type: ignore[misc]
 
     One line of the YAML asks for it: `plugins: [slipstream.extras.axolotl_plugin.SlipstreamPlugin]`.
     """
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Leaves out the kernels of adapters that axolotl would add by itself."""
+        for name in _LORA_KERNELS:
+            if cfg.get(name) is None:
+                cfg[name] = False
 
     def get_input_args(self) -> str:
         """Returns where axolotl finds the settings that the plugin adds."""
@@ -96,8 +105,9 @@ class _PipelineTrainer(SlipstreamTrainer, AxolotlTrainer):  # type: ignore[misc]
                 "SlipstreamPlugin on several nodes: axolotl saves the model of each node's first process, of which "
                 "only one has all weights. Start it on one node, or train by `slipstream train`."
             )
-        args.bf16 = args.bf16_full_eval = False  # the Pipeline's options say it
-        if args.gradient_checkpointing:  # so do they
+        # The Pipeline's options say what these did.
+        args.bf16 = args.bf16_full_eval = False
+        if args.gradient_checkpointing:
             model.gradient_checkpointing_disable()
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         self._whole: Any = model.get_base_model() if hasattr(model, "get_base_model") else model

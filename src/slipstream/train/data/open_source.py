@@ -33,8 +33,8 @@ class OpenSource:
 
     @classmethod
     def of(cls, source: SourceSection, say: Callable[[str], None], answers: str | None = None) -> OpenSource:
-        """Opens a source, of `answers` of the form "pairs", or "rated", each wanted or not; or of anything else. `say`
-        gets a line about documents without text.
+        """Opens a source. `answers` says that its rows are "pairs" of them, or "rated", each wanted or not; None finds
+        the form by itself. `say` gets a line about documents without text.
 
         Raises:
             SlipstreamError: where it can't be read, holds nothing, or its columns fit no form.
@@ -201,8 +201,7 @@ def find_form(source: SourceSection, columns: Sequence[str], answers: str | None
     if not fitting and not missing:
         raise SlipstreamError(
             f"{source.name} has the columns {' and '.join(PAIR_COLUMNS)}, pairs of answers, which need the section "
-            "preference: give --preference.loss=dpo, or choose the column of a text "
-            "with data.text_column"
+            "preference: give --preference.loss=dpo, or choose the column of a text with data.text_column"
         )
     if not fitting:
         raise SlipstreamError(_without(source, source.text_column, columns))

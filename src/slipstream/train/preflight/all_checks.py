@@ -389,11 +389,12 @@ def _check_adapter(saved: SavedCheckpoint, config: Config) -> None:
     if had != (config.lora is not None):
         was, now = ("an adapter", "all weights") if had else ("all weights", "an adapter (lora)")
         raise saved.unfit(f"holds {was}, but the run trains {now}")
-    if config.lora is not None and (was := saved.facts["settings"]["lora"]["base_precision"]) != (
-        now := config.lora.base_precision
-    ):
+    if config.lora is None:
+        return
+    was, now = saved.facts["settings"]["lora"]["base_precision"], config.lora.base_precision
+    if was != now:
         raise saved.unfit(f"holds an adapter of weights with lora.base_precision={was}, but the run has {now}")
-    if config.lora is not None and differs(saved.facts["base"], str(config.model.path)):
+    if differs(saved.facts["base"], str(config.model.path)):
         raise saved.unfit(
             f"holds an adapter of other weights than those in model.path={config.model.path}, which have been changed "
             "or replaced since"
