@@ -48,15 +48,15 @@ class TokenExchange(Protocol):
         """Returns which keys the queries of this rank's tokens see, of those that a slice's queries see."""
         ...
 
-    def gathered(self, *tensors: Tensor) -> list[Tensor]:
+    def gather_keys(self, *tensors: Tensor) -> list[Tensor]:
         """Returns keys and values (B,Hkv,n,D) of all tokens of the slice, of those of each rank's. Collective."""
         ...
 
-    def summed(self, *gradients: Tensor) -> list[Tensor]:
+    def reduce_scatter(self, *gradients: Tensor) -> list[Tensor]:
         """Returns the sums over the ranks of gradients (B,Hkv,n,D), for this rank's tokens alone. Collective."""
         ...
 
-    def counted(self, gradient: Tensor) -> Tensor:
+    def own_gradient(self, gradient: Tensor) -> Tensor:
         """Returns the gradient of this rank's output, zeros where it has no tokens and computes one for nothing."""
         ...
 

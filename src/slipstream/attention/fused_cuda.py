@@ -47,7 +47,7 @@ class FusedCUDA(TiledBackend):
             return super().differentiate(queries, key, value, grads)
         kernel = choose_kernel(queries.query, key.shape[1], mask)
         grad_query, parts = kernel.backward(queries, key, value, mask, self.site.scale)
-        # of keys that other ranks' queries see too, all are sums that only these complete
+        # Where other ranks' queries see the keys too, none is final before those ranks' parts are added.
         num_added = mask.past if self.site.exchange is None else key.shape[2]
         return grad_query, *add_gradients(parts, num_added, grads.key, grads.value)
 

@@ -60,9 +60,9 @@ def attend(
     """
     query, key, value = _autocast(query, key, value)
     moved, is_whole = site.exchange, site.ranges.end - site.ranges.start == site.store.length
-    if moved is not None and not moved.moves_heads(query, key, is_whole):
+    if moved is None or not moved.moves_heads(query, key, is_whole):
         moved = None
-    if moved is not None:
+    else:
         query, key, value = moved.heads_for_tokens(query, key, value)
         sinks = None if sinks is None else moved.own_heads(sinks)
         site = site._replace(exchange=None)
@@ -111,7 +111,7 @@ class _SliceAttention(torch.autograd.Function):
         backend: type[AttentionBackend],
     ) -> Tensor:
         if site.exchange is not None and not site.store.can_replay(site.call):
-            key, value = site.exchange.gathered(key, value)
+            key, value = site.exchange.gather_keys(key, value)
         keys, values = site.store.write(site.call, key, value, site.ranges)  # (B,Hkv,L,D)
         computing = backend(_selecting(site.here, selected))
         output, logsumexp = site.store.attend(lambda: _attend(query, keys, values, sinks, computing))
@@ -126,7 +126,7 @@ class _SliceAttention(torch.autograd.Function):
         site: AttentionSite = ctx.site
         here, exchange = site.here, site.exchange
         keys, values, grad_keys, grad_values = site.store.context(site.call, site.ranges)
-        grad_output = grad_output if exchange is None else exchange.counted(grad_output)
+        grad_output = grad_output if exchange is None else exchange.own_gradient(grad_output)
         if not grad_output.transpose(1, 2).is_contiguous():  # as other tensors are; once, not for every rectangle
             grad_output = grad_output.transpose(1, 2).contiguous().transpose(1, 2)
         queries = QueryState(query, output, logsumexp, grad_output)
@@ -138,7 +138,7 @@ class _SliceAttention(torch.autograd.Function):
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
         if not own:
             own = [site.ranges.own(each) for each in (grad_keys, grad_values)]
-            own = [_copy(each, query.dtype) for each in (own if exchange is None else exchange.summed(*own))]
+            own = [_copy(each, query.dtype) for each in (own if exchange is None else exchange.reduce_scatter(*own))]
         site.store.finish(site.call, site.ranges)
         return grad_query, *own, grad_sinks, None, None, None
 

@@ -95,22 +95,22 @@ class SliceExchange:
 
     def own_queries(self, ranges: KeyRanges) -> KeyRanges:
         """Returns the ranges of this rank's queries; of the slice's last token where it has none."""
-        begin, end = self.parts[self.group.rank] if self.parts else (0, ranges.end - ranges.start)
-        length = ranges.end - ranges.start
-        return ranges.part(begin, end) if begin < end else ranges.part(length - 1, length)
+        if not self.parts:
+            return ranges
+        return ranges.part(*computed_tokens(self.parts[self.group.rank], ranges.end - ranges.start))
 
-    def gathered(self, *tensors: Tensor) -> list[Tensor]:
+    def gather_keys(self, *tensors: Tensor) -> list[Tensor]:
         """Returns (B,Hkv,n,D) of all tokens of the slice, of (B,Hkv,T,D) of this rank's. Collective."""
         return self._spread_heads(tensors, self._all_heads(tensors)) if self.parts else [*tensors]
 
-    def summed(self, *gradients: Tensor) -> list[Tensor]:
+    def reduce_scatter(self, *gradients: Tensor) -> list[Tensor]:
         """Returns the sums over the ranks of (B,Hkv,n,D), this rank's tokens of them. Collective."""
         if not self.parts:
             return [*gradients]
         sums = self._spread_tokens(gradients, self._all_heads(gradients))
         return [_as_long(each, max(1, self._num_own)) for each in sums]
 
-    def counted(self, gradient: Tensor) -> Tensor:
+    def own_gradient(self, gradient: Tensor) -> Tensor:
         """Returns the gradient, zeros where this rank has no tokens."""
         return gradient if not self.parts or self._num_own else torch.zeros_like(gradient)
 
@@ -163,6 +163,11 @@ class SliceExchange:
         received = self.group.all_to_all(flat, counts, [*map(sum, sizes)])
         parts = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
         return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+def computed_tokens(part: tuple[int, int], length: int) -> tuple[int, int]:
+    """Returns which tokens [begin, end) of a slice a rank computes: its part, or the last token where that has none."""
+    return part if part[0] < part[1] else (length - 1, length)
 
 
 def check_heads(num_heads: int, num_ranks: int) -> None:

@@ -156,7 +156,7 @@ class Batch:
         documents = [2 * own[number] + place % 2 for place, number in enumerate(group)]  # differ where a sequence ends
         return replace(row, document_ids=torch.cat(documents)[None])
 
-    def check_token_ids(self) -> None:
+    def check_form(self) -> None:
         """Raises SlipstreamError where these aren't token ids, (batch, sequence) or each (tokens,), and what belongs to
         them of one shape."""
         if self.is_tuple:

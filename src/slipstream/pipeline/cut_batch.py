@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
 from slipstream.model.hooks import TokenSlice
-from slipstream.parallel import part_bounds
+from slipstream.parallel import computed_tokens, part_bounds
 from slipstream.pipeline.batch import Batch, document_numbers
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.schedule import SlicedMicrobatch
@@ -127,24 +127,20 @@ class SplitBatch:
 def _shared(piece: TokenSlice, rank: int, size: int) -> TokenSlice:
     """Returns a rank's part of a slice that several ranks share."""
     length = piece.input_ids.shape[1]
+    parts = tuple(part_bounds(length, size, number) for number in range(size))
     return replace(
         piece,
         input_ids=_tokens(piece.input_ids, rank, size),
         position_ids=_tokens(piece.position_ids, rank, size),
-        lone_sequences=_within(piece.lone_sequences, *_computed(length, rank, size)),
-        parts=tuple(part_bounds(length, size, number) for number in range(size)),
+        lone_sequences=_within(piece.lone_sequences, *computed_tokens(parts[rank], length)),
+        parts=parts,
         part=rank,
     )
 
 
-def _computed(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Returns the tokens that a rank computes: its own, or the slice's last one where it has none."""
-    begin, end = part_bounds(length, size, rank)
-    return (begin, end) if begin < end else (length - 1, length)
-
-
 def _tokens(each: Tensor, rank: int, size: int) -> Tensor:
-    begin, end = _computed(each.shape[1], rank, size)
+    length = each.shape[1]
+    begin, end = computed_tokens(part_bounds(length, size, rank), length)
     return each[:, begin:end]
 
 
@@ -162,11 +158,23 @@ def cut_batch(
     Documents are runs of equal document_ids, or, as in transformers, of consecutive position_ids: positions restart
     with each, and its last token predicts nothing (rule 12).
     """
-    if not groups:
-        check_rows(len(batch.inputs[0]), len(microbatches), "sequences")
-        return _cut_rows(batch, microbatches, seed)
+    if groups:
+        return cut_groups(batch, microbatches, seed, groups, _cut_rows)
+    check_rows(len(batch.inputs[0]), len(microbatches), "sequences")
+    return _cut_rows(batch, microbatches, seed)
+
+
+def cut_groups(
+    batch: Batch,
+    microbatches: Sequence[SlicedMicrobatch],
+    seed: int,
+    groups: Sequence[Sequence[int]],
+    cut_rows: Callable[[Batch, Sequence[SlicedMicrobatch], int, int], SplitBatch],
+) -> SplitBatch:
+    """Packs each group of sequences into the row of a microbatch, which `cut_rows` cuts: it is given the row, its
+    microbatch, the seed and the microbatch's number."""
     rows = zip(batch.packed(groups), microbatches, strict=True)
-    cut = [_cut_rows(row, [each], seed, number) for number, (row, each) in enumerate(rows)]
+    cut = [cut_rows(row, [each], seed, number) for number, (row, each) in enumerate(rows)]
     pieces, labels = [each.slices[0] for each in cut], [each.targets[0] for each in cut]
     found = SplitBatch(pieces, labels, sum(each.num_valid for each in cut), microbatches, groups)
     return found.with_max_position(found.max_position)
@@ -310,8 +318,7 @@ def check_sequences(loss: SequenceLoss, whole: Batch) -> None:
     if whole.document_ids is not None or whole.position_ids is not None:
         raise SlipstreamError(
             "document_ids or position_ids with a SequenceLoss, for which each row is a sequence. Leave them out, and "
-            "give "
-            "sequences of different lengths as a list."
+            "give sequences of different lengths as a list."
         )
     if len(whole.targets) % loss.group_size:
         raise SlipstreamError(

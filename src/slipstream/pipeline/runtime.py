@@ -221,8 +221,7 @@ class PipelineRuntime:
         # 2. Bring the parameters up to date, and set gradients of earlier steps aside.
         self.parameters.publish()
         self.parameters.begin(loss_scale, self._divisor.may_be_own)
-        if self.family.on_begin is not None:
-            self.family.on_begin()
+        self.family.begin_step()
 
         # 3. Run all actions of this process's ranks.
         seed, num_steps = self.random_state
@@ -232,8 +231,7 @@ class PipelineRuntime:
 
         # 4. Complete the gradients.
         self.parameters.end(self._divisor.of_gradients)
-        if self.family.on_end is not None:
-            self.family.on_end()
+        self.family.end_step()
         self.random_state = seed, num_steps + 1
         if self._first_steps.listens and not whole.is_ragged:
             self._first_steps.observe(self._timeline())
@@ -291,7 +289,7 @@ class PipelineRuntime:
             else:
                 batch = self.family.split(whole, plan.microbatches, self._seed(), plan.groups)
                 order = plan.schedule
-            if self._losses.may_say_divisor and len(self.layout.layers) - 1 in self.stages:
+            if len(self.layout.layers) - 1 in self.stages:
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
             return batch, order.checksum
 

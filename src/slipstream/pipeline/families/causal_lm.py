@@ -325,7 +325,7 @@ class CausalLMFamily(ModelFamily):
 
     def lengths(self, batch: Batch) -> list[int]:
         """Returns the tokens of each sequence. Raises SlipstreamError for tensors that don't fit the model."""
-        batch.check_token_ids()
+        batch.check_form()
         lengths: list[int] = []
         for (place, inputs), (_, targets) in zip(
             batch.places(batch.inputs[0]), batch.places(batch.targets), strict=True

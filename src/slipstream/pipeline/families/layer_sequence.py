@@ -17,7 +17,7 @@ from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.weight_gradients import compiled_modules
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
-from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, refuse_values, rows_of
+from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, cut_groups, refuse_values, rows_of
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SliceLosses
 from slipstream.pipeline.families.model_family import Balance, ModelFamily
 from slipstream.pipeline.families.sequence_costs import (
@@ -78,7 +78,6 @@ class SequenceFamily(ModelFamily):
         self._tracer = ShapeTracer(self._layers, device)
         self._costs = self._find_costs()
         self._stages: dict[int, SequentialStage] = {}
-        self.on_begin, self.on_end = self._begin_step, self._end_step
 
     def _check_count(self, slices: object) -> None:
         if slices is None or slices == 1:
@@ -229,10 +228,7 @@ class SequenceFamily(ModelFamily):
                     f"the plan packs the sequences {[*group]} into one row, but the layers of an nn.Sequential may "
                     "look at anything in it. Make a microbatch of each."
                 )
-        rows = zip(batch.packed(groups), microbatches, strict=True)
-        cut = [self._split_rows(row, [each], seed, number) for number, (row, each) in enumerate(rows)]
-        pieces, labels = [each.slices[0] for each in cut], [each.targets[0] for each in cut]
-        return SplitBatch(pieces, labels, sum(each.num_valid for each in cut), microbatches, groups)
+        return cut_groups(batch, microbatches, seed, groups, self._split_rows)
 
     def _split_rows(
         self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, first: int = 0
@@ -286,16 +282,15 @@ class SequenceFamily(ModelFamily):
             return [None]
         return [range(a, b) for a, b in pairwise(accumulate(microbatch.slices, initial=0))]
 
-    def _begin_step(self) -> None:
-        """Begins a step, before its forwards. Raises SlipstreamError where a sequence has got hooks since the
-        pipeline was made."""
+    def begin_step(self) -> None:
+        """Raises SlipstreamError where a sequence has got hooks since the pipeline was made."""
         for sequence in self._sequences:
             check_runs_its_children(sequence)
         for stage in self._stages.values():
             stage.statistics.begin()
 
-    def _end_step(self) -> None:
-        """Ends a step: updates every batch norm's moving averages with the whole mini-batch. Collective."""
+    def end_step(self) -> None:
+        """Updates every batch norm's moving averages with the whole mini-batch. Collective."""
         over = self._ranks.copies
         for stage in self._stages.values():
             stage.statistics.update(

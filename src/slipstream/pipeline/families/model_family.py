@@ -35,8 +35,6 @@ class ModelFamily(ABC):
         beside: the folder of what lies beside the weights.
         trained: what of it is trained.
         adapter: the adapter that is trained.
-        on_begin: called before the forwards of a step.
-        on_end: called after the last action of a step, on all ranks.
     """
 
     name: str
@@ -47,8 +45,6 @@ class ModelFamily(ABC):
     beside: Path | None = None
     trained: TrainedWeights = ALL_WEIGHTS
     adapter: Adapter | None = None
-    on_begin: Callable[[], None] | None = None
-    on_end: Callable[[], None] | None = None
     _options: PipelineOptions
 
     def check_has(self, wanted: str, instead: str = "") -> None:
@@ -66,6 +62,14 @@ class ModelFamily(ABC):
     def adopt(self, options: PipelineOptions) -> None:
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
         self._options = options
+
+    def begin_step(self) -> None:
+        """Is called before the forwards of a step."""
+        return
+
+    def end_step(self) -> None:
+        """Is called after the last action of a step. Collective."""
+        return
 
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
