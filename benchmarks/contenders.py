@@ -202,11 +202,9 @@ class Ours:
     it has chosen before its first step counts."""
 
     def __init__(self, config: PretrainedConfig, batch: int, length: int, settings: Mapping[str, Any]) -> None:
-        axes = settings.get("mesh")
-        given = dict(settings) | ({} if axes is None else {"mesh": make_mesh(**axes)})
+        given = dict(settings) | ({"mesh": make_mesh(**settings["mesh"])} if "mesh" in settings else {})
         self.pipe = Pipeline.from_config(config, runtime=Runtime(self_check=False), seq_len=length, **given)
-        num_replicas = 1 if axes is None else axes.get("dp", 1)
-        self.inputs = tokens(config, batch, length).chunk(num_replicas)[self.pipe.replica]
+        self.inputs = tokens(config, batch, length).chunk(self.pipe.num_replicas)[self.pipe.replica]
         while self.pipe.is_tuning:
             self._step_anew()
 

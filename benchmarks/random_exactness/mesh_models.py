@@ -20,7 +20,7 @@ def mesh_config(dice: Dice, place: Place, num_stages: int) -> PretrainedConfig:
     name = dice.choice([each for each in names if place.tp == 1 or each not in _NOT_CUT])
     heads = place.cp * place.tp * dice.choice([1, 2, 2]) if place.cp * place.tp > 1 else 4
     layers = max(2, num_stages + dice.randint(0, 2))
-    experts = dice.choice([each for each in (4, 4, 8) if each > place.ep or place.ep == 4])
+    experts = dice.choice([4, 4, 8])
     common: dict[str, Any] = {
         "vocab_size": 61,
         "hidden_size": _WIDTH,

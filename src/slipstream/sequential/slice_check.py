@@ -264,8 +264,7 @@ class _SliceComparison:
             if shorter and any(a == b or not a for a, b in zip(drawn, whole.draws[0], strict=False)):
                 raise SlipstreamError(
                     f"{layer} draws random numbers that all tokens share, but each slice would draw its own. Draw them "
-                    "for every token, put the layer before CutTokens, or leave slices out. "
-                    f"{_LEFT_OUT}"
+                    f"for every token, put the layer before CutTokens, or leave slices out. {_LEFT_OUT}"
                 )
 
     def check_outputs(self, last: SequentialLayer) -> None:

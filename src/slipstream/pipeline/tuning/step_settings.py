@@ -246,8 +246,7 @@ def _check(schedule: str | Schedule, slices: object, num_microbatches: int, num_
         allowed = [count for count in range(1, num_microbatches + 1) if num_microbatches % count == 0]
         raise SlipstreamError(
             f"memory.num_flushes={num_flushes} for {num_microbatches} microbatches: all flushes have the same number. "
-            "Choose one "
-            f"of {', '.join(map(str, allowed))}."
+            f"Choose one of {', '.join(map(str, allowed))}."
         )
 
 
