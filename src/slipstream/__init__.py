@@ -32,8 +32,7 @@ if TYPE_CHECKING:
         slice_tokens,
         slicing_frontier,
     )
-    from slipstream.planner.slicing.schedule_slicing import layer_sequence_costs, schedule_costs, slice_for_schedule
-    from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
+    from slipstream.planner.slicing.schedule_slicing import schedule_costs, slice_for_schedule
     from slipstream.planning.plan_model import plan
     from slipstream.schedule.action import Action, Op, ScheduleError
     from slipstream.schedule.generators import (
@@ -61,8 +60,8 @@ __all__ += ["SequenceLoss", "SlipstreamError"]
 __all__ += ["CutTokens", "Skip", "causal_attention", "check_sliceable", "sequence_of", "trust_remote_code"]
 __all__ += ["ParameterShare", "RankGroup", "make_mesh"]
 __all__ += ["Plan", "PlanOptions", "load_cluster", "load_profile", "partition_layers", "plan", "write_report"]
-__all__ += ["slice_batch", "slice_batch_with_flushes", "slice_for_schedule", "slice_for_stages", "slice_tokens"]
-__all__ += ["find_order", "layer_sequence_costs", "schedule_costs", "slicing_frontier", "step_lower_bound"]
+__all__ += ["slice_batch", "slice_batch_with_flushes", "slice_for_schedule", "slice_tokens"]
+__all__ += ["find_order", "schedule_costs", "slicing_frontier", "step_lower_bound"]
 __all__ += ["GENERATORS", "STAGES_PER_RANK", "gpipe", "interleaved_one_f_one_b", "make_schedule", "one_f_one_b"]
 __all__ += ["Action", "Op", "Schedule", "ScheduleError", "predecessors", "validate"]
 __all__ += ["add_communication", "add_offload", "add_recompute", "in_flushes", "split_backwards"]

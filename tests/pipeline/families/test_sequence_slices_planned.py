@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import accumulate
 
-import pytest
 import torch
 from examples.gpipe.transformer import transformer
 
-from slipstream import CutTokens, SlipstreamError, make_schedule, partition_layers, simulate
+from slipstream import CutTokens, make_schedule, partition_layers, schedule_costs, simulate
 from slipstream.pipeline.families.layer_sequence import counted_costs
-from slipstream.planner.slicing.schedule_slicing import layer_sequence_costs
 from slipstream.schedule import Op
 from slipstream.sequential import BatchSlice, ShapeTracer, flatten_layers
 from support.paths import ROOT
@@ -36,9 +35,18 @@ def counted() -> tuple[list[float], int]:
 def seconds(num_microbatches: int, num_slices: int) -> float:
     """Of a step; a rank takes for every slice 1% of its forward of a microbatch besides."""
     costs, cut = counted()
-    stages = partition_layers(costs, RANKS)
-    cost = layer_sequence_costs(costs, stages, cut, [TOKENS // num_slices] * num_slices, overhead=0.01 / RANKS)
-    return simulate(make_schedule("1f1b", RANKS, num_microbatches, num_slices), cost).makespan
+    stops = [*accumulate(partition_layers(costs, RANKS))]
+
+    def time(stage: int, op: Op, tokens: int, context: int) -> float:
+        """What is before the cut runs with the first slice."""
+        start = stops[stage - 1] if stage else 0
+        whole = sum(costs[start : min(cut, stops[stage])]) if context == 0 else 0.0
+        sliced = sum(costs[max(start, cut + 1) : stops[stage]]) * tokens / TOKENS
+        works = context == 0 or stops[stage] > cut
+        return works * (0.01 / RANKS + whole + sliced) * (2 if op is Op.B else 1)
+
+    schedule = make_schedule("1f1b", RANKS, num_microbatches, num_slices)
+    return simulate(schedule, schedule_costs(schedule, (TOKENS // num_slices,) * num_slices, time)).makespan
 
 
 def test_the_page_says_how_many_slices_pay() -> None:
@@ -62,17 +70,3 @@ def test_the_encoder_bounds_what_slices_gain() -> None:
     bound = 1 / sum(costs[:cut])
     gains = [seconds(1, 1) / seconds(1, count) for count in COUNTS]
     assert 1.1 < max(gains) < bound
-
-
-def test_costs_of_slices() -> None:
-    cost = layer_sequence_costs([1, 2, 0, 4, 8], [1, 3, 1], 2, [3, 1], overhead=1, backward=2)
-    forwards = {(stage, number): cost.times[stage, number, Op.F] for stage in range(3) for number in range(2)}
-    assert forwards == {(0, 0): 2, (0, 1): 0, (1, 0): 1 + 2 + 3, (1, 1): 1 + 1, (2, 0): 1 + 6, (2, 1): 1 + 2}
-    assert cost.times[1, 0, Op.B] == 12
-    assert cost.times[1, 0, Op.I] + cost.times[1, 0, Op.W] == 12
-
-
-@pytest.mark.parametrize(("stages", "cut"), [([1, 3], 2), ([1, 4], 5), ([1, 4], -1)])
-def test_costs_that_do_not_fit(stages: list[int], cut: int) -> None:
-    with pytest.raises(SlipstreamError, match=r"give as many layers, and as cut the number of the layer CutTokens"):
-        layer_sequence_costs([1, 2, 0, 4, 8], stages, cut, [3, 1])

@@ -8,5 +8,4 @@ from slipstream.planner.slicing.equal_stage_slicing import (
     slice_tokens,
     slicing_frontier,
 )
-from slipstream.planner.slicing.schedule_slicing import layer_sequence_costs, schedule_costs, slice_for_schedule
-from slipstream.planner.slicing.unequal_stage_slicing import slice_for_stages
+from slipstream.planner.slicing.schedule_slicing import schedule_costs, slice_for_schedule

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 
 from slipstream.errors import SlipstreamError
@@ -39,50 +39,6 @@ def schedule_costs(
     wanted = {(action.stage, action.slice, action.op) for action in schedule.positions if action.op in timed}
     times = {(stage, i, op): time(stage, op, slices[i], contexts[i]) for stage, i, op in wanted}
     return TableCost(times, [bytes_per_token * tokens for tokens in slices], latency, bandwidth)
-
-
-def layer_sequence_costs(
-    costs: Sequence[float],
-    stages: Sequence[int],
-    cut: int,
-    slices: Sequence[int],
-    *,
-    overhead: float = 0.0,
-    backward: float = 2.0,
-) -> TableCost:
-    """Returns the costs of a sequence of layers whose tokens are sliced at the layer CutTokens.
-
-    A layer after `cut` takes its time in proportion to the slice's tokens; the layers before run with slice 0 alone:
-
-        slice 0   |  encoder  | decoder |        slice 1, 2, ...   | decoder |
-
-    Args:
-        costs: seconds of every layer's forward of a microbatch.
-        stages: the number of layers of each stage.
-        cut: the number of the layer CutTokens.
-        slices: the tokens of each slice.
-        overhead: additional seconds of a stage's forward of a slice, if it computes anything.
-        backward: the time of a backward in forwards; half of it is the input gradient.
-
-    Raises:
-        SlipstreamError: where the stages have another number of layers, or there is no layer `cut`.
-    """
-    if sum(stages) != len(costs) or not 0 <= cut < len(costs):
-        raise SlipstreamError(
-            f"stages={list(stages)} are {sum(stages)} layers, cut={cut}, but costs has {len(costs)}: give as many "
-            "layers, and as cut the number of the layer CutTokens."
-        )
-    length, times = sum(slices), dict[tuple[int, int, Op], float]()
-    ranges = [range(a, b) for a, b in pairwise(accumulate(stages, initial=0))]
-    for stage, layers in enumerate(ranges):
-        before = sum(costs[index] for index in layers if index < cut)
-        after = sum(costs[index] for index in layers if index > cut)
-        for number, tokens in enumerate(slices):
-            works = number == 0 or layers.stop > cut
-            forward = works * (overhead + (before if number == 0 else 0) + after * tokens / length)
-            shares = {Op.F: 1.0, Op.R: 1.0, Op.B: backward, Op.I: backward / 2, Op.W: backward / 2}
-            times |= {(stage, number, op): forward * share for op, share in shares.items()}
-    return TableCost(times)
 
 
 ScheduleForSlices = Callable[[tuple[int, ...]], tuple[Schedule, CostModel]]
