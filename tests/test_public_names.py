@@ -87,14 +87,20 @@ def test_unknown_names_are_attribute_errors() -> None:
         _ = slipstream.pipelines
 
 
-def test_planning_needs_no_torch() -> None:
-    """Schedules, simulation and the command line's help answer without loading torch."""
-    program = (
-        "import sys, slipstream, slipstream.cli\n"
-        "from slipstream.simulator.costs import UnitCost\n"
-        "slipstream.simulate(slipstream.one_f_one_b(2, 1, 4), UnitCost())\n"
-        "slipstream.partition_layers([1, 2, 3], 2)\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
-    )
+# What answers at once, in this order, and what has not been imported then.
+AT_ONCE = [
+    ("import slipstream.cli", "torch transformers numpy pydantic"),
+    ("import slipstream.schedule, slipstream.simulator.simulation", "torch matplotlib numpy"),
+    ("slipstream.simulate(slipstream.one_f_one_b(2, 1, 4), slipstream.UnitCost())", "torch"),
+    ("slipstream.partition_layers([1, 2, 3], 2)", "torch"),
+    ("import slipstream.planner", "torch numba"),
+    ("slipstream.slice_tokens(lambda i, j: 1 + i * 1.0, 4096, 8, granularity=64)", "torch numba scipy"),
+]
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    """Schedules, simulation, small plans and the command line's help answer without loading torch."""
+    checked = [f"{code}\nassert not {{*{heavy.split()}}} & {{*sys.modules}}, {code!r}" for code, heavy in AT_ONCE]
+    program = "\n".join(["import sys, slipstream", *checked])
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

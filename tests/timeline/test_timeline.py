@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -22,7 +20,6 @@ from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline, chrome_trace, draw_timelines, find_waits, load_trace, save_trace
 from slipstream.timeline import picture as palette
-from support.paths import ROOT, with_path
 
 
 def measured() -> Timeline:
@@ -318,15 +315,6 @@ def test_a_damaged_timeline(change: Callable[[dict[str, Any]], object], tmp_path
     (tmp_path / "trace.json").write_text(json.dumps(trace))
     with pytest.raises(SlipstreamError, match=r"trace\.json is a damaged timeline"):
         load_trace(tmp_path / "trace.json")
-
-
-def test_neither_torch_nor_matplotlib_is_imported_before_it_is_needed() -> None:
-    code = (
-        "import sys, slipstream.schedule, slipstream.simulator.simulation\n"
-        "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=with_path(ROOT / "src"))
-    assert done.stdout == "[]\n", done.stderr
 
 
 def test_the_schedule_that_ran_is_the_schedule() -> None:
