@@ -11,9 +11,8 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-import torch
 
-from support.forked import SHOWS_GPU, launch
+from support.forked import launch
 from support.paths import ROOT, WORKERS
 from workers.parallel import (
     context,
@@ -98,14 +97,6 @@ def runs(request: pytest.FixtureRequest, compiled_search: None) -> Runs:
 def test_processes_keep_what_is_promised(runs: Runs, program: str, num_processes: int, case: str) -> None:
     ended = runs(program, num_processes)
     assert f"passed {case}\n" in ended.stdout, ended.stdout[-3000:] + ended.stderr[-4000:]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_graphs_record_what_gpus_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SHOWS_GPU, "1")
-    ended = launch(2, WORKERS / "parallel/context.py", *context.GPUS)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-4000:]
 
 
 def test_no_source_names_the_axis_that_splits_tokens() -> None:

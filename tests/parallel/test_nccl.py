@@ -18,6 +18,7 @@ from support.forked import SHOWS_GPU
 from support.parallel.standing_pair import StandingPair
 from support.paths import WORKERS
 from support.trainers import accuracy, arguments, history, unsplit_model, unsplit_trainer
+from support.versions import since
 
 PROGRAM = WORKERS / "parallel/nccl.py"
 NAMES = (
@@ -25,14 +26,18 @@ NAMES = (
     "v_shaped",
     "replicas_with_a_sharded_optimizer",
     "tensor_ranks",
+    "context_exchanges_heads",
+    pytest.param("experts_apart", marks=since("5.23")),
+    "replicas_with_sharded_parameters",
+    "trainer_logs",
+    "context_exchanges_keys",
     "interleaved",
     "zero_bubble",
     "sequence_parallel",
-    "replicas_with_sharded_parameters",
-    "trainer_logs",
     "saved_and_resumed",
     "evaluated",
     "state_is_gathered",
+    "graphs_exchange",
 )
 SECONDS = 30.0  # of a case, which takes about five on a GPU
 

@@ -132,9 +132,11 @@ def check_step(pipe: Pipeline, whole: PreTrainedModel, inputs: Tensor, labels: T
 
 @no_rounding_inside()
 def exact(name: str, make: Callable[[], DeviceMesh], **options: Any) -> None:
-    settings = {"slices": SLICES, "num_microbatches": 2, "mesh": make()} | options
+    mesh = make()
+    settings = {"slices": SLICES, "num_microbatches": 2, "mesh": mesh, "device": mesh.device_type} | options
     pipe = make_pipe(model_of(name), **settings)
-    check_step(pipe, model_of(name), *batch(pipe.num_replicas))
+    rows = (each.to(mesh.device_type) for each in batch(pipe.num_replicas))
+    check_step(pipe, model_of(name).to(mesh.device_type), *rows)
 
 
 def replicas(ep: int = 2) -> DeviceMesh:

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ from slipstream.model import causal_cross_entropy
 from support.architectures import ARCHITECTURES, BOUND, build, no_rounding_inside, tokens
 from support.parallel.group_cases import by_name
 from support.trainers import accuracy, arguments, check_logs, history, pipeline, trainer
+from workers.parallel import context, expert_parallel
 from workers.parallel.exactness import Case, run
 
 DEVICE, FOLDER = sys.argv[1], Path(sys.argv[2])
 ON_GPU = DEVICE == "cuda"
 TRANSPORT = "nccl" if ON_GPU else "gloo"
+CONNECTED: dict[str, Any] = {"device_type": DEVICE, "transport": TRANSPORT}  # of a mesh
 
 
 def exact(*cases: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> None:
     """Three steps of AdamW follow the unsplit model, in float64."""
     sizes = (pp, dp, tp)
-    mesh = make_mesh(*sizes, device_type=DEVICE, transport=TRANSPORT)  # type: ignore[arg-type]
+    mesh = make_mesh(*sizes, **CONNECTED)
     assert dist.get_backend() == TRANSPORT
     for case in cases:
         error = run(case, sizes, mesh, DEVICE)
@@ -76,7 +79,7 @@ def replicas_with_a_sharded_optimizer() -> None:
 
 def replicas_with_sharded_parameters() -> None:
     """FSDP2: the first gradients of two replicas are those of the whole model."""
-    mesh = make_mesh(dp=2, device_type=DEVICE, transport=TRANSPORT)  # type: ignore[arg-type]
+    mesh = make_mesh(dp=2, **CONNECTED)
     pipe = pipe_of("llama", mesh=mesh, slices=3, parallel=Parallelism(shard_parameters=True))
     whole = build(ARCHITECTURES["llama"], seed=3).to(DEVICE)
     inputs = tokens(batch=2).to(DEVICE)
@@ -87,6 +90,24 @@ def replicas_with_sharded_parameters() -> None:
     assert abs(float(loss) - float(total.detach() / count)) < BOUND
     norm = nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
     assert abs(float(pipe.clip_grad_norm_(1e9)) - float(norm)) < BOUND * float(norm)
+
+
+def context_exchanges_heads() -> None:
+    context.rows("llama, tied", {"cp": 2} | CONNECTED, context_exchange="heads")
+
+
+def context_exchanges_keys() -> None:
+    context.rows("gemma3", {"cp": 2} | CONNECTED, context_exchange="keys")
+
+
+def experts_apart() -> None:
+    """Each of two replicas sends the other as many tokens as its routers choose for experts there."""
+    expert_parallel.exact("qwen3_moe", partial(make_mesh, dp=2, ep=2, **CONNECTED))
+
+
+def graphs_exchange() -> None:
+    """Replayed graphs exchange heads and keys of slices that the ranks share."""
+    context.recorded(CONNECTED)
 
 
 def evaluated() -> None:
@@ -153,14 +174,18 @@ CASES = by_name(
     v_shaped,
     replicas_with_a_sharded_optimizer,
     tensor_ranks,
+    context_exchanges_heads,
+    experts_apart,
+    replicas_with_sharded_parameters,
+    trainer_logs,
+    context_exchanges_keys,
     interleaved,
     zero_bubble,
     sequence_parallel,
-    replicas_with_sharded_parameters,
-    trainer_logs,
     saved_and_resumed,
     evaluated,
     state_is_gathered,
+    graphs_exchange,
 )
 ENDING = by_name(killed)
 
