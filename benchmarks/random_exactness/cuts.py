@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from slipstream import GENERATORS, STAGES_PER_RANK, Layers, Memory, Parallelism, Precision, Runtime
+from slipstream import SCHEDULES, Layers, Memory, Parallelism, Precision, Runtime
 
 Dice = random.Random
 _RECORDS = {"memory": Memory, "parallel": Parallelism, "precision": Precision, "runtime": Runtime, "layers": Layers}
@@ -98,8 +98,8 @@ def parts(dice: Dice, whole: int, number: int) -> list[int]:
 
 def order(dice: Dice, place: Place) -> dict[str, Any]:
     """Returns a schedule by name, and its stages per rank."""
-    name = dice.choice([*GENERATORS])
-    fitting = [v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]]
+    name = dice.choice([*SCHEDULES])
+    fitting = [v for v in (1, 2, 3) if v in SCHEDULES[name].stages_per_rank]
     v = dice.choice(fitting) if happens(dice, 0.98) else 2
     return {"schedule": name, **({"stages_per_rank": v} if v > 1 else {})}
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slipstream
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import SCHEDULES
 
 Batch = tuple[Tensor | tuple[Tensor, ...], Tensor]  # (inputs, targets)
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int, batch: int, lr: f
     """Parses the options of both scripts, with the script's defaults."""
     pipeline = parser.add_argument_group("pipeline")
     pipeline.add_argument("--microbatches", type=int, default=4, metavar="M")
-    pipeline.add_argument("--schedule", default="gpipe", choices=sorted(GENERATORS))
+    pipeline.add_argument("--schedule", default="gpipe", choices=sorted(SCHEDULES))
     pipeline.add_argument("--recompute", default="none", choices=["none", "selective", "full", "stage"])
     pipeline.add_argument("--ranks", type=int, metavar="K", help="ranks in one process, without torchrun")
     training = parser.add_argument_group("training")
@@ -53,7 +53,7 @@ def run(
         schedule=arguments.schedule,
         num_microbatches=arguments.microbatches,
         slices=slices,
-        stages_per_rank=2 if 2 in STAGES_PER_RANK[arguments.schedule] else 1,
+        stages_per_rank=2 if 2 in SCHEDULES[arguments.schedule].stages_per_rank else 1,
         memory=slipstream.Memory(recompute=arguments.recompute),
         layers=slipstream.Layers(example=next_batch()[0]),
         num_ranks=None if dist.is_initialized() else arguments.ranks,

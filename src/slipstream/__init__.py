@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from slipstream.planning.plan_model import plan
     from slipstream.schedule.action import Action, Op, ScheduleError
     from slipstream.schedule.generators import (
-        GENERATORS,
-        STAGES_PER_RANK,
+        SCHEDULES,
+        ScheduleKind,
         gpipe,
         interleaved_one_f_one_b,
         make_schedule,
@@ -62,7 +62,7 @@ __all__ += ["ParameterShare", "RankGroup", "make_mesh"]
 __all__ += ["Plan", "PlanOptions", "load_cluster", "load_profile", "partition_layers", "plan", "write_report"]
 __all__ += ["slice_batch", "slice_batch_with_flushes", "slice_for_schedule", "slice_tokens"]
 __all__ += ["find_order", "schedule_costs", "slicing_frontier", "step_lower_bound"]
-__all__ += ["GENERATORS", "STAGES_PER_RANK", "gpipe", "interleaved_one_f_one_b", "make_schedule", "one_f_one_b"]
+__all__ += ["SCHEDULES", "ScheduleKind", "gpipe", "interleaved_one_f_one_b", "make_schedule", "one_f_one_b"]
 __all__ += ["Action", "Op", "Schedule", "ScheduleError", "predecessors", "validate"]
 __all__ += ["add_communication", "add_offload", "add_recompute", "in_flushes", "split_backwards"]
 __all__ += ["CostModel", "MeasuredCost", "MicrobatchCost", "TableCost", "UnitCost", "simulate"]

@@ -21,7 +21,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.pipeline.tuning import StartRequest
 from slipstream.profile import profile_model
 from slipstream.profile.cost_cache import CostCache
-from slipstream.schedule import GENERATORS, Schedule, add_communication, make_schedule, one_f_one_b, split_backwards
+from slipstream.schedule import SCHEDULES, Schedule, add_communication, make_schedule, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import load_trace, save_trace
@@ -75,7 +75,7 @@ def test_a_named_schedule_and_who_waits_for_what() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_by_its_name(name: str) -> None:
     lines = shown(name, "--ranks=3", "--microbatches=3", "--slices=3")
     assert [line[:6] for line in lines[:3]] == ["rank 0", "rank 1", "rank 2"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.schedule import GENERATORS
+from slipstream.schedule import SCHEDULES
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "schedules.md"
@@ -22,11 +22,11 @@ def test_what_the_page_shows_is_what_its_code_prints(capsys: pytest.CaptureFixtu
         printed = capsys.readouterr().out
         assert text == printed
         shown += bool(printed)
-    assert shown > len(GENERATORS)
+    assert shown > len(SCHEDULES)
 
 
 def test_every_schedule_has_a_section_and_a_row() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    for name in GENERATORS:
+    for name in SCHEDULES:
         assert f"\n## {name}\n" in text
         assert f"\n| `{name}` | " in text

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream import Layers, Memory, Pipeline
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import SCHEDULES
 from support.architectures import BOUND, gradient_error, gradients
 from support.parameters import each_once
 from support.sequences.gpipe_models import CASES
@@ -24,7 +24,7 @@ def step(
         case.model(),
         schedule=schedule,
         num_microbatches=num_microbatches,
-        stages_per_rank=2 if 2 in STAGES_PER_RANK[schedule] else 1,
+        stages_per_rank=2 if 2 in SCHEDULES[schedule].stages_per_rank else 1,
         memory=Memory(recompute=recompute),
         layers=Layers(example=inputs),
         num_ranks=num_ranks,
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_sequence(
 @pytest.mark.grid
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: str, num_ranks: int) -> None:
     for num_microbatches in range(1, 9):

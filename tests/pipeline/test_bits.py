@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import SCHEDULES
 from support.architectures import VOCABULARY, gradients, labels_of, llama, tokens
 from support.parameters import each_once
 from support.pipelines import make_pipe
@@ -44,8 +44,10 @@ def alone(config_name: str, schedule: str) -> tuple[Tensor, dict[str, Tensor]]:
 def cases() -> Iterator[tuple[str, int, int]]:
     """Each schedule on as many ranks as there may be, which `make test` tries, then each on fewer."""
     for num_stages in (4, 2, 1):
-        for name in GENERATORS:
-            yield from ((name, num_stages // v, v) for v in (2, 1) if v in STAGES_PER_RANK[name] and v <= num_stages)
+        for name in SCHEDULES:
+            yield from (
+                (name, num_stages // v, v) for v in (2, 1) if v in SCHEDULES[name].stages_per_rank and v <= num_stages
+            )
 
 
 FOUR_STAGES = sum(num_ranks * stages_per_rank == 4 for _, num_ranks, stages_per_rank in cases())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError, find_order, make_schedule, slice_batch
 from slipstream.model import causal_cross_entropy
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import SCHEDULES
 from slipstream.simulator import UnitCost
 from slipstream.train.config.run_config import dump_config, parse_config
 from support.architectures import (
@@ -34,7 +34,7 @@ from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
 LENGTH = 24
 MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
-ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
+ORDERS = [(name, v) for name in SCHEDULES for v in (1, 2) if v in SCHEDULES[name].stages_per_rank]
 UNCHECKED = Runtime(self_check=False)
 CONFIG: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},

@@ -21,7 +21,7 @@ from pipeline.test_random_schedules import cut_settings, partitions, schedules
 from planner.joint.test_joint_search import ToyCosts, problem
 from slipstream import Action, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
 from slipstream.planner.joint import find_vocabulary_plan
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule, predecessors, spread_vocabulary
+from slipstream.schedule import SCHEDULES, make_schedule, predecessors, spread_vocabulary
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -116,9 +116,9 @@ def check(name: str, pipe: Pipeline, inputs: Tensor) -> None:
     ("name", "num_ranks"),
     [
         pytest.param(name, p, marks=[pytest.mark.more] * (p != 2))
-        for name in GENERATORS
+        for name in SCHEDULES
         for p in (1, 2, 4)
-        if p * STAGES_PER_RANK[name].start <= 4
+        if p * SCHEDULES[name].stages_per_rank.start <= 4
     ],
 )
 @pytest.mark.parametrize("model", first_of(["llama, tied", "llama"]))
@@ -129,7 +129,7 @@ def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) ->
         num_microbatches=2,
         slices=[5, 4, 15],
         num_ranks=num_ranks,
-        stages_per_rank=STAGES_PER_RANK[name].start,
+        stages_per_rank=SCHEDULES[name].stages_per_rank.start,
         vocabulary="spread",
     )
     check(model, pipe, tokens(batch=3, length=LENGTH))

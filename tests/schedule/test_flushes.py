@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Action,
     Op,
     ScheduleError,
@@ -36,11 +35,11 @@ def test_the_docstrings_picture_is_the_timeline() -> None:
 
 
 @examples(60)
-@given(st.sampled_from(sorted(GENERATORS)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_memory_is_one_flushs_and_the_step_no_longer_than_flushes_in_a_row(
     name: str, p: int, m: int, s: int, num_flushes: int
 ) -> None:
-    once = make_schedule(name, p, m, s, max(v for v in (1, 2) if v in STAGES_PER_RANK[name]))
+    once = make_schedule(name, p, m, s, max(v for v in (1, 2) if v in SCHEDULES[name].stages_per_rank))
     repeated = in_flushes(once, num_flushes)
     check_communication(add_communication(repeated))
     assert repeated.num_microbatches == num_flushes * m

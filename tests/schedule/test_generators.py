@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Op,
     ScheduleError,
     add_communication,
@@ -46,8 +45,8 @@ def picture(function: Callable[..., Any]) -> str:
 
 @pytest.mark.parametrize(("name", "counts"), PICTURED.items(), ids=PICTURED)
 def test_the_docstrings_picture_is_the_timeline(name: str, counts: tuple[int, ...]) -> None:
-    timeline = simulate(GENERATORS[name](*counts), UnitCost(backward=1))
-    assert picture(GENERATORS[name]) == timeline.to_text()
+    timeline = simulate(SCHEDULES[name].make(*counts), UnitCost(backward=1))
+    assert picture(SCHEDULES[name].make) == timeline.to_text()
 
 
 @examples(50)
@@ -56,12 +55,12 @@ def test_interleaving_with_lead_one_is_valid_and_lowers(p: int, m: int, s: int, 
     check_communication(add_communication(interleaved_one_f_one_b(p, m, s, v, lead=1)))
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_of_small_counts_is_valid(name: str) -> None:
     for p in range(1, 5):
         for m in range(1, 5):
             for s in range(1, 4):
-                for v in (v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]):
+                for v in (v for v in (1, 2, 3) if v in SCHEDULES[name].stages_per_rank):
                     schedule = make_schedule(name, p, m, s, v)
                     validate(schedule)
                     assert make_schedule(name, p, m, [s] * m, v) == schedule
@@ -71,22 +70,22 @@ def test_every_schedule_of_small_counts_is_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
 def test_backwards_are_split(name: str) -> None:
-    schedule = GENERATORS[name](2, 2, 2)
+    schedule = SCHEDULES[name].make(2, 2, 2)
     assert {action.op for row in schedule.actions for action in row} == {Op.F, Op.I, Op.W}
 
 
 def test_without_a_second_stage_interleaving_is_1f1b_and_breadth_first_is_gpipe_turned_round() -> None:
     for p, m, s in [(1, 2, 3), (3, 4, 1), (4, 3, 5), (4, 2, 1)]:
-        assert interleaved_one_f_one_b(p, m, s, 1, lead=1).actions == GENERATORS["1f1b"](p, m, s).actions
-        forward = [row[: m * s] for row in GENERATORS["gpipe"](p, m, s).actions]
-        assert [row[: m * s] for row in GENERATORS["breadth-first"](p, m, s, 1).actions] == forward
+        assert interleaved_one_f_one_b(p, m, s, 1, lead=1).actions == SCHEDULES["1f1b"].make(p, m, s).actions
+        forward = [row[: m * s] for row in SCHEDULES["gpipe"].make(p, m, s).actions]
+        assert [row[: m * s] for row in SCHEDULES["breadth-first"].make(p, m, s, 1).actions] == forward
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 1), (1, 1, -2)])
 def test_counts_below_one_are_refused(name: str, counts: tuple[int, int, int]) -> None:
     with pytest.raises(ScheduleError, match=rf"^{name} needs at least 1 of \w+, not (0|-2)\.$"):
-        GENERATORS[name](*counts)
+        SCHEDULES[name].make(*counts)
 
 
 @pytest.mark.parametrize("lead", [0, 3])
@@ -96,10 +95,9 @@ def test_other_leads_are_refused(lead: int) -> None:
 
 
 def test_a_schedule_by_name_is_the_generators() -> None:
-    assert make_schedule("1f1b", 3, 4, 2) == GENERATORS["1f1b"](3, 4, 2)
-    assert make_schedule("zb-v", 3, 4, 2, 2) == GENERATORS["zb-v"](3, 4, 2)
-    assert make_schedule("breadth-first", 3, 4, 2, 5) == GENERATORS["breadth-first"](3, 4, 2, 5)
-    assert STAGES_PER_RANK.keys() == GENERATORS.keys()
+    assert make_schedule("1f1b", 3, 4, 2) == SCHEDULES["1f1b"].make(3, 4, 2)
+    assert make_schedule("zb-v", 3, 4, 2, 2) == SCHEDULES["zb-v"].make(3, 4, 2)
+    assert make_schedule("breadth-first", 3, 4, 2, 5) == SCHEDULES["breadth-first"].make(3, 4, 2, 5)
 
 
 @pytest.mark.parametrize(

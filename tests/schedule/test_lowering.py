@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.schedule import (
-    GENERATORS,
+    SCHEDULES,
     Action,
     Channel,
     Op,
@@ -43,10 +43,10 @@ def test_gradients_are_reduced_after_a_stages_last_backward() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("is_lowered", [False, True])
 def test_every_stage_is_reduced_once_and_the_run_still_ends(name: str, is_lowered: bool) -> None:
-    schedule = make_schedule(name, 2, 3, 2, 2 if GENERATORS[name](2, 1, 1).num_stages > 2 else 1)
+    schedule = make_schedule(name, 2, 3, 2, 2 if SCHEDULES[name].make(2, 1, 1).num_stages > 2 else 1)
     lowered = add_reductions(add_communication(schedule)) if is_lowered else add_communication(add_reductions(schedule))
     check_communication(lowered)
     for stage in range(schedule.num_stages):

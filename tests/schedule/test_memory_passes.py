@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Action,
     Op,
     Schedule,
@@ -35,8 +34,8 @@ from slipstream.simulator.costs import UnitCost
 from support.examples import examples
 
 NAMED = [
-    make_schedule(name, 2, m, s, STAGES_PER_RANK[name].start)
-    for name in GENERATORS
+    make_schedule(name, 2, m, s, SCHEDULES[name].stages_per_rank.start)
+    for name in SCHEDULES
     for m, s in ((1, 4), (4, 1), (4, 4))
 ]
 

@@ -21,8 +21,7 @@ from slipstream import (
     step_lower_bound,
 )
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Action,
     Op,
     Schedule,
@@ -47,8 +46,8 @@ from support.examples import examples
 
 @st.composite
 def ragged_schedules(draw: st.DrawFn, most_ranks: int = 6, most: int = 7) -> Schedule:
-    name = draw(st.sampled_from(sorted(GENERATORS)))
-    stages_per_rank = draw(st.sampled_from([v for v in range(1, 5) if v in STAGES_PER_RANK[name]]))
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    stages_per_rank = draw(st.sampled_from([v for v in range(1, 5) if v in SCHEDULES[name].stages_per_rank]))
     unequal = st.lists(st.integers(1, most), min_size=1, max_size=most)
     counts = draw(unequal | st.builds(lambda m, s: [s] * m, st.integers(1, most), st.integers(1, most)))
     return make_schedule(name, draw(st.integers(1, most_ranks)), len(counts), counts, stages_per_rank)

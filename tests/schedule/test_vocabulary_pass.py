@@ -7,8 +7,7 @@ import pytest
 
 from slipstream.schedule import (
     BACKWARDS,
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     VOCABULARY,
     Action,
     Op,
@@ -20,13 +19,15 @@ from slipstream.schedule import (
 from slipstream.simulator import TableCost, simulate
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches", "num_slices"), [(2, 12, 2), (3, 6, 3)])
 def test_few_lookups_wait_for_the_first_stage_and_few_gradients_behind_it(
     name: str, num_ranks: int, num_microbatches: int, num_slices: int
 ) -> None:
     """At most two slices a rank, and the one at hand."""
-    schedule = make_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank=STAGES_PER_RANK[name].start)
+    schedule = make_schedule(
+        name, num_ranks, num_microbatches, num_slices, stages_per_rank=SCHEDULES[name].stages_per_rank.start
+    )
     spread = spread_vocabulary(schedule, embedding=True)
     validate(spread)
     for before, after in zip(schedule.actions, spread.actions, strict=True):

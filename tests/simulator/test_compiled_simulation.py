@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.planner.search.bounds import ScheduleShape, cached_schedule
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, Schedule, predecessors
+from slipstream.schedule import SCHEDULES, Op, Schedule, predecessors
 from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.time_kernel import end_times
@@ -20,9 +20,9 @@ from support.examples import examples
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """As plans have them."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
     ranks, microbatches, slices, stages = (draw(st.integers(1, 4)) for _ in range(4))
-    stages = stages if stages in STAGES_PER_RANK[name] else STAGES_PER_RANK[name][0]
+    stages = stages if stages in SCHEDULES[name].stages_per_rank else SCHEDULES[name].stages_per_rank[0]
     ways = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5, 1.0]))
     return cached_schedule(ScheduleShape(name, ranks, microbatches, slices, stages), *ways).schedule
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Op,
     Schedule,
     add_communication,
@@ -69,9 +68,11 @@ def test_activations_have_the_designs_peaks(generator: Callable[..., Schedule]) 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule by name, with frozen stages, recomputation and offloading."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
     p, m, s = (draw(st.integers(1, 4)) for _ in range(3))
-    schedule = make_schedule(name, p, m, s, draw(st.sampled_from([v for v in (1, 2, 3) if v in STAGES_PER_RANK[name]])))
+    schedule = make_schedule(
+        name, p, m, s, draw(st.sampled_from([v for v in (1, 2, 3) if v in SCHEDULES[name].stages_per_rank]))
+    )
     schedule = freeze_stages(schedule, draw(st.integers(0, schedule.num_stages - 1)))
     if draw(st.booleans()):
         schedule = add_recompute(schedule)

@@ -12,12 +12,12 @@ from torch import Tensor
 from slipstream import find_order, make_schedule
 from slipstream.model import causal_cross_entropy
 from slipstream.planner.steps import StepPlan
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Schedule
+from slipstream.schedule import SCHEDULES, Schedule
 from slipstream.simulator import UnitCost
 from support.architectures import ARCHITECTURES, build, gradients, labels_of, tokens
 
 MODELS = {name: build(ARCHITECTURES[name]) for name in ("llama, tied", "gpt2", "mistral, window of 7")}
-ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
+ORDERS = [(name, v) for name in SCHEDULES for v in (1, 2) if v in SCHEDULES[name].stages_per_rank]
 
 
 def batch_of(lengths: list[int], seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:

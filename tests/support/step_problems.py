@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slipstream.planner.steps import StageRates, StepPlan, StepProblem
 from slipstream.planner.steps.candidates import SlicedStep
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
+from slipstream.schedule import SCHEDULES, Op, make_schedule
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.9}
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0, 1, 0)]
@@ -28,7 +28,7 @@ def problems(draw: st.DrawFn, limited: bool = False) -> StepProblem:
     costs = rates(len(placement), draw(st.sampled_from([0.0, 40.0])), draw(st.sampled_from([None, 100.0])))
     num_ranks = max(placement) + 1
     per_rank, more = divmod(len(placement), num_ranks)
-    fitting = [name for name in GENERATORS if per_rank in STAGES_PER_RANK[name] and not more]
+    fitting = [name for name in SCHEDULES if per_rank in SCHEDULES[name].stages_per_rank and not more]
     names = [name for name in fitting if make_schedule(name, num_ranks, 1, 1, per_rank).placement == placement]
     room = None
     if limited:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.schedule import (
-    GENERATORS,
+    SCHEDULES,
     Action,
     Op,
     Schedule,
@@ -158,7 +158,7 @@ def test_a_rank_without_work_and_a_timeline_without_spans() -> None:
 @st.composite
 def simulations(draw: st.DrawFn) -> Timeline:
     """Any schedule of the papers, split, lowered or as it is, with any costs and links."""
-    name = draw(st.sampled_from(sorted(GENERATORS)))
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
     p, m, s = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     v = 2 if name in ("zb-v", "v-half", "v-min", "interleaved-1f1b", "breadth-first") else 1
     schedule = make_schedule(name, p, m, s, v)

@@ -24,9 +24,9 @@ _SIMULATED = "simulated"
 
 
 def _schedules() -> list[str]:
-    from slipstream.schedule import GENERATORS
+    from slipstream.schedule import SCHEDULES
 
-    return [*GENERATORS]
+    return [*SCHEDULES]
 
 
 def timeline(
@@ -125,12 +125,12 @@ def timeline(
 
 def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule], TableCost]) -> tuple[Timeline, ...]:
     """Returns the simulation of a schedule given by name or file, or the timelines in a file or a run's folder."""
-    from slipstream.schedule import GENERATORS
+    from slipstream.schedule import SCHEDULES
     from slipstream.simulator import simulate
     from slipstream.timeline import load_trace
 
     path = Path(name)
-    if name in GENERATORS:
+    if name in SCHEDULES:
         plan = make(name)
     elif path.is_dir():
         return load_trace(_of_run(path))
@@ -140,8 +140,8 @@ def _find(name: str, make: Callable[[str], Schedule], cost: Callable[[Schedule],
         plan = _read(path)
     else:
         raise SlipstreamError(
-            f"there is no schedule or file {name!r}{did_you_mean(name, GENERATORS)} Choose one of "
-            f"{', '.join(GENERATORS)}, or name a schedule's text file, a run's output folder or its timeline.json."
+            f"there is no schedule or file {name!r}{did_you_mean(name, SCHEDULES)} Choose one of "
+            f"{', '.join(SCHEDULES)}, or name a schedule's text file, a run's output folder or its timeline.json."
         )
     return (simulate(plan, cost(plan)),)
 
@@ -165,9 +165,9 @@ def _of_run(folder: Path) -> Path:
 
 
 def _make(num_ranks: int, num_microbatches: int, num_slices: int, stages_per_rank: int | None, name: str) -> Schedule:
-    from slipstream.schedule import STAGES_PER_RANK, make_schedule
+    from slipstream.schedule import SCHEDULES, make_schedule
 
-    stages_per_rank = stages_per_rank or (2 if 2 in STAGES_PER_RANK[name] else 1)
+    stages_per_rank = stages_per_rank or (2 if 2 in SCHEDULES[name].stages_per_rank else 1)
     return make_schedule(name, num_ranks, num_microbatches, num_slices, stages_per_rank)
 
 

@@ -44,7 +44,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         model: a causal LM of transformers with its weights in memory; with `from_config` and `from_pretrained` each
             rank holds only its own layers. Or an nn.Sequential of any layers that take and return a tensor or a tuple
             of tensors (GPipe): see docs/sequences.md.
-        schedule: a name (see `slipstream.schedule.GENERATORS`); "auto": the best order that is found, by measured
+        schedule: a name (see `slipstream.schedule.SCHEDULES`); "auto": the best order that is found, by measured
             costs, before the first step or, where these can't be had, after a few; "auto-v": the same in a V-shaped
             placement, where each rank has two stages and the first rank the first and the last; or a Schedule, which
             says how many microbatches, slices and stages there are.

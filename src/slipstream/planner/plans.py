@@ -27,7 +27,7 @@ class Configuration:
     pipeline_parallel: int
     data_parallel: int
     stages_per_rank: int  # of the rank with the most
-    schedule: str  # a name of slipstream.schedule.GENERATORS, or "auto": found together with the cut and the slices
+    schedule: str  # a name of slipstream.schedule.SCHEDULES, or "auto": found together with the cut and the slices
     microbatch_size: int  # sequences
     num_slices: int
     recompute: str  # "none", "selective", "full", "stage" or "stage+full"

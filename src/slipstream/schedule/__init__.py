@@ -3,8 +3,8 @@
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
 from slipstream.schedule.generators import (
     AUTOMATIC,
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
+    ScheduleKind,
     breadth_first,
     check_name,
     gpipe,

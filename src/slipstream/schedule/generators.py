@@ -449,31 +449,40 @@ def _by_rank(actions: Iterable[Action], placement: tuple[int, ...]) -> tuple[tup
     return tuple(map(tuple, rows))
 
 
-GENERATORS: dict[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved-1f1b": interleaved_one_f_one_b,
-    "breadth-first": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-}
+class ScheduleKind(NamedTuple):
+    """A named schedule: `make(num_ranks, num_microbatches, num_slices)`, which takes the stages of a rank besides where
+    that number isn't fixed."""
 
-STAGES_PER_RANK: dict[str, range] = {
-    **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2"), range(1, 2)),
-    **dict.fromkeys(("interleaved-1f1b", "breadth-first"), range(1, sys.maxsize)),
-    **dict.fromkeys(("zb-v", "v-half", "v-min"), range(2, 3)),
+    make: Callable[..., Schedule]
+    stages_per_rank: range = range(1, 2)
+    """The numbers of stages that a rank can hold."""
+    splits: bool = False
+    """Whether all backwards are I and W."""
+    dominated_by: str | None = None
+    """Another schedule that is as fast with as much memory or less, for up to `dominated_up_to` microbatches."""
+    dominated_up_to: int = sys.maxsize
+
+
+_ANY, _TWO = range(1, sys.maxsize), range(2, 3)
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(gpipe, dominated_by="1f1b"),
+    "1f1b": ScheduleKind(one_f_one_b),
+    "interleaved-1f1b": ScheduleKind(interleaved_one_f_one_b, _ANY),
+    "breadth-first": ScheduleKind(breadth_first, _ANY, dominated_by="interleaved-1f1b", dominated_up_to=1),
+    "zb-h1": ScheduleKind(zb_h1, splits=True),
+    "zb-h2": ScheduleKind(zb_h2, splits=True),
+    "zb-v": ScheduleKind(zb_v, _TWO, splits=True),
+    "v-half": ScheduleKind(v_half, _TWO, splits=True),
+    "v-min": ScheduleKind(v_min, _TWO, splits=True),
 }
-"""The numbers of stages that a rank can hold under each schedule: `2 in STAGES_PER_RANK["zb-v"]`."""
+"""Every schedule that has a name: `2 in SCHEDULES["zb-v"].stages_per_rank`."""
 
 AUTOMATIC = ("auto", "auto-v")
 """The names of orders that a `Pipeline` searches itself: in the looped placement, and in the V-shaped one."""
 
 
 def placed_as(name: str, stages_per_rank: int) -> str:
-    """Returns the name in `GENERATORS` that has the placement of `name`, which may be one of `AUTOMATIC`.
+    """Returns the name in `SCHEDULES` that has the placement of `name`, which may be one of `AUTOMATIC`.
 
     Raises:
         ScheduleError: the number of stages per rank does not fit the V-shaped placement.
@@ -487,8 +496,8 @@ def placed_as(name: str, stages_per_rank: int) -> str:
 
 
 def check_name(name: str, besides: Sequence[str] = ()) -> None:
-    """Raises ScheduleError, with the nearest name, if `name` is neither in `GENERATORS` nor among `besides`."""
-    names = (*GENERATORS, *besides)
+    """Raises ScheduleError, with the nearest name, if `name` is neither in `SCHEDULES` nor among `besides`."""
+    names = (*SCHEDULES, *besides)
     if name not in names:
         raise ScheduleError(
             f"schedule={name!r} is not known{did_you_mean(name, names)} Choose one of {', '.join(names)}, or pass a "
@@ -497,10 +506,10 @@ def check_name(name: str, besides: Sequence[str] = ()) -> None:
 
 
 def _check_stages(name: str, like: str, stages_per_rank: int) -> None:
-    allowed = STAGES_PER_RANK[like]
+    allowed = SCHEDULES[like].stages_per_rank
     if stages_per_rank not in allowed:
         number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
-        others = ", ".join(other for other in GENERATORS if stages_per_rank in STAGES_PER_RANK[other])
+        others = ", ".join(other for other, kind in SCHEDULES.items() if stages_per_rank in kind.stages_per_rank)
         raise ScheduleError(
             f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {number}. Give stages_per_rank="
             f"{allowed.start}{f', or a schedule that can have {stages_per_rank}: {others}' if others else ''}."
@@ -510,16 +519,17 @@ def _check_stages(name: str, like: str, stages_per_rank: int) -> None:
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_slices: SliceCounts = 1, stages_per_rank: int = 1
 ) -> Schedule:
-    """Returns a schedule by its name in `GENERATORS`, with compute actions only.
+    """Returns a schedule by its name in `SCHEDULES`, with compute actions only.
 
     `num_slices` are those of every microbatch, or a list of each one's; the order is then the one of equal
     microbatches, with the largest number of slices in flight where that number matters.
 
     Raises:
-        ScheduleError: the name is unknown (the message has the nearest one), `STAGES_PER_RANK` doesn't allow the
+        ScheduleError: the name is unknown (the message has the nearest one), its kind doesn't allow the
             number of stages per rank (it has what is allowed), or a count is below 1.
     """
     check_name(name)
     _check_stages(name, name, stages_per_rank)
-    several = () if len(STAGES_PER_RANK[name]) == 1 else (stages_per_rank,)
-    return GENERATORS[name](num_ranks, num_microbatches, num_slices, *several)
+    kind = SCHEDULES[name]
+    several = () if len(kind.stages_per_rank) == 1 else (stages_per_rank,)
+    return kind.make(num_ranks, num_microbatches, num_slices, *several)

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from slipstream import Layers, Memory, Pipeline
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK
+from slipstream.schedule import SCHEDULES
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.sequences.random_layers import KINDS, Unsplit, batch, build, sequences
 
 EXACT = tuple(kind for kind in KINDS if kind != "dropout")  # draws other numbers than the unsplit model
 RECOMPUTE = ("none", "full", "stage", "stage+full", "selective", 1, "segments")
-ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
+ORDERS = [(name, v) for name in SCHEDULES for v in (1, 2) if v in SCHEDULES[name].stages_per_rank]
 
 
 @examples(60)

@@ -15,7 +15,7 @@ from slipstream import Layers, Memory, Pipeline, causal_attention
 from slipstream.attention import ContextError
 from slipstream.model import causal_cross_entropy
 from slipstream.profile.stage_bench import LiveMemory, tensors_alive
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, make_schedule
+from slipstream.schedule import SCHEDULES, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.options import grouped
@@ -24,7 +24,7 @@ from support.sequences.case import Inputs
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
 RECOMPUTE = ("none", "full", "stage", "stage+full", "selective", 1, "segments")
-ORDERS = [(name, v) for name in GENERATORS for v in (1, 2) if v in STAGES_PER_RANK[name]]
+ORDERS = [(name, v) for name in SCHEDULES for v in (1, 2) if v in SCHEDULES[name].stages_per_rank]
 
 
 @cache
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_the_sequence(
         num_microbatches=num_microbatches,
         slices=slices,
         recompute=recompute,
-        stages_per_rank=2 if 2 in STAGES_PER_RANK[schedule] else 1,
+        stages_per_rank=2 if 2 in SCHEDULES[schedule].stages_per_rank else 1,
     )
 
 
@@ -143,7 +143,7 @@ def test_exact(
 @pytest.mark.grid
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("schedule", sorted(GENERATORS))
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: str) -> None:
     for num_ranks in range(1, 5):
         for num_microbatches in range(1, 5):
@@ -156,7 +156,7 @@ def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: s
                         num_microbatches=num_microbatches,
                         slices=slices,
                         recompute=recompute,
-                        stages_per_rank=2 if 2 in STAGES_PER_RANK[schedule] else 1,
+                        stages_per_rank=2 if 2 in SCHEDULES[schedule].stages_per_rank else 1,
                     )
 
 

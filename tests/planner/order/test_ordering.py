@@ -18,8 +18,7 @@ from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.order_search import find_order, step_lower_bound
 from slipstream.planner.order.ordering_problem import OrderingProblem
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Op,
     Schedule,
     add_communication,
@@ -169,11 +168,11 @@ def test_found_orders(seed: int, memory: float | None, bandwidth: float | None) 
     assert find_order(*arguments(small), **keywords, effort=EFFORT) == found
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("memory", [None, 1.5])
 def test_never_slower_than_a_hand_written_schedule_that_fits(name: str, memory: float | None) -> None:
-    p, m, s, v = 4, 3, 4, STAGES_PER_RANK[name].start
-    v = max(v, 2) if 2 in STAGES_PER_RANK[name] else v
+    p, m, s, v = 4, 3, 4, SCHEDULES[name].stages_per_rank.start
+    v = max(v, 2) if 2 in SCHEDULES[name].stages_per_rank else v
     schedule = make_schedule(name, p, m, s, v)
     cost = UnitCost(forward=1, backward=2.2, input_gradient=1.4, weight_gradient=0.9, link=0.1)
     allowed = None if memory is None else [memory * v * s] * p

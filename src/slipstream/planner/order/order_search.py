@@ -14,8 +14,7 @@ from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.makespan_bounds import makespan_bound
 from slipstream.planner.order.ordering_problem import ROUNDING, OrderingProblem
 from slipstream.schedule import (
-    GENERATORS,
-    STAGES_PER_RANK,
+    SCHEDULES,
     Op,
     Schedule,
     SliceCounts,
@@ -35,7 +34,7 @@ def hand_written(problem: OrderingProblem) -> Iterator[Schedule]:
     """Yields every hand-written schedule for this placement, whole and with its backwards split."""
     per_rank = len(problem.placement) // problem.num_ranks
     counts = (problem.num_ranks, problem.num_microbatches, problem.slice_counts, per_rank)
-    every = (make_schedule(name, *counts) for name in GENERATORS if per_rank in STAGES_PER_RANK[name])
+    every = (make_schedule(name, *counts) for name in SCHEDULES if per_rank in SCHEDULES[name].stages_per_rank)
     for schedule in every:
         if schedule.placement != problem.placement:
             continue

@@ -8,11 +8,11 @@ from typing import Any
 
 from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.planner.plans import AUTO
-from slipstream.schedule import GENERATORS
+from slipstream.schedule import SCHEDULES
 
 _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NAMES = {
-    "schedule": (*GENERATORS, AUTO),
+    "schedule": (*SCHEDULES, AUTO),
     "recompute": ("none", "selective", "full", "stage", "stage+full"),
     "slicing": ("equal-time", "exact", AUTO),
 }

@@ -42,15 +42,13 @@ from slipstream.planner.search.bounds import (
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.planner.slicing.equal_stage_slicing import between_cuts
-from slipstream.schedule import GENERATORS, STAGES_PER_RANK, Op, make_schedule
+from slipstream.schedule import SCHEDULES, Op, ScheduleKind, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and what isn't counted take the rest
 _STAGES_PER_RANK = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 _COMPUTE, _EXCHANGED = (Op.F, Op.B, Op.I, Op.W), (Op.F, Op.I)
 _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; with more that takes a second each
-_SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")  # all their backwards are I and W
-_SCHEDULES = tuple(name for name in GENERATORS if name != "gpipe")  # 1f1b is as fast and takes less memory
 
 
 @dataclass(frozen=True)
@@ -169,11 +167,11 @@ class PlanSpace:
             if pipeline * stages > num_layers or (pipeline == 1 and stages > 1):
                 continue
             named = tuple(name for name in self.options.schedule or () if name != AUTO)
-            names = named or (_SCHEDULES if pipeline > 1 else ("1f1b",))
-            found = [name for name in names if stages in STAGES_PER_RANK[name]]
-            found = [name for name in found if stages > 1 or ("interleaved" not in name and name != "breadth-first")]
-            if num_microbatches == 1 and "interleaved-1f1b" in found:
-                found = [name for name in found if name != "breadth-first"]
+            found = [
+                name
+                for name in named or (SCHEDULES if pipeline > 1 else ("1f1b",))
+                if _allows(SCHEDULES[name], stages) and (named or not _is_dominated(SCHEDULES[name], num_microbatches))
+            ]
             if found:
                 yield stages, found
 
@@ -371,7 +369,7 @@ class PlanSpace:
                     if not has_room:
                         yield from ((0.0, least, each) for least, each in zip(mean, alike, strict=True))
                         continue
-                    key = (self.cut(alike[0]), count, slicing, name in _SPLIT)
+                    key = (self.cut(alike[0]), count, slicing, SCHEDULES[name].splits)
                     if key not in known:
                         known[key] = self._bounds(alike)
                     for configuration, bounds in zip(alike, known[key], strict=True):
@@ -400,7 +398,7 @@ class PlanSpace:
 
     def _group(self, first: Configuration, slices: tuple[int, ...]) -> ConfigurationGroup:
         cut = self.cut(first)
-        of_step = self.num_microbatches(first), first.schedule in _SPLIT
+        of_step = self.num_microbatches(first), SCHEDULES[first.schedule].splits
         return ConfigurationGroup(cut, partial(self.times, first), self.sizes(cut), self.source, *of_step, slices)
 
     def _bounds(self, alike: list[Configuration]) -> list[tuple[float, float]]:
@@ -418,6 +416,15 @@ class PlanSpace:
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
         shards = [s for s in ((True, False) if copies > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
         return list(product(recomputations, offloads, shards))
+
+
+def _allows(kind: ScheduleKind, stages: int) -> bool:
+    """Returns whether ranks can have so many stages: of a schedule for any number at least two, as one is 1F1B's."""
+    return stages in kind.stages_per_rank and (stages > 1 or len(kind.stages_per_rank) == 1)
+
+
+def _is_dominated(kind: ScheduleKind, num_microbatches: int) -> bool:
+    return kind.dominated_by is not None and num_microbatches <= kind.dominated_up_to
 
 
 def _check_known(source: CostSource, options: PlanOptions) -> None:

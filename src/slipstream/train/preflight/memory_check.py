@@ -20,7 +20,7 @@ from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.planner.plans import Prediction
 from slipstream.planner.search import make_options, search_plans
 from slipstream.profile import count_model
-from slipstream.schedule import GENERATORS
+from slipstream.schedule import SCHEDULES
 from slipstream.train.config import Config, precision_named
 from slipstream.train.preflight.model_checks import trained_weights
 from slipstream.train.training_step import compute_dtype
@@ -55,7 +55,7 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
         text = f"--pipeline.num_microbatches={more} (now {pipeline.num_microbatches})"
         changes.append((text, {"num_microbatches": more}))
     slices = pipeline.slices
-    if isinstance(slices, int) and pipeline.schedule in GENERATORS and 2 * slices <= training.seq_len:
+    if isinstance(slices, int) and pipeline.schedule in SCHEDULES and 2 * slices <= training.seq_len:
         changes.append((f"--pipeline.slices={2 * slices} (now {slices})", {"slices": 2 * slices}))
     if less := recompute_advice(memory.recompute, waits=pipeline.num_ranks > 1 or slices != 1).removesuffix(", "):
         setting = less.partition("=")[2].strip("'")
@@ -167,7 +167,7 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         context_parallel=parallel.context,
         expert_parallel=parallel.experts,
         stages_per_rank=pipeline.stages_per_rank,
-        schedule=pipeline.schedule if pipeline.schedule in GENERATORS else "1f1b",
+        schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "1f1b",
         microbatch_size=each,
         num_slices=changes.get("slices", 8 if num_slices == "auto" else num_slices),
         recompute=changes.get("recompute", memory.recompute),
