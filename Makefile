@@ -34,7 +34,6 @@ TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=
 # CI names a program here that runs what failed once more.
 RUN_TESTS := -m pytest
 PYTEST = $(ONE_THREAD) $(BIN)/python $(RUN_TESTS)
-DEMO := tests/examples/test_demo.py# which needs both cores
 
 # Every feature once, on two cores; properties are tried with a fifth of their examples, which `make exactness` completes.
 test: $(INSTALLED)
@@ -42,13 +41,11 @@ test: $(INSTALLED)
 
 # What `make test` leaves out: further combinations.
 test-more: $(INSTALLED)
-	$(PYTEST) -m more $(DEMO)
-	$(PYTEST) -m "more and not grid" --hypothesis-profile=thin $(TWO_WORKERS) --ignore=$(DEMO)
+	$(PYTEST) -m "more and not grid" --hypothesis-profile=thin $(TWO_WORKERS)
 
 # Both of them, each test once: everything but `make exactness`.
 test-all: $(INSTALLED)
-	$(PYTEST) -m more $(DEMO)
-	$(PYTEST) -m "not grid" $(TWO_WORKERS) --ignore=$(DEMO)
+	$(PYTEST) -m "not grid" $(TWO_WORKERS)
 
 check: lint types imports docs test
 

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.gpu_session import CARRIED, MOST_FILES, ON_A_GPU, TASKS, Task, run, take
 
 from benchmarks import gpu_session
+from support.parameters import first_of
 from support.paths import ROOT
 
 # Imports nothing but the standard library, as a Python does that has no packages; says what a task then can import
@@ -82,8 +83,7 @@ def test_a_task_that_hangs_or_fails_is_said_so(tmp_path: Path) -> None:
     assert "this machine lacks a_package_that_nobody_has" in lacking["printed"]
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", first_of(TASKS, 0, "grid"), ids=lambda task: task.name)
 def test_a_task_starts_without_a_gpu(task: Task, tmp_path: Path) -> None:
     """At toy size and on a CPU, which runs all of it but CUDA's own calls."""
     if task.name == "nccl":

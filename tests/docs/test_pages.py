@@ -152,7 +152,7 @@ def test_the_page_of_the_configuration_has_every_setting_as_it_is_typed(name: st
     assert record(**{key: yaml.safe_load(value) for key, value in rows if name != "pipeline"}) == record()
 
 
-@pytest.mark.parametrize("name", ["step", *(pytest.param(name, marks=pytest.mark.more) for name in ("train", "plan"))])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.more) for name in walks.WALKS])
 def test_the_pictures_of_the_walks_show_what_calls_what(name: str) -> None:
     """Otherwise: `python -m tools.walks`."""
     walk = walks.WALKS[name]

@@ -62,7 +62,7 @@ def check(name: str, batch: Any, **options: Any) -> None:
     assert gradient_error(expected, gradients(pipe)) < BOUND
 
 
-@examples(6)
+@examples(6, thin=3)
 @given(st.data())
 def test_padded_batches_are_those_of_the_unsplit_model(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(2, 40), min_size=2, max_size=6))

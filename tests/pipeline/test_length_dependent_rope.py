@@ -87,20 +87,20 @@ def padded(lengths: list[int], width: int) -> dict[str, Tensor]:
     return dict(zip(("input_ids", "attention_mask", "labels"), (*rows, targets), strict=True))
 
 
-@pytest.mark.parametrize(("name", "num_microbatches"), each_once(NAMES, [1, 3]))
+@pytest.mark.parametrize(("name", "num_microbatches"), each_once(NAMES, [1, 3], 1))
 def test_each_sequence_of_a_list_is_alone(name: str, num_microbatches: int) -> None:
     inputs, labels = batch_of(LENGTHS)
     check(pipeline(name, num_microbatches=num_microbatches), alone(name, inputs, labels), inputs, labels)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_of(NAMES))
 def test_rows_padded_by_lengths_are_alone(name: str) -> None:
     inputs, labels = batch_of(LENGTHS)
     rows = pad_sequence(inputs, batch_first=True), pad_sequence(labels, batch_first=True)
     check(pipeline(name), alone(name, inputs, labels), *rows, lengths=LENGTHS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", first_of(NAMES))
 def test_a_sequence_of_documents_has_the_frequencies_of_its_longest(name: str) -> None:
     inputs, labels = batch_of([40, 36])
     cuts = [[10, 30], [12, 24]]
@@ -117,8 +117,7 @@ def documents_of(cuts: list[list[int]]) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": labels}, numbers
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_microbatches", "name"), each_once([2, 1], NAMES, 1))
 def test_rows_of_documents_have_the_frequencies_of_the_longest_of_all(name: str, num_microbatches: int) -> None:
     """One row has short ones alone; the second batch only these, after longer ones."""
     pipe, whole = pipeline(name, num_microbatches=num_microbatches), copy.deepcopy(MODELS[name])
@@ -128,7 +127,7 @@ def test_rows_of_documents_have_the_frequencies_of_the_longest_of_all(name: str,
         check(pipe, expected, batch["input_ids"], batch["labels"], document_ids=numbers)
 
 
-@pytest.mark.parametrize(("name", "positions"), each_once(NAMES, ["none", "counted", "beyond the padding"]))
+@pytest.mark.parametrize(("name", "positions"), each_once(NAMES, ["none", "counted", "beyond the padding"], 2))
 def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
     """All its rows would have other frequencies without it."""
     batch = padded([20, 13], width=22 if positions == "beyond the padding" else 32)
@@ -139,7 +138,7 @@ def test_a_padded_batch_counts_its_padding(name: str, positions: str) -> None:
     check(pipeline(name, num_microbatches=2), together(copy.deepcopy(MODELS[name]), batch), batch)
 
 
-@pytest.mark.parametrize("name", first_of(NAMES))
+@pytest.mark.parametrize("name", first_of(NAMES, 0))
 def test_frequencies_follow_the_batches_of_a_training(name: str) -> None:
     """Type dynamic keeps those of the longest batch: sequences that are alone, rehearsals and the search for what
     carries states change nothing."""
@@ -166,7 +165,7 @@ def test_a_rotary_forward_of_the_users_own_runs() -> None:
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    each_once(["rows", "padded", "lists", "documents", "document lists", "documents and positions"], NAMES, count=4),
+    each_once(["rows", "padded", "lists", "documents", "document lists", "documents and positions"], NAMES, count=2),
 )
 def test_replicas_have_what_one_device_would(case: str, name: str) -> None:
     ended = launch(2, WORKERS / "pipeline/length_dependent_rope.py", name, case)

@@ -26,7 +26,7 @@ def planned(name: str, **settings: Any) -> Pipeline:
     return make_pipe(copy.deepcopy(MODELS[name]), **options)
 
 
-@examples(15)
+@examples(15, thin=3)
 @given(
     st.lists(st.integers(2, 40), min_size=1, max_size=7),
     st.sampled_from(sorted(MODELS)),

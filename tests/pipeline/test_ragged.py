@@ -57,7 +57,7 @@ def microbatches(draw: st.DrawFn, num_rows: int, length: int, most_slices: int =
     return [(rows, parts(length, most_slices)) for rows in parts(num_rows, num_rows)]
 
 
-@examples(125, thin=5)
+@examples(125, thin=3)
 @given(st.data())
 def test_gradients_are_those_of_the_unsplit_model(data: st.DataObject) -> None:
     given = data.draw(microbatches(4, LENGTH))

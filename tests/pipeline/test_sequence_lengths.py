@@ -18,13 +18,14 @@ from slipstream.pipeline.cut_batch import consecutive_groups
 from support.architectures import BOUND, LENGTH, gradient_error, gradients, tokens
 from support.examples import examples
 from support.live_memory import limit_that_would_do
+from support.parameters import first_of
 from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, ORDERS, batch_of, one_by_one
 
 UNCHECKED = Runtime(self_check=False)
 
 
-@examples(125, thin=5)
+@examples(125, thin=3)
 @given(st.data())
 def test_gradients_are_those_of_each_sequence_alone(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=7).filter(lambda found: max(found) > 12))
@@ -81,7 +82,7 @@ def test_fewer_sequences_than_microbatches_are_one_each() -> None:
     assert sorted(sum(each.slices) for each in pipe.last_step.microbatches) == [9, 30]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("name", first_of(["1f1b", "gpipe", "zb-h1"]))
 def test_under_a_name_sequences_share_microbatches_by_their_cost(name: str) -> None:
     """In whatever order they come, one long sequence is alone, and the short ones are together."""
     pipe = make_pipe(copy.deepcopy(MODELS["gpt2"]), name, num_microbatches=2, slices=4, num_ranks=2)

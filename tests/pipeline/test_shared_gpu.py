@@ -42,7 +42,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("num_processes", "cases"), first_of([(2, ["pp", "state"]), (2, ["dp", "tp"]), (4, ["pp, tp", "pp, dp"])])
+    ("num_processes", "cases"), first_of([(2, ["pp", "state"]), (2, ["dp", "tp"]), (4, ["pp, tp", "pp, dp"])], 0)
 )
 def test_gradients_in_float64(num_processes: int, cases: list[str], device: str) -> None:
     ended = launch(num_processes, WORKER, device, *cases)

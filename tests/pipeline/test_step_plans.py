@@ -29,7 +29,7 @@ PLAN = StepPlan(((2, 0), (1,)), ((5, 9), (6,)), make_schedule("1f1b", 1, 2, [2, 
 LENGTHS = [4, 6, 10]
 
 
-@examples(115, thin=5)
+@examples(115, thin=3)
 @given(st.data())
 def test_gradients_are_those_of_each_sequence_alone(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(2, 40), min_size=1, max_size=7))

@@ -312,6 +312,7 @@ def kill_all(started: subprocess.Popen[bytes]) -> None:
     started.wait(LIMIT)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("rounds", ROUNDS)
 def test_a_node_goes_and_comes_back_under_torchrun(tmp_path: Path, rounds: int) -> None:
     """Two real agents on this machine, of which the one that doesn't keep the rendezvous is killed with its ranks."""

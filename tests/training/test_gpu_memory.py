@@ -81,7 +81,7 @@ def test_what_is_set_already_stays(config: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
-@pytest.mark.parametrize("started_by", first_of(["itself", "torchrun"]))
+@pytest.mark.parametrize("started_by", first_of(["itself", "torchrun"], 0))
 def test_a_rank_that_runs_out(config: Path, started_by: str) -> None:
     """The last line of a command that starts its ranks itself also has the planner's account of each change."""
     command = WORKER, "out", "train", config

@@ -146,7 +146,7 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
     assert [line["step"] for line in metrics_of(folder / "replicas") if "loss" in line] == [1, 2, 3]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_what_does_not_fit_is_passed_over(kept: tuple[Path, CostCache, Profile]) -> None:
     folder, cache, profile = kept
     cache.keep(replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))), print)

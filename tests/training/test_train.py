@@ -237,6 +237,7 @@ def test_bad_input_under_torchrun_ends_all_ranks(config: Path, output: RunFolder
     assert not output.path.exists()
 
 
+@pytest.mark.more
 def test_a_loss_that_is_not_finite_stops_the_run(config: Path, output: RunFolder) -> None:
     """It has an exit code of its own. What fails twice in one step goes further back."""
     poisoned = ["--optimizer.lr=1e30", "--optimizer.clip_norm=null", "--checkpoint.every=1"]

@@ -63,13 +63,13 @@ def test_a_layer_that_does_not_repeat_itself_is_named() -> None:
     model = build(ARCHITECTURES["llama"])
     part = model.get_submodule("model.layers.1.mlp")
     part.register_forward_hook(lambda _, args, output: output * (1 + random.random()))
-    for kind in KINDS[:4]:
+    for kind in ("full", "stage"):
         with pytest.raises(SlipstreamError, match=r"^layer 1.*: the output differs when it is computed again"):
             step(model, kind, schedule="gpipe")
         step(model, kind, schedule="gpipe", check_recompute=False)
 
 
-@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", "qwen2_moe", "llama", "gemma3", "gpt_oss"], 2))
+@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", "qwen2_moe", "llama", "gemma3", "gpt_oss"]))
 def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
     with no_rounding_inside():
         model, inputs = build(ARCHITECTURES[name]), tokens(batch=4)
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
             assert gradient_error(gradients(whole), found[1]) < BOUND
 
 
-@pytest.mark.parametrize(("name", "schedule", "num_stages"), [("llama", "1f1b", 3), ("mixtral", "gpipe", 1)])
+@pytest.mark.parametrize(("name", "schedule", "num_stages"), first_of([("llama", "1f1b", 3), ("mixtral", "gpipe", 1)]))
 def test_nothing_changes_to_the_bit(name: str, schedule: str, num_stages: int) -> None:
     """In float32, whose rounding depends on the order of every sum."""
     model = build(ARCHITECTURES[name]).float()

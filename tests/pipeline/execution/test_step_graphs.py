@@ -56,11 +56,11 @@ ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 def named(
     names: Sequence[str], cuts: Mapping[str, Mapping[str, Any]], num_cuts: int | None = None
 ) -> pytest.MarkDecorator:
-    """Every architecture with every cut; `make test` runs each, of the cuts the first ones, at least once."""
+    """Every architecture with every cut; `make test` runs two of the first ones, and of those `make test-more` each."""
     parts = [*islice(cuts, num_cuts)], [*islice(cuts, num_cuts or len(cuts), None)]
     ids = [f"{name}-{cut}" for part in parts for name in names for cut in part]
     first, rest = ([cuts[each] for each in part] for part in parts)
-    combined = [*each_once(names, first, max(len(names), len(first))), *each_once(names, rest, 0)]
+    combined = [*each_once(names, first, 2), *each_once(names, rest, 0)]
     return pytest.mark.parametrize(("name", "cut"), combined, ids=ids)
 
 

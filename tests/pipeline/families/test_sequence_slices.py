@@ -19,7 +19,7 @@ from slipstream.schedule import SCHEDULES, make_schedule
 from support.architectures import BOUND, gradient_error, gradients
 from support.examples import examples
 from support.options import grouped
-from support.parameters import each_once
+from support.parameters import each_once, first_of
 from support.sequences.case import Inputs
 from support.sequences.sliced_layers import CASES, ROWS, TARGET
 
@@ -81,7 +81,7 @@ SELECTION = [
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "num_microbatches", "slices", "recompute", "name"), each_once(SELECTION, CASES)
+    ("schedule", "num_ranks", "num_microbatches", "slices", "recompute", "name"), each_once(SELECTION, CASES, 5)
 )
 def test_gradients_are_those_of_the_sequence(
     name: str, schedule: str, num_ranks: int, num_microbatches: int, slices: int | list[int], recompute: str
@@ -103,7 +103,7 @@ def lengths(draw: st.DrawFn) -> list[int]:
     return [b - a for a, b in pairwise([0, *sorted(cuts), TARGET])]
 
 
-@examples(25)
+@examples(25, thin=3)
 @given(
     st.sampled_from(sorted(CASES)),
     st.sampled_from(ORDERS),
@@ -170,7 +170,7 @@ def test_without_whole_tensors_the_number_of_ranks_changes_no_bit() -> None:
         assert all(torch.equal(gradient[name], tensor) for name, tensor in found[0][1].items())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first_of(CASES))
 def test_a_schedule_of_ones_own_and_one_found_by_measuring(name: str) -> None:
     check(name, schedule=make_schedule("zb-h2", 3, 2, 3), num_ranks=3)
     pipe, inputs, targets = pipeline(name, schedule="auto", num_microbatches=2, slices=3, num_ranks=3)

@@ -99,7 +99,7 @@ def test_what_is_set_is_not_advised(settings: dict[str, Any], advised: str) -> N
 
 def test_what_graphs_keep_of_offloaded_slices_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where steps aren't to be recorded."""
-    inputs, settings = tokens(batch=4), {"schedule": "gpipe", "offload": 1.0}
+    inputs, settings = tokens(batch=4), {"schedule": "gpipe", "offload": 1.0, "slices": 2}
     eager = predicted(pipeline(**settings), inputs)
     assert predicted(pipeline(cuda_graphs=True, **settings), inputs) == eager  # a CPU has none
     monkeypatch.setattr(step_graphs, "recorder_of", lambda _: RecordedOps())

@@ -113,6 +113,7 @@ def test_a_planned_step_has_the_gradients_of_the_whole_model(num_ranks: int) -> 
     assert gradient_error(whole, pipe) < 1e-10
 
 
+@pytest.mark.more
 def test_a_plan_is_for_the_batches_that_are_expected() -> None:
     """Rows of a microbatch, and the longest of sequences that differ in length, whose stages the plan's rates know."""
     said: list[str] = []
@@ -172,7 +173,7 @@ def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str,
     pipe.step(inputs, inputs)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_forwards_run_again_where_the_limit_asks_for_it_and_else_what_would_do_is_said() -> None:
     inputs = tokens(batch=4, length=LENGTH)
     with pytest.raises(

@@ -17,6 +17,7 @@ from slipstream.train.data import TokenBatch, sequences_of
 from slipstream.train.preferences import mean_rewards, preference_loss, reward_sums
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.forked import launch
+from support.parameters import first_of
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.preference_pairs import NAME, SECTION, expected_of_dpo, pairs
@@ -93,7 +94,7 @@ def test_in_bfloat16_it_is_as_near_to_plain_dpo_as_the_unsplit_model(expected: A
     assert measured["margin"] == pytest.approx(rewards["margin"], abs=0.05)
 
 
-@pytest.mark.parametrize("mesh", ["dp", "tp", pytest.param("cp", marks=pytest.mark.more)])
+@pytest.mark.parametrize("mesh", first_of(["dp", "tp", "cp"]))
 def test_replicas_and_tensor_ranks(expected: Any, mesh: str) -> None:
     """Two processes: each with half of the pairs, of every layer and of the vocabulary, or of every slice."""
     ended = launch(2, WORKERS / "training" / "preference_meshes.py", mesh)
