@@ -37,7 +37,7 @@ CONFIGURATION: dict[str, Any] = {
     "data": {"vocab_size": 512, "validation_fraction": 0},
     "pipeline": {"slices": 4, "num_microbatches": 2},
     "runtime": {"self_check": False},
-    "parallel": {"shard_optimizer": True, "sequence_parallel": True},
+    "parallel": {"shard": "optimizer", "sequence_parallel": True},
     "optimizer": {"lr": 1e-3, "warmup_steps": 10},
     "training": {"seq_len": 128, "batch_size": 4, "steps": STEPS, "overwrite": True},
 }

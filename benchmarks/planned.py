@@ -167,7 +167,7 @@ def measure(space: PlanSpace, configuration: Configuration, repeats: int, pace: 
 def compare(source: ProfileSource, batch: int, length: int, repeats: int, pace: Pace) -> list[dict[str, Any]]:
     space, rows = PlanSpace(source, length, batch, PlanOptions()), []
     for schedule, stages, slices, recompute in few(CONFIGURATIONS, 3):
-        configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, False)
+        configuration = Configuration(1, 2, 1, stages, schedule, 1, slices, recompute, 0.0, "none")
         rows.append(measure(space, configuration, repeats, pace))
         print(line(rows[-1]), flush=True)
     return rows

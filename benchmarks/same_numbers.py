@@ -119,7 +119,7 @@ CASES = [
     Case("recompute full, documents", "gpt2", CUT | {"recompute": "full"}, documents=True),
     Case("nn.Sequential", "images", {"schedule": "gpipe", "num_microbatches": 4, "partition": [4, 5]}, optimizer="SGD"),
     Case("nn.Sequential, CutTokens", "decoder", CUT | {"partition": [5, 3]}),
-    Case("pp=2 x dp=2", "llama, tied", CUT | {"shard_optimizer": True}, {"pp": 2, "dp": 2}),
+    Case("pp=2 x dp=2", "llama, tied", CUT | {"shard": "optimizer"}, {"pp": 2, "dp": 2}),
     Case("pp=2 x tp=2", "llama", CUT | {"schedule": "zb-h1", "sequence_parallel": True}, {"pp": 2, "tp": 2}),
 ]
 
@@ -130,7 +130,7 @@ def build(case: Case) -> Pipeline:
     records = {
         "memory": Memory(recompute=options.pop("recompute", "none")),
         "parallel": Parallelism(
-            shard_optimizer=options.pop("shard_optimizer", False),
+            shard=options.pop("shard", "none"),
             sequence_parallel=options.pop("sequence_parallel", False),
         ),
         "runtime": Runtime(self_check=False),

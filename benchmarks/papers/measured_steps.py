@@ -204,7 +204,7 @@ class Row:
             num_slices=self.number("token_slices"),
             recompute=recompute,
             offload=0.0,
-            shard_optimizer=self.replicas * self.number("cp") > 1,
+            shard="optimizer" if self.replicas * self.number("cp") > 1 else "none",
             context_parallel=self.number("cp"),
             # one row spreads experts over ranks that share layers, too, which counts as spread over the others
             expert_parallel=min(self.number("ep"), self.replicas * self.number("cp")) if self.experts else 1,

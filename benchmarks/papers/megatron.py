@@ -82,7 +82,7 @@ class Run:
         degrees = self.tensor_parallel, self.pipeline_parallel, self.data_parallel
         schedule = "1f1b" if self.stages_per_rank == 1 else "interleaved-1f1b"
         return Configuration(
-            *degrees, self.stages_per_rank, schedule, self.microbatch_size, 1, "stage", 0.0, shard_optimizer=False
+            *degrees, self.stages_per_rank, schedule, self.microbatch_size, 1, "stage", 0.0, shard="none"
         )
 
 

@@ -144,7 +144,7 @@ class Setting:
 def step(setting: Setting, constants: Constants, slices: tuple[int, ...]) -> float:
     """Returns the simulated seconds of an iteration."""
     t, p, d = setting.tensor_parallel, setting.pipeline_parallel, setting.data_parallel
-    chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard_optimizer=False)
+    chosen = Configuration(t, p, d, 1, "gpipe", 1, len(slices), "none", 0.0, shard="none")
     return SimulatedConfiguration.of(setting.space(constants, slices), chosen).step()[0]
 
 

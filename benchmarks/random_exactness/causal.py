@@ -239,9 +239,9 @@ class CausalCase:
         if place.tp > 1 and happens(dice, 0.4):
             found["sequence_parallel"] = True
         if place.num_copies > 1 and happens(dice, 0.4):
-            found["shard_optimizer"] = True
+            found["shard"] = "optimizer"
         elif self._may_shard() and happens(dice, 0.2):
-            found["shard_parameters"] = True
+            found["shard"] = "parameters"
         return found
 
     def _may_shard(self) -> bool:

@@ -227,7 +227,7 @@ class SequenceCase:
         if self.is_list and (settings.pop("microbatches", None) or isinstance(settings.get("slices"), list)):
             settings["slices"] = dice.randint(1, 4)
         if place.dp > 1 and happens(dice, 0.4):
-            settings["parallel"] = {"shard_optimizer": True}
+            settings["parallel"] = {"shard": "optimizer"}
         self.max_norm = 0.5 if happens(dice, 0.3) else None
         self.settings = settings
         self.axes |= {"ranks": place.pp, **({"mesh": place.mesh} if place.has_processes else {})}

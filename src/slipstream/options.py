@@ -112,13 +112,11 @@ class Parallelism(Record):
     """What ranks that share slices exchange around attention: `heads` for tokens, after which each keeps the keys and
     values of some heads; or the `keys` and values of a slice, of which each keeps all, for any number of ranks. `auto`:
     what moves fewer bytes in a layer, heads where a sequence is one slice, and keys where heads don't divide."""
-    shard_optimizer: bool = False
-    """With data parallelism, whether each replica updates only its part of every parameter and keeps the optimizer's
-    state of that part alone (ZeRO-1)."""
-    shard_parameters: bool = False
-    """With data parallelism, whether each replica keeps only its part of every parameter between steps (ZeRO-3, by
-    FSDP2); the rest is gathered when a step begins, and released when a stage's gradients are reduced. Not with tensor
-    parallelism, tied weights or a master dtype."""
+    shard: Literal["none", "optimizer", "parameters"] = "none"
+    """With data parallelism, what each replica keeps only its part of. `optimizer`: the optimizer's state, as it
+    updates only its part of every parameter (ZeRO-1). `parameters`: between steps the parameters too (ZeRO-3, by
+    FSDP2); they are gathered when a step begins, and released when a stage's gradients are reduced. Not with tensor
+    parallelism or tied weights."""
 
 
 class Precision(Record):

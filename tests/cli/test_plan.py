@@ -137,8 +137,8 @@ def test_choices_are_kept_to(model: Path, cluster: Path, tmp_path: Path) -> None
         "num_slices": "2",
         "recompute": "stage",
     }
-    written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, shard_optimizer="no", microbatch_size="1")
-    assert written["parallel"] == {"data": 2, "tensor": 1, "shard_optimizer": False}
+    written = plan_file(model, cluster, tmp_path / "a.yaml", **lists, shard="none", microbatch_size="1")
+    assert written["parallel"] == {"data": 2, "tensor": 1, "shard": "none"}
     assert written["pipeline"]["schedule"] == "gpipe"
     assert len(written["pipeline"]["slices"]) == 2
     assert written["memory"]["recompute"] == "stage"
@@ -249,7 +249,7 @@ def test_ranks_that_share_slices_and_experts_are_written_for_training(cluster: P
     written = plan_file(tmp_path / "model", cluster, tmp_path / "plan.yaml", **given)
     assert written["parallel"] == {"data": 2, "tensor": 1, "context_exchange": "heads", "context": 2} | {
         "experts": 2,
-        "shard_optimizer": True,
+        "shard": "optimizer",
     }
     assert written["plan"]["predicted"]["num_devices"] == 4
     data = {"data": {"corpus": "python-stdlib"}, "training": written["training"] | {"output": "x", "steps": 1}}
@@ -363,9 +363,9 @@ def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(cluster: Pat
 def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_path: Path) -> None:
     model, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
     model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
-    degrees = {"tensor_parallel": "2", "data_parallel": "2", "pipeline_parallel": "1", "shard_optimizer": "yes"}
+    degrees = {"tensor_parallel": "2", "data_parallel": "2", "pipeline_parallel": "1", "shard": "optimizer"}
     written = plan_file(model, cluster, output, **degrees)
-    assert written["parallel"] == {"data": 2, "tensor": 2, "shard_optimizer": True, "sequence_parallel": True}
+    assert written["parallel"] == {"data": 2, "tensor": 2, "shard": "optimizer", "sequence_parallel": True}
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     trained = launch(
         4,
@@ -376,6 +376,29 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
     assert trained.returncode == 0, trained.stderr
     lines = metrics_of(tmp_path / "run")
     assert len(lines[-1]["peak_memory"]) == 4
+
+
+@pytest.mark.more
+def test_a_plan_with_sharded_parameters_is_trained(
+    cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In bfloat16, with float32 rows for the optimizer."""
+    model, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
+    model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
+    given = {"num_nodes": 1, "data_parallel": "2", "shard": "parameters", "dtype": "bfloat16"}
+    written = plan_file(model, cluster, output, **given)
+    assert "sharded parameters" in capsys.readouterr().out
+    assert written["parallel"] == {"data": 2, "tensor": 1, "shard": "parameters"}
+    assert written["training"]["precision"] == "bf16-weights"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    trained = launch(
+        2,
+        COMMAND,
+        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
+        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert len(metrics_of(tmp_path / "run")[-1]["peak_memory"]) == 2
 
 
 # --- what can't be planned -------------------------------------------------------------------------------------------
@@ -403,7 +426,7 @@ def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_pa
             "expert_parallel=2 can't be planned for .* 'llama' has no experts that can be spread",
         ),
         ({"context_parallel": "3"}, "no configuration fits these numbers: 4 devices"),
-        ({"shard_optimizer": "maybe"}, "'maybe' is neither yes nor no"),
+        ({"shard": "optimiser"}, "did you mean 'optimizer'"),
         ({"offload": "1.5"}, "offload=1.5: give the share of slices"),
         ({"memory_limit": 80.0}, "memory_limit=80.0 is implausible, it is in bytes: type 80e9"),
         ({"num_ranks": 2}, "num_ranks=2 is for a profile"),

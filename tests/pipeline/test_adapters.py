@@ -222,8 +222,8 @@ def test_several_and_merged_adapters_are_refused() -> None:
 
 
 def test_sharded_parameters_are_refused() -> None:
-    with pytest.raises(SlipstreamError, match=r"adapters \(LORA\) with parallel.shard_parameters=True"):
-        make(adapted(lora()), shard_parameters=True)
+    with pytest.raises(SlipstreamError, match=r"adapters \(LORA\) with parallel.shard='parameters'"):
+        make(adapted(lora()), shard="parameters")
 
 
 def test_sequences_of_different_lengths_are_exact() -> None:

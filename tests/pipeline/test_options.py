@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
         ("memory", "num_flushes", 0, "memory.num_flushes=0"),
         ("memory", "recomput", "full", "unknown key memory.recomput; did you mean 'memory.recompute'?"),
         ("parallel", "tensor_plan", "colwise", "parallel.tensor_plan='colwise'"),
-        ("parallel", "shard_optimizr", True, "did you mean 'parallel.shard_optimizer'?"),
+        ("parallel", "shrad", "optimizer", "did you mean 'parallel.shard'?"),
         ("runtime", "stall_limit", "soon", "runtime.stall_limit='soon'"),
     ],
 )

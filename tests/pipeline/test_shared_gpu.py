@@ -75,7 +75,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @on_a_gpu
-@pytest.mark.parametrize("mesh", [[], ["--dp=2", "--parallel.shard_optimizer=true"]], ids=["pp", "pp, dp"])
+@pytest.mark.parametrize("mesh", [[], ["--dp=2", "--parallel.shard=optimizer"]], ids=["pp", "pp, dp"])
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, mesh: list[str], device: str) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     train(device, whole, *mesh)

@@ -235,7 +235,7 @@ def test_processes_train_checkpoint_and_export_as_the_unsplit_model(
         ),
         (GraniteConfig(**_SMALL, vocab_size=97, logits_scaling=2.0), {}, "'granite' changes what its head returns"),
         (UNTIED, {"loss_fn": lambda outputs, targets: (outputs.sum(), 1)}, r"with loss_fn=...: no rank has all logits"),
-        (UNTIED, {"parallel": Parallelism(shard_parameters=True)}, "with parallel.shard_parameters=True"),
+        (UNTIED, {"parallel": Parallelism(shard="parameters")}, "with parallel.shard='parameters'"),
         (UNTIED, {"schedule": "auto"}, "with schedule='auto'"),
         (UNTIED, {"slices": "auto"}, "with slices='auto'"),
         (UNTIED, {"vocabulary": "half"}, "vocabulary='half': give one of auto, whole, spread"),

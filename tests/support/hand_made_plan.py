@@ -111,7 +111,7 @@ def _predict(
         for stage, peak in zip(stages_of(partition), timeline.peak_memory, strict=True)
     )
     prediction = Prediction(
-        configuration=Configuration(1, num_ranks, 1, 1, name, 1, num_slices, "none", 0.0, False),
+        configuration=Configuration(1, num_ranks, 1, 1, name, 1, num_slices, "none", 0.0, "none"),
         partition=partition,
         placement=schedule.placement,
         slices=slices,

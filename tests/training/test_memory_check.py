@@ -61,7 +61,7 @@ def test_each_change_is_told_with_what_it_leaves() -> None:
     assert state < account() < 10 * state  # with gradients of keys and values, messages and logits
 
 
-@pytest.mark.parametrize(("parallel", "share"), [({}, 1), ({"shard_optimizer": True}, 3 / 4)])
+@pytest.mark.parametrize(("parallel", "share"), [({}, 1), ({"shard": "optimizer"}, 3 / 4)])
 def test_ranks_that_share_slices_hold_half_of_the_activations(parallel: dict[str, Any], share: float) -> None:
     pipeline = {"num_ranks": 2, "num_microbatches": 2, "slices": 2}
     runs = configured(pipeline=pipeline), configured(pipeline=pipeline, parallel={"context": 2, **parallel})
@@ -88,8 +88,8 @@ def test_other_failures_are_not_of_memory(failure: str) -> None:
     [
         ({"pipeline": {"num_ranks": 1}}, 16 * NUM_PARAMETERS),
         ({"pipeline": {"num_ranks": 2}}, 8 * NUM_PARAMETERS),
-        ({"pipeline": {"num_ranks": 2}, "parallel": {"data": 2, "shard_optimizer": True}}, 6 * NUM_PARAMETERS),
-        ({"pipeline": {"num_ranks": 2}, "parallel": {"context": 2, "shard_optimizer": True}}, 6 * NUM_PARAMETERS),
+        ({"pipeline": {"num_ranks": 2}, "parallel": {"data": 2, "shard": "optimizer"}}, 6 * NUM_PARAMETERS),
+        ({"pipeline": {"num_ranks": 2}, "parallel": {"context": 2, "shard": "optimizer"}}, 6 * NUM_PARAMETERS),
     ],
 )
 def test_the_least_limit(sections: dict[str, Any], least: int) -> None:
@@ -130,8 +130,8 @@ def test_the_least_limit_beside_an_adapter(precision: str, base_precision: str, 
     [
         ({"data": 4, "experts": 2}, 8, 16),
         ({"data": 4, "experts": 2, "tensor": 2}, 8, 8),  # which doesn't cut experts
-        ({"data": 4, "experts": 2, "shard_optimizer": True}, 6, 10),
-        ({"data": 4, "experts": 2, "shard_parameters": True}, 4, 4),
+        ({"data": 4, "experts": 2, "shard": "optimizer"}, 6, 10),
+        ({"data": 4, "experts": 2, "shard": "parameters"}, 4, 4),
     ],
 )
 def test_the_least_limit_of_experts(parallel: dict[str, Any], of_experts: float, of_others: float) -> None:

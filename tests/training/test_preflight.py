@@ -112,12 +112,12 @@ def test_a_layout_that_no_rank_could_make(
 
 
 SPREAD = {"pipeline": {"num_ranks": 2, "vocabulary": "spread"}, "training.batch_size": 2}
-SHARDED = {"parallel": {"data": 2, "shard_parameters": True}, "training.batch_size": 2}
+SHARDED = {"parallel": {"data": 2, "shard": "parameters"}, "training.batch_size": 2}
 ADAFACTOR = {"optimizer": {"name": "adafactor"}, "pipeline.vocabulary": "whole", "training.batch_size": 2}
 UNCUTTABLE = {"model.config.model_type": "gpt_neox"}
 GPT = {"model_type": "openai-gpt", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 300}
 SPREAD_OVER_TENSOR_RANKS = "vocabulary='spread' with tp=2 in the mesh: tensor ranks share the vocabulary"
-SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard_parameters"
+SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard='parameters'"
 
 
 @pytest.mark.parametrize(
@@ -132,15 +132,13 @@ SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard_parameters"
         (SPREAD | SHARDED, SPREAD_AND_SHARDED),
         (SPREAD | SHARDED | {"pipeline.schedule": "1f1b", "pipeline.slices": 2}, SPREAD_AND_SHARDED),
         (ADAFACTOR | {"parallel.tensor": 2}, "parallel.tensor=2 leaves each rank a part; give parallel.tensor=1"),
-        (ADAFACTOR | {"parallel": {"data": 2, "shard_optimizer": True}}, "give parallel.shard_optimizer=false"),
+        (ADAFACTOR | {"parallel": {"data": 2, "shard": "optimizer"}}, "give parallel.shard=none"),
         (
             {"memory.limit": 1e9, "optimizer": {"name": "adamw", "args": {"amsgrad": True}}},
             "memory.limit with optimizer.name=adamw, which keeps 3 tensors of each parameter's size",
         ),
-        (SHARDED | {"parallel.shard_optimizer": True}, "shard_parameters=True with parallel.shard_optimizer=True"),
-        (SHARDED | {"parallel.tensor": 2}, "shard_parameters=True on a mesh with tp=2"),
-        (SHARDED | {"training.precision": "bf16-weights"}, "with training.precision=bf16-weights"),
-        (SHARDED | {"model.config.tie_word_embeddings": True}, "shard_parameters=True with lm_head.weight tied"),
+        (SHARDED | {"parallel.tensor": 2}, "shard='parameters' on a mesh with tp=2"),
+        (SHARDED | {"model.config.tie_word_embeddings": True}, "shard='parameters' with lm_head.weight tied"),
         ({"training.seq_len": 65}, "training.seq_len=65 is more than the model's 64 positions"),
         ({"data.vocab_size": 301}, "vocabulary has 300 tokens (0 to 299), but the text needs token id 300"),
         ({"data.validation_fraction": 0}, "needs held-out text, and there is none; give more text"),
@@ -229,11 +227,11 @@ def test_a_validation_file_that_is_not_there(refuse: Refuse, values: dict[str, A
 
 def test_the_pipeline_is_told_to_shard_its_parameters(values: dict[str, Any]) -> None:
     """It refuses by itself what preflight does, which is passed by here."""
-    values["parallel"] = {"shard_parameters": True}
+    values["parallel"] = {"shard": "parameters"}
     config = parse_config(values)
     model = {key: value for key, value in LLAMA.items() if key != "model_type"}
     LlamaConfig(**model, tie_word_embeddings=True).save_pretrained(RunFolder(config.training.output).inputs)
-    with pytest.raises(SlipstreamError, match=r"shard_parameters=True with lm_head\.weight tied"):
+    with pytest.raises(SlipstreamError, match=r"shard='parameters' with lm_head\.weight tied"):
         make_pipeline(config, torch.device("cpu"))
 
 
@@ -437,8 +435,8 @@ def test_what_ranks_that_share_a_gpu_cannot_do(
     values["training"]["device"] = "cpu"
     assert "runtime.transport=nccl: 2 ranks compute on CPUs" in refuse(values)
     values["training"]["device"], values["runtime"] = "cuda", {"transport": "auto"}
-    values["parallel"], values["training"]["batch_size"] = {"data": 2, "shard_parameters": True}, 2
-    assert "parallel.shard_parameters=true: FSDP2 exchanges shards between GPUs by NCCL alone" in refuse(values)
+    values["parallel"], values["training"]["batch_size"] = {"data": 2, "shard": "parameters"}, 2
+    assert "parallel.shard=parameters: FSDP2 exchanges shards between GPUs by NCCL alone" in refuse(values)
 
 
 @pytest.mark.parametrize("kind", ["locked", "too long", "in a file", "in a locked folder"])

@@ -59,14 +59,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run that nothing interrupted, with dropout, on two stages and two replicas that share the optimizer."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    ended = train(4, folder, text, "--dp=2", "--parallel.shard_optimizer=true")
+    ended = train(4, folder, text, "--dp=2", "--parallel.shard=optimizer")
     assert ended.returncode == 0, ended.stderr
     return folder
 
 
 def test_the_same_mesh_goes_on_to_the_bit(whole: Path, text: Path, tmp_path: Path) -> None:
     again = half_of(whole, tmp_path / "again")
-    ended = train(4, again, text, "--dp=2", "--parallel.shard_optimizer=true", "--checkpoint.resume=latest")
+    ended = train(4, again, text, "--dp=2", "--parallel.shard=optimizer", "--checkpoint.resume=latest")
     assert ended.returncode == 0, ended.stderr
     assert f"resumed after step {HALF}" in ended.stdout
     assert "other settings" not in ended.stdout
@@ -102,7 +102,7 @@ def test_a_loop_of_ones_own_goes_on_from_a_run(whole: Path) -> None:
 )
 def test_any_optimizer_goes_on_to_the_bit(text: Path, tmp_path: Path, name: str, arguments: str) -> None:
     optimizer = [f"--optimizer.name={name}", "--optimizer.lr=0.01", f"--optimizer.args={arguments}"]
-    first, given = tmp_path / "first", [*optimizer, "--dp=2", "--parallel.shard_optimizer=true"]
+    first, given = tmp_path / "first", [*optimizer, "--dp=2", "--parallel.shard=optimizer"]
     ended = train(4, first, text, *given)
     assert ended.returncode == 0, ended.stderr
     again = half_of(first, tmp_path / "again")
@@ -117,10 +117,10 @@ def test_replicas_that_spread_the_parameters_save_and_go_on_to_the_bit(whole: Pa
     """From a checkpoint of a run that spread the optimizer's state alone, and that goes on from theirs."""
     spread, back = half_of(whole, tmp_path / "spread"), tmp_path / "back"
     resume = ["--dp=2", "--checkpoint.resume=latest"]
-    ended = train(4, spread, text, *resume, "--parallel.shard_parameters=true", "--checkpoint.every=1")
+    ended = train(4, spread, text, *resume, "--parallel.shard=parameters", "--checkpoint.every=1")
     assert ended.returncode == 0, ended.stderr
     shutil.copytree(spread / "checkpoints" / f"step-{STEPS - 1:08}", back / "checkpoints" / f"step-{STEPS - 1:08}")
-    ended = train(4, back, text, *resume, "--parallel.shard_optimizer=true")
+    ended = train(4, back, text, *resume, "--parallel.shard=optimizer")
     assert f"resumed after step {STEPS - 1}" in ended.stdout, ended.stderr
     models = [(run / "model" / "model.safetensors").read_bytes() for run in (whole, spread, back)]
     assert models[0] == models[1] == models[2]
@@ -254,7 +254,7 @@ def test_a_tied_matrix_in_parts_goes_on_in_parts_and_whole(text: Path, tmp_path:
     wanted = load_file(first / "model" / "model.safetensors")
     others = {
         "again": (2, [spread]),
-        "replicas": (4, [spread, "--dp=2", "--parallel.shard_optimizer=true"]),
+        "replicas": (4, [spread, "--dp=2", "--parallel.shard=optimizer"]),
         "whole": (2, ["--pipeline.vocabulary=whole"]),
     }
     for name, (num_processes, settings) in others.items():

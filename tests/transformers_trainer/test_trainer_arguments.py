@@ -76,8 +76,8 @@ def test_checkpointing_is_taken_of_a_pipeline_that_recomputes(tmp_path: Path) ->
     [
         ("ACCELERATE_DYNAMO_BACKEND", "EAGER", r"Runtime\(fused=True\)"),
         ("ACCELERATE_MIXED_PRECISION", "bf16", r"Precision\(dtype='bfloat16'"),
-        ("ACCELERATE_USE_FSDP", "true", r"Parallelism\(shard_optimizer=True\)"),
-        ("ACCELERATE_USE_DEEPSPEED", "1", r"Parallelism\(shard_optimizer=True\)"),
+        ("ACCELERATE_USE_FSDP", "true", r"Parallelism\(shard='optimizer'\)"),
+        ("ACCELERATE_USE_DEEPSPEED", "1", r"Parallelism\(shard='optimizer'\)"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", r"layers are split by the Pipeline"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", r"mesh=slipstream.make_mesh"),
     ],

@@ -61,7 +61,7 @@ def describe_cut(parts: Iterable[ParameterShard], optimizer: Optimizer) -> str:
         return ""
     return (
         f"{type(optimizer).__name__} updates a matrix by all of its elements, and this rank has only a part of {cut}. "
-        "Split the model only by pp and dp, without tp, shard_optimizer, shard_parameters and a spread vocabulary, or "
+        "Split the model only by pp and dp, without tp, parallel.shard and a spread vocabulary, or "
         "use an optimizer that updates each element by itself, such as torch.optim.AdamW."
     )
 
@@ -170,4 +170,4 @@ def _kept_state(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
     return kept
 
 
-_WHOLE = "Use only pp and dp, without tp, shard_optimizer, shard_parameters and a spread vocabulary"
+_WHOLE = "Use only pp and dp, without tp, parallel.shard and a spread vocabulary"

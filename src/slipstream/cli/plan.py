@@ -64,7 +64,7 @@ def plan(
     slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full, stage, stage+full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
-    shard_optimizer: Annotated[_List, _choices("Optimizer state sharded over the pipelines: yes, no")] = None,
+    shard: Annotated[_List, _choices("What is sharded over the pipelines: none, optimizer, parameters")] = None,
     fused: Annotated[
         bool, Option("--fused", help="Plan with fused norms, activations and rotary embeddings (runtime.fused).")
     ] = False,
@@ -98,9 +98,8 @@ def plan(
         **_parse(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
         **_parse(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
         **_parse(int, microbatch_size=microbatch_size, num_slices=num_slices),
-        **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute),
+        **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard),
         **_parse(float, offload=offload),
-        **_parse(_yes_or_no, shard_optimizer=shard_optimizer),
     }
     found = _run(model, cluster, output, report, overwrite, **settings)
     for line in training_lines(found, tokens, price_per_device_hour):
@@ -158,12 +157,6 @@ def _parse(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[An
             given = f"--{name.replace('_', '-')}={text}"
             raise SlipstreamError(f"{given} can't be read ({error}); give values separated by commas") from None
     return values
-
-
-def _yes_or_no(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ValueError(f"{text!r} is neither yes nor no")
-    return text == "yes"
 
 
 def _run(model: str, cluster: str | None, output: Path, report: Path | None, overwrite: bool, **settings: Any) -> Plan:

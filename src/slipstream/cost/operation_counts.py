@@ -52,6 +52,13 @@ class StateBytes:
         wide = {"float32": 4, "float64": 8}.get(dtype)
         return cls(2, 4, 12) if wide is None else cls(wide, wide, 2 * wide)
 
+    def of_shards(self, shard: str) -> StateBytes:
+        """Returns those where "none", the "optimizer"'s state or the "parameters" are sharded. The rows of sharded
+        parameters lie beside the whole ones of a step, and count as the optimizer's; master weights are those rows."""
+        has_masters = self.weights < self.gradients
+        more = 0 if shard != "parameters" or has_masters else self.weights
+        return replace(self, optimizer=self.optimizer + more)
+
 
 @dataclass(frozen=True)
 class OpCount:

@@ -50,7 +50,7 @@ class AnalyticSource:
     ) -> None:
         """`sequence_parallel`: whether ranks that share layers also share tokens; `fused`: whether the model was
         counted with fused kernels; `refusals`: why training refuses a `context_parallel` or an `expert_parallel`
-        above 1."""
+        above 1, or sharded parameters as `shard`."""
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
         self.sequence_parallel, self.fused = sequence_parallel, fused
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
@@ -73,10 +73,12 @@ class AnalyticSource:
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
 
     def _refused_by_counts(self) -> dict[str, str]:
-        """Returns why ranks can't share slices, or experts, as far as the model's counts tell."""
+        """Returns why ranks can't share slices or experts, or shard parameters, as far as the model's counts tell."""
         found = {} if self.num_experts else {"expert_parallel": "The model has no experts that can be spread."}
         if any(part.state_bytes for part in self.model.layers):
             found["context_parallel"] = "The model's layers carry states from slice to slice."
+        if self.model.tied:
+            found["shard"] = "The head is tied to the embedding, and their shards would be updated separately."
         return found
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
@@ -154,7 +156,7 @@ class ProfileSource:
         self.kinds, self.num_devices = profile.kinds, num_ranks * profile.tensor_parallel
         self.tensor_parallel_degrees = (profile.tensor_parallel,)
         self.context_parallel_degrees = self.expert_parallel_degrees = (1,)
-        self.refusals = dict.fromkeys(("context_parallel", "expert_parallel"), "Its times weren't measured.")
+        self.refusals = dict.fromkeys(("context_parallel", "expert_parallel", "shard"), "Its times weren't measured.")
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")

@@ -114,8 +114,8 @@ def check_parallel(adapter: Adapter, tensor_ranks: int, shards_parameters: bool)
     """Raises SlipstreamError where an adapter's layers are to be shared by tensor ranks, or cut over replicas."""
     if shards_parameters:
         raise SlipstreamError(
-            f"adapters ({adapter.method}) with parallel.shard_parameters=True, which hasn't been shown to be "
-            "exact. Leave it out; shard_optimizer=True is fine."
+            f"adapters ({adapter.method}) with parallel.shard='parameters', which hasn't been shown to be "
+            "exact. Leave it out; shard='optimizer' is fine."
         )
     if tensor_ranks == 1:
         return

@@ -101,8 +101,8 @@ def check_transport(
 def refuse_shards() -> None:
     """Raises SlipstreamError for parameters that are sharded over replicas whose GPUs gloo connects."""
     raise SlipstreamError(
-        "parallel.shard_parameters=true: FSDP2 exchanges shards between GPUs by NCCL alone, and gloo connects these, "
-        "as where ranks share a GPU. Use shard_optimizer=true instead, or give each rank a GPU of its own."
+        "parallel.shard=parameters: FSDP2 exchanges shards between GPUs by NCCL alone, and gloo connects these, "
+        "as where ranks share a GPU. Use parallel.shard=optimizer instead, or give each rank a GPU of its own."
     )
 
 

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -34,7 +34,8 @@ class ShardedParameters:
     A step of any number of slices thus sends 2 (n-1)/n of the parameters' bytes on each of n replicas, as ZeRO-1 does;
     gathering for each slice's pass instead would send that as often as there are passes. The price is that a stage's
     weights are whole, with whole gradients, from `begin` to its `reduce`: what is saved is memory between steps, and
-    that of the optimizer and its rows. FSDP2 shards, gathers and releases; its reductions stay off.
+    that of the optimizer and its rows. FSDP2 shards, gathers and releases; its reductions stay off. With a wider
+    `dtype` the rows are of that, and are rounded before they are gathered; gradients are added and summed in it.
 
     Gradients are summed, never averaged: the loss is divided by the tokens of the whole batch.
     """
@@ -42,23 +43,30 @@ class ShardedParameters:
     is_sharded = True
 
     def __init__(
-        self, stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]], copies_of: Callable[[str], RankGroup]
+        self,
+        stages: Mapping[int, tuple[nn.Module, Sequence[nn.Module]]],
+        copies_of: Callable[[str], RankGroup],
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Collective over the replicas. From now on parameters of the modules are DTensors between steps.
 
         Args:
             stages: of each of this rank's stages its model and those layers of it that are gathered by themselves.
             copies_of: returns the ranks that hold a parameter and see other tokens, over which it is sharded.
+            dtype: of what the optimizer updates of trained parameters. None: theirs.
 
-        Raises SlipstreamError where a parameter has no rows, or is held by two modules.
+        Raises SlipstreamError where a parameter has no rows, or is held by two modules, and with a `dtype` where
+        trained parameters compute in several.
         """
         for model, _ in stages.values():
             _check_can_be_sharded(model)
         self._models = {stage: model for stage, (model, _) in stages.items()}
         self._copies = {name: copies_of(name) for name, _ in self._named()}
+        self._dtypes = {name: parameter.dtype for name, parameter in self._named()}  # in which they compute
+        policy = MixedPrecisionPolicy() if dtype is None else _computing_in(self._named(), dtype)
         meshes = {ranks: _mesh_of(ranks, self._named()[0][1].device) for ranks in dict.fromkeys(self._copies.values())}
         of_parameter = {id(parameter): meshes[self._copies[name]] for name, parameter in self._named()}
-        self._modules = {stage: _shard(*modules, of_parameter) for stage, modules in stages.items()}
+        self._modules = {stage: _shard(*modules, of_parameter, policy, dtype) for stage, modules in stages.items()}
         named = self._named()  # which are others now
         self._shapes = {name: parameter.shape for name, parameter in named}
         self._trained = {name for name, parameter in named if parameter.requires_grad}
@@ -66,6 +74,11 @@ class ShardedParameters:
         self._missing: set[int] = set()
         self._started: list[PendingReduction] = []
         self._scale = 1.0
+        self._gather()
+        for name, parameter in self._named():
+            if name in self._trained:
+                parameter.grad_dtype = dtype or parameter.dtype  # in which every slice's gradient is added
+        self.publish()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what the optimizer updates, under the parameters' names: this replica's rows, views of FSDP2's shards.
@@ -80,6 +93,10 @@ class ShardedParameters:
         copies = self._copies[name]
         most = _most_rows(self._shapes[name], copies.size)
         return range(min(most * copies.rank, num_rows), min(most * (copies.rank + 1), num_rows))
+
+    def whole(self, name: str, tensor: DTensor) -> Tensor:
+        """Returns all rows of a parameter, in the dtype in which it computes. Collective over the replicas."""
+        return tensor.full_tensor().to(self._dtypes[name])
 
     def is_spread(self, name: str) -> bool:
         """Returns whether each replica has different rows of it: true of every parameter, including frozen ones."""
@@ -99,13 +116,17 @@ class ShardedParameters:
         self._check_trained()
         self._scale, self._started, self._missing = scale, [], set(self._modules)
         self.publish()
+        self._gather()
+        for model in self._models.values():
+            model.zero_grad()
+
+    def _gather(self) -> None:
+        """Makes all parameters whole. Collective."""
         for modules in self._modules.values():
             handles = [module.unshard(async_op=True) for module in modules]
             for handle in handles:
                 if handle is not None:
                     handle.wait()
-        for model in self._models.values():
-            model.zero_grad()
 
     @torch.no_grad()
     def reduce(self, stage: int) -> None:
@@ -114,7 +135,7 @@ class ShardedParameters:
         trained = [named for named in self._models[stage].named_parameters() if named[0] in self._trained]
         for copies in dict.fromkeys(self._copies[name] for name, _ in trained):
             alike = [named for named in trained if self._copies[named[0]] is copies]
-            for bucket in in_buckets(alike, lambda parameter: parameter.dtype):
+            for bucket in in_buckets(alike, lambda parameter: parameter.grad_dtype or parameter.dtype):
                 packed = torch.cat([_in_parts(gradient, copies.size) for gradient in take_gradients(bucket)], 1)
                 shapes = [self._padded(name) for name, _ in bucket]
                 self._started.append(PendingReduction(bucket, shapes, packed, *copies.start_reduce_scatter(packed)))
@@ -156,13 +177,13 @@ def _check_can_be_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise SlipstreamError(
-                f"shard_parameters: {name} is a scalar, which has no rows to spread. Use shard_optimizer=True instead."
+                f"parallel.shard='parameters': {name} is a scalar, which has no rows to spread. Use shard='optimizer'."
             )
         other = storages.setdefault(storage_id(parameter), name)
         if other != name:
             raise SlipstreamError(
-                f"shard_parameters: {other} and {name} are one tied weight, whose shards would be updated separately. "
-                "Use shard_optimizer=True instead, or a model with tie_word_embeddings=False."
+                f"parallel.shard='parameters': {other} and {name} are one tied weight, whose shards would be updated "
+                "separately. Use shard='optimizer', or a model with tie_word_embeddings=False."
             )
 
 
@@ -173,14 +194,39 @@ def _mesh_of(ranks: RankGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(ranks.process_group, device.type, mesh_dim_names=("dp",))
 
 
-def _shard(model: nn.Module, layers: Sequence[nn.Module], meshes: Mapping[int, DeviceMesh]) -> list[FSDPModule]:
+def _computing_in(named: Sequence[tuple[str, nn.Parameter]], master_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Returns the policy by which parameters whose rows are of another dtype compute in theirs."""
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in named:
+        if parameter.is_floating_point():
+            first.setdefault(parameter.dtype, name)
+    if len(first) > 1:
+        kinds = " and ".join(f"{name} in {dtype}" for dtype, name in first.items())
+        raise SlipstreamError(
+            f"parallel.shard='parameters' with precision.master_dtype={master_dtype}: the model computes with {kinds}, "
+            "and what is gathered is rounded to one dtype. Use parallel.shard='optimizer'."
+        )
+    return MixedPrecisionPolicy(param_dtype=next(iter(first), None), cast_forward_inputs=False)
+
+
+def _shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    meshes: Mapping[int, DeviceMesh],
+    policy: MixedPrecisionPolicy,
+    dtype: torch.dtype | None,
+) -> list[FSDPModule]:
     """Returns FSDP2's modules, which neither reduce gradients nor release what they gathered until asked to."""
 
     def mesh_of(module: nn.Module) -> DeviceMesh:
         return meshes[id(next(module.parameters()))]
 
-    units = [(module, mesh_of(module)) for module in _units(model, layers, mesh_of)]
-    modules = [fully_shard(module, mesh=mesh, reshard_after_forward=False) for module, mesh in units]
+    modules = []
+    for module, mesh in [(module, mesh_of(module)) for module in _units(model, layers, mesh_of)]:
+        for parameter in module.parameters():
+            if parameter.requires_grad and dtype is not None and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(dtype)
+        modules.append(fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy))
     for sharded in modules:
         sharded.set_requires_gradient_sync(False)
         sharded.set_reshard_after_backward(False)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from slipstream.model import PipelineStage, storage_id
 from slipstream.parallel import ParameterShard, ParameterShare, RankGroup, Ranks, all_reduce
@@ -34,19 +35,18 @@ class Parameters:
         options: PipelineOptions,
     ) -> None:
         """Collective. `holders` are the pipeline's ranks that hold each weight of several, in the order of its stages;
-        with `shard_parameters` there is none."""
+        where parameters are sharded there is none."""
         self._stages, self._ranks, self._tensor = stages, ranks, tensor
-        shards_optimizer, shards_parameters = options.parallel.shard_optimizer, options.parallel.shard_parameters
+        shard, dtype = options.parallel.shard, torch_dtype(options.precision.master_dtype)
         self._experts = next((stage.experts for stage in stages.values()), None)
         self._tied = TiedGradients([*stages.values()], ranks, holders)
         self._masters: MasterParameters | ShardedParameters
         self._gradients: GradientReduction | ShardedParameters
-        if shards_parameters and ranks.copies.size > 1:
+        if shard == "parameters" and ranks.copies.size > 1:
             modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
-            self._masters = self._gradients = ShardedParameters(modules, self.copies_of)
+            self._masters = self._gradients = ShardedParameters(modules, self.copies_of, dtype)
         else:
-            dtype = torch_dtype(options.precision.master_dtype)
-            self._masters = MasterParameters(list(self._own()), self.copies_of, shards_optimizer, dtype)
+            self._masters = MasterParameters(list(self._own()), self.copies_of, shard == "optimizer", dtype)
             trained = {number: list(_trained_by(stage)) for number, stage in stages.items()}
             self._gradients = GradientReduction(
                 trained, self.copies_of, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
@@ -94,6 +94,14 @@ class Parameters:
         self.end()
         for _, parameter in (*self._own(), *self.named()):
             parameter.grad = None
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns a tensor of a stage's state with all its rows, as it computes. Collective over the replicas where
+        they are spread."""
+        if isinstance(tensor, DTensor):
+            assert isinstance(self._masters, ShardedParameters)
+            return self._masters.whole(name, tensor)
+        return tensor
 
     def publish(self) -> None:
         """Copies the optimizer's updates since the last step to the parameters that compute. Collective.

@@ -215,7 +215,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
-        weight, with shard_optimizer its rows of that, and with master_dtype copies."""
+        weight, with parallel.shard its rows of that, and with master_dtype copies."""
         return self._runtime.parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
@@ -291,7 +290,7 @@ class _Part(NamedTuple):
 
 def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
     """Returns the unsplit model's state by its names on the leader, an empty dict on the others. Collective."""
-    own = {name: _whole(tensor) for stage in stages for name, tensor in stage.state().items()}
+    own = {name: parameters.whole(name, tensor) for stage in stages for name, tensor in stage.state().items()}
     mine = []
     for name, tensor in own.items():
         share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
@@ -312,11 +311,6 @@ def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Para
                 receive_tensor(tensor, places[source], group)
             _put(part, tensor.cpu(), whole)
     return whole
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Returns the tensor with all its rows. Collective over the replicas where it is spread over them."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _put(part: _Part, tensor: Tensor, whole: dict[str, Tensor]) -> None:

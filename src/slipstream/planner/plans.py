@@ -32,7 +32,7 @@ class Configuration:
     num_slices: int
     recompute: str  # "none", "selective", "full", "stage" or "stage+full"
     offload: float  # the share of slices whose activations are offloaded to host memory
-    shard_optimizer: bool  # its state is sharded over the ranks with the same weights (ZeRO-1)
+    shard: str  # over the ranks with the same weights: "none", the "optimizer"'s state, or the "parameters" too
     slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages; or "auto"
     context_parallel: int = 1
     expert_parallel: int = 1
@@ -54,7 +54,7 @@ class Configuration:
     @property
     def optimizer_shards(self) -> int:
         """The number of ranks over which the optimizer's state is sharded."""
-        return self.num_copies if self.shard_optimizer else 1
+        return self.num_copies if self.shard != "none" else 1
 
     def differences(self, other: Configuration) -> list[str]:
         """Returns the names of the fields in which the two differ."""

@@ -24,7 +24,7 @@ _MOST_NUMBERS = 16  # in a list of them
 
 # --- a configuration -------------------------------------------------------------------------------------------------
 
-_NAMES = {"num_slices": "slices", "shard_optimizer": "optimizer sharded"}  # of choices; others are named as they are
+_NAMES = {"num_slices": "slices", "shard": "sharded"}  # of choices; others are named as they are
 
 
 def choice_text(choice: str, configuration: Configuration) -> str:
@@ -32,7 +32,7 @@ def choice_text(choice: str, configuration: Configuration) -> str:
     value = getattr(configuration, choice)
     if choice == "offload":
         return f"{value:.0%}" if value else "none"
-    return ("yes" if value else "no") if choice == "shard_optimizer" else str(value)
+    return str(value)
 
 
 def _named_choice(choice: str, configuration: Configuration) -> str:
@@ -52,7 +52,7 @@ def configuration_text(configuration: Configuration) -> str:
         f"{plural(c.microbatch_size, 'sequence')} per microbatch",
         f"recompute {c.recompute}" if c.recompute != "none" else "",
         f"{c.offload:.0%} offloaded" if c.offload else "",
-        "optimizer state sharded" if c.shard_optimizer else "",
+        {"optimizer": "optimizer state sharded", "parameters": "parameters sharded"}.get(c.shard, ""),
     ]
     return ", ".join(filter(None, parts))
 
@@ -102,7 +102,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
     "recompute": lambda p: choice_text("recompute", p.configuration),
     "offload": lambda p: choice_text("offload", p.configuration),
-    "sharded": lambda p: choice_text("shard_optimizer", p.configuration),
+    "sharded": lambda p: choice_text("shard", p.configuration),
     "step": lambda p: seconds_text(p.step_seconds),
     "tokens/s": lambda p: count_text(p.tokens_per_second),
     "MFU": lambda p: share_text(p.mfu),
@@ -120,7 +120,7 @@ _LEGEND = {
     "slices": "parts of a sequence",
     "slicing": "how their lengths were found",
     "microbatches": "of a pipeline's step, each of so many sequences",
-    "sharded": "whether pipelines share the optimizer's state",
+    "sharded": "what is spread over ranks with the same weights",
     "step": "seconds of an optimizer step",
     "tokens/s": "of all devices together",
     "MFU": "the share of the devices' peak that the model's own FLOPs take",

@@ -69,7 +69,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
             # Costs and memory are those of exchanging heads for tokens.
             **({"context_exchange": "heads", "context": context} if context > 1 else {}),
             **({"experts": chosen.expert_parallel} if chosen.expert_parallel > 1 else {}),
-            "shard_optimizer": chosen.shard_optimizer,
+            "shard": chosen.shard,
             **({"sequence_parallel": True} if plan.sequence_parallel else {}),
         },
         **({"runtime": {"fused": True}} if plan.fused else {}),

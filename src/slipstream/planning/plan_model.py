@@ -216,6 +216,8 @@ def _analytic_source(
     if described.num_devices > 1:
         degrees = {"context_parallel": context_ranks(config), "expert_parallel": expert_ranks(config)}
         refusals = {choice: reason for choice, (_, reason) in degrees.items() if reason}
+    if lora is not None:
+        refusals["shard"] = "Sharded parameters haven't been shown to be exact with adapters."
     return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused, refusals)
 
 

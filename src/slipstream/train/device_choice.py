@@ -89,7 +89,7 @@ def check_machine(config: Config) -> None:
             "a GPU"
         )
     backends = choose_backends(config) if config.num_processes > 1 else ""
-    if config.parallel.shard_parameters and backends == "gloo" and choose_device_type(config) == "cuda":
+    if config.parallel.shard == "parameters" and backends == "gloo" and choose_device_type(config) == "cuda":
         refuse_shards()
     if config.runtime.fused:
         check_compiler(choose_device_type(config))

@@ -129,7 +129,7 @@ def _planned(config: Config, sequences: TrainingSequences, device: torch.device,
     except SlipstreamError as error:
         return PlannedMesh(config, obstacle=str(error))
     replicas = config.parallel.data
-    after = seconds_after(plan, replicas, replicas if config.parallel.shard_optimizer else 1)
+    after = seconds_after(plan, replicas, replicas if config.parallel.shard != "none" else 1)
     held, room = held_bytes(plan, request), memory_of_a_rank(config)
     obstacle = f"{bytes_text(held - room)} more than the {bytes_text(room)} of a rank" if held > room else ""
     profile = plan.costs.profile if isinstance(plan.costs, ProfileUnits) else None

@@ -130,7 +130,7 @@ def test_sequences_that_are_refused_when_built(make: Callable[[Skip], list[nn.Mo
         ({"tensor_plan": {"a": "colwise"}}, "parallel.tensor_plan=.*: an option of causal LMs"),
         ({"fused": True}, "runtime.fused=True: an option of causal LMs"),
         ({"memory_limit": 1e9}, "memory.limit=1000000000.0: not for an nn.Sequential"),
-        ({"shard_parameters": True}, "parallel.shard_parameters=True: not for an nn.Sequential"),
+        ({"shard": "parameters"}, "parallel.shard='parameters': not for an nn.Sequential"),
         ({"recompute": "segments", "offload": 0.5}, "memory.recompute='segments' with memory.offload=0.5"),
         ({"recompute": 4}, "memory.recompute=4: give 'none', .* 'segments'"),
     ],

@@ -30,7 +30,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.quantised import BasePrecision
 from slipstream.planner.plans import Configuration, Plan
-from slipstream.planner.report import reasons
+from slipstream.planner.report import configuration_text, reasons
 from slipstream.planner.search import search_plans
 from slipstream.planner.search.bounds import NewestResults, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
@@ -49,7 +49,7 @@ from support.pipelines import make_pipe
 
 SEQ_LEN = 512
 NAMED = ("equal-time", "exact")  # nothing that takes a joint search
-PLAIN = PlanOptions(num_slices=(1,), recompute=("stage",), offload=(0.0,), shard_optimizer=(False,))
+PLAIN = PlanOptions(num_slices=(1,), recompute=("stage",), offload=(0.0,), shard=("none",))
 
 
 def gpt(num_layers: int, hidden: int, heads: int, vocab: int = 51200, dtype: str = "float16") -> ModelCount:
@@ -140,7 +140,8 @@ def everything(space: PlanSpace) -> dict[Configuration, float]:
 @cache
 def bounds(number: int) -> tuple[PlanSpace, list[tuple[float, float, Configuration]]]:
     model = MODELS[number]
-    options = PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4))
+    shard = ("none", "optimizer", "parameters")
+    options = PlanOptions(stages_per_rank=(1, 2, 3), num_slices=(1, 2, 3, 4), shard=shard)
     space = PlanSpace(source(model), SEQ_LEN, 8, options)
     exact = PlanSpace(source(model), SEQ_LEN, 8, PlanOptions(stages_per_rank=(1, 2, 3), slicing=("exact",)))
     return space, [*space.bounded(), *exact.bounded()]
@@ -165,11 +166,11 @@ def test_no_simulation_beats_a_bound(choice: int, number: int) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_per_rank: int, sharded: bool) -> None:
+@pytest.mark.parametrize("shard", ["optimizer", "none"])
+def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_per_rank: int, shard: str) -> None:
     """From REDUCE_GRAD's place on, one after the other; so a rank waits for those of its first stage at least."""
     space, _ = bounds(0)
-    configuration = Configuration(1, 2, 2, stages_per_rank, schedule, 1, 2, "none", 0.0, sharded)
+    configuration = Configuration(1, 2, 2, stages_per_rank, schedule, 1, 2, "none", 0.0, shard)
     candidate = SimulatedConfiguration.of(space, configuration)
     ends = {span.action: span.end for span in simulate(candidate.schedule, candidate.cost).spans}
     waits, sums = [], []
@@ -190,7 +191,7 @@ def test_gradients_are_reduced_where_a_run_reduces_them(schedule: str, stages_pe
     assert step == pytest.approx(max(np.array(last) + waits + gathered + optimizer))
     assert any(causes["gradient reduction"] == pytest.approx(wait) for wait in waits)
     assert (sum(waits) < 0.99 * sum(sums)) == (stages_per_rank > 1)
-    assert (causes["weight gathering"] > 0) == sharded
+    assert (causes["weight gathering"] > 0) == (shard != "none")
 
 
 @examples(60)
@@ -256,7 +257,7 @@ def test_a_plan_says_what_it_rests_on_and_what_else_there_is() -> None:
 
 def test_its_memory_is_that_of_the_schedule_that_runs() -> None:
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(recompute=("none",), offload=(0.0,)))
-    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 4, "none", 0.0, True)
+    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 4, "none", 0.0, "optimizer")
     candidate = SimulatedConfiguration.of(space, configuration)
     prediction = predict(candidate)
     expected = [sum(rank.worst.during.values()) for rank in memory_of(candidate.schedule, candidate.table)]
@@ -398,11 +399,35 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
     assert best not in (1, 32), steps
 
 
+def test_sharded_parameters_take_as_long_as_a_sharded_optimizer_and_no_less_memory() -> None:
+    """Weights of a step are whole, and gathered as often; with master weights these are the rows, else they come on
+    top. So they are planned only where they are asked for, and never for ranks that share layers."""
+    for dtype, more in (("float16", 0.0), ("float32", 4 / 4)):
+        model = gpt(num_layers=6, hidden=64, heads=4, vocab=512, dtype=dtype)
+        cluster = small_cluster()
+        cluster = replace(cluster, device=replace(cluster.device, flops={dtype: 1e10}))
+        options = replace(PLAIN, data_parallel=(4,), microbatch_size=(1,), slicing=("equal-time",), schedule=("1f1b",))
+        found = {
+            shard: search_plans(source(model, cluster), SEQ_LEN, 8, options=replace(options, shard=(shard,))).best
+            for shard in ("optimizer", "parameters")
+        }
+        assert found["parameters"].step_seconds == found["optimizer"].step_seconds
+        held = found["parameters"].peak_memory - found["optimizer"].peak_memory
+        assert held == pytest.approx(more * model.num_parameters)
+        assert "parameters sharded" in configuration_text(found["parameters"].configuration)
+    open_space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
+    assert {c.shard for _, _, c in open_space.bounded()} == {"none", "optimizer"}
+    asked = PlanSpace(source(), SEQ_LEN, 8, PlanOptions(shard=("parameters",)))
+    assert {c.tensor_parallel for _, _, c in asked.bounded()} == {1}
+    with pytest.raises(SlipstreamError, match=r"shard=parameters can't be planned for small\. The head is tied"):
+        PlanSpace(source(replace(SMALL, tied=True)), SEQ_LEN, 8, PlanOptions(shard=("parameters",)))
+
+
 # --- what can't be ---------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
-    options = PlanOptions(recompute=("none",), offload=(0.0,), shard_optimizer=(False,))
+    options = PlanOptions(recompute=("none",), offload=(0.0,), shard=("none",))
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
     smallest = min(size for _, size, _ in space.bounded())
     tight = replace(options, memory_limit=smallest * 1.3)
@@ -505,7 +530,7 @@ def test_a_batch_that_nothing_divides() -> None:
 
 def test_equal_layers_are_cut_evenly_by_time() -> None:
     space = PlanSpace(source(), SEQ_LEN, 8, PlanOptions())
-    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 1, "none", 0.0, False)
+    configuration = Configuration(1, 2, 2, 1, "1f1b", 1, 1, "none", 0.0, "none")
     times = space.times(configuration).compute
     per_rank = space.cut(configuration).per_rank((times[Op.F] + times[Op.I] + times[Op.W]).sum(axis=1))
     layer = np.diff(sorted(per_rank))[0]
@@ -517,7 +542,7 @@ def test_equal_layers_are_cut_evenly_by_time() -> None:
 def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(tensor_parallel: int) -> None:
     """In float32, of the rank's part of the vocabulary. Two equal stages otherwise."""
     vocabulary = SMALL.head_weight // SMALL.hidden_size
-    configuration = Configuration(tensor_parallel, 2, 1, 1, "1f1b", 2, 4, "none", 0.0, False)
+    configuration = Configuration(tensor_parallel, 2, 1, 1, "1f1b", 2, 4, "none", 0.0, "none")
     candidate = SimulatedConfiguration.of(
         PlanSpace(source(cluster=small_cluster(1)), SEQ_LEN, 4, PlanOptions()), configuration
     )
@@ -534,7 +559,7 @@ def test_the_gradient_of_the_logits_is_there_while_the_last_stage_goes_backward(
 def test_what_is_simulated_is_what_a_pipeline_runs(schedule: str, stages_per_rank: int, recompute: str) -> None:
     """Backwards too, which a Pipeline splits where their result goes to another rank."""
     source = AnalyticSource(SMALL, small_cluster(1), "small")
-    configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, False)
+    configuration = Configuration(1, 2, 1, stages_per_rank, schedule, 1, 3, recompute, 0.0, "none")
     candidate = SimulatedConfiguration.of(PlanSpace(source, SEQ_LEN, 4, PlanOptions()), configuration)
     pipe = make_pipe(
         llama(num_hidden_layers=4),
@@ -554,7 +579,7 @@ def test_layers_that_are_recomputed_one_by_one() -> None:
     """On one device, one slice: a forward of the layers longer, and of the activations what enters them and one's."""
     space = PlanSpace(source(SMALL, small_cluster(1, 1)), SEQ_LEN, 2, PlanOptions())
     none, full, stage = (
-        SimulatedConfiguration.of(space, Configuration(1, 1, 1, 1, "1f1b", 1, 1, recompute, 0.0, False))
+        SimulatedConfiguration.of(space, Configuration(1, 1, 1, 1, "1f1b", 1, 1, recompute, 0.0, "none"))
         for recompute in ("none", "full", "stage")
     )
     layers = full.cut.costs.seconds(range(1, 5), Op.F, SEQ_LEN, 0) - full.cut.costs.cluster.device.action_seconds
@@ -572,7 +597,7 @@ def test_layers_that_are_recomputed_one_by_one() -> None:
 def test_a_plan_of_frozen_layers_is_cut_for_what_runs(schedule: str) -> None:
     """Five frozen layers of six: the first stage gets more of them, and runs forwards alone, as in the Pipeline."""
     partly, stages = with_frozen(SMALL, 5), 2 if schedule == "zb-v" else 1
-    configuration = Configuration(1, 2, 1, stages, schedule, 1, 3, "none", 0.0, False)
+    configuration = Configuration(1, 2, 1, stages, schedule, 1, 3, "none", 0.0, "none")
     spaces = [PlanSpace(source(model, small_cluster(1)), SEQ_LEN, 4, PlanOptions()) for model in (partly, SMALL)]
     frozen, whole = (SimulatedConfiguration.of(space, configuration) for space in spaces)
     assert frozen.step()[0] < whole.step()[0]

@@ -73,7 +73,7 @@ def test_experts_are_spread_over_replicas_and_ranks_that_share_slices(path: Path
         ("", [], 4, "float32"),
         ("9.0\n", ["--tp=2"], 2, "bf16-weights"),
         ("9.0\n", ["--pp=2", "--training.precision=float32"], 2, "float32"),
-        ("9.0\n", ["--dp=2", "--training.batch_size=2", "--parallel.shard_parameters=true"], 2, "bf16"),
+        ("9.0\n", ["--dp=2", "--training.batch_size=2", "--parallel.shard=parameters"], 2, "bf16-weights"),
         ("9.0\n", ["--training.device=cpu"], 2, "float32"),
     ],
 )

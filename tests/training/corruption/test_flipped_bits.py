@@ -67,7 +67,7 @@ def test_the_copies_are_compared_before_a_checkpoint_counts(config: Path) -> Non
 
 @pytest.mark.more
 def test_what_one_rank_alone_holds_is_checked_between_updates(config: Path) -> None:
-    ended = launch(2, WORKER, "1", "5", "optimizer.exp_avg.", "train", str(config), "--parallel.shard_optimizer=true")
+    ended = launch(2, WORKER, "1", "5", "optimizer.exp_avg.", "train", str(config), "--parallel.shard=optimizer")
     assert ended.returncode == 1
     assert last_step(config) == 4
     assert f"on rank 1 ({socket.gethostname()}) changed between two updates" in ended.stderr

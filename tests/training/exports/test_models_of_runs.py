@@ -72,10 +72,10 @@ class SpiralForCausalLM(LlamaForCausalLM):
 """
 MESHES: list[tuple[int, list[str]]] = [
     (2, SPREAD),
-    (4, ["--dp=2", "--parallel.shard_optimizer=true", *SPREAD]),
+    (4, ["--dp=2", "--parallel.shard=optimizer", *SPREAD]),
     (2, ["--model.config.tie_word_embeddings=true"]),
     (2, ["--pp=1", "--tp=2"]),
-    (2, ["--pp=1", "--dp=2", "--parallel.shard_parameters=true"]),
+    (2, ["--pp=1", "--dp=2", "--parallel.shard=parameters"]),
     (2, ["--training.precision=bf16-weights"]),
     (1, ["--pp=1", "--tp=1"]),
 ]

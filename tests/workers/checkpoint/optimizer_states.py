@@ -20,7 +20,7 @@ MODEL = llama(num_hidden_layers=2)
 LENGTH = 20  # tokens
 MESHES = {
     "pp": ({"pp": 2}, {}),
-    "zero": ({"dp": 2}, {"shard_optimizer": True}),
+    "zero": ({"dp": 2}, {"shard": "optimizer"}),
     "tp": ({"tp": 2}, {}),
 }
 

@@ -21,7 +21,7 @@ def gradients_are_those_of_all_microbatches() -> None:
 
 
 def sharded_optimizer_states_and_recomputation() -> None:
-    check_step(slices=3, schedule="zb-v", stages_per_rank=2, recompute="full", shard_optimizer=True)
+    check_step(slices=3, schedule="zb-v", stages_per_rank=2, recompute="full", shard="optimizer")
 
 
 def check_step(**settings: object) -> None:

@@ -356,7 +356,7 @@ def resumed() -> None:
         losses.append(unsplit_step(whole, each, each))
         optimizer.step()
     for sharded in (False, True):
-        settings = {"slices": SLICES, "num_microbatches": 2, "shard_optimizer": sharded}
+        settings = {"slices": SLICES, "num_microbatches": 2, "shard": "optimizer" if sharded else "none"}
         folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder)
         for number, meshes in enumerate((({"cp": 2}, {"pp": 2}), ({"pp": 2}, {"cp": 2}))):
@@ -402,8 +402,8 @@ MESHES: dict[str, Callable[[], object]] = {
     "spread": partial(rows, "llama, tied", PIPELINE, vocabulary="spread"),
     "limit": partial(rows, "llama", PIPELINE, memory_limit=1e9),
     "auto": partial(rows, "llama", PIPELINE, schedule="auto", slices="auto", num_microbatches=1),
-    "sharded optimizer": partial(rows, "llama", REPLICAS, shard_optimizer=True),
-    "sharded parameters": partial(rows, "llama", REPLICAS, shard_parameters=True),
+    "sharded optimizer": partial(rows, "llama", REPLICAS, shard="optimizer"),
+    "sharded parameters": partial(rows, "llama", REPLICAS, shard="parameters"),
     "sequence parallel": partial(rows, "llama", FOUR["cp2 tp2"], sequence_parallel=True),
     "documents": partial(documents, "gemma3", PIPELINE, num_microbatches=2),
     "sequences": partial(sequences, "llama, tied", PIPELINE),

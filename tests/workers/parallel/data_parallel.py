@@ -378,7 +378,7 @@ def all_ranks_skip_the_same_step() -> None:
     pipe = make_pipe(
         build(ARCHITECTURES["llama"]).half(),
         mesh=make_mesh(1, everyone.size, 1),
-        parallel=Parallelism(shard_optimizer=True),
+        parallel=Parallelism(shard="optimizer"),
         master_dtype=torch.float32,
     )
     scale, optimizer = LossScale(scale=2.0**8), torch.optim.AdamW(pipe.parameters(), lr=1e-2)

@@ -48,7 +48,7 @@ class Case:
     stages_per_rank: int = 1
     recompute: str = "none"
     sequence: bool = False
-    shard_optimizer: bool = False
+    shard: str = "none"
     freeze: tuple[str, ...] = ()
 
     def settings(self) -> dict[str, object]:
@@ -57,7 +57,7 @@ class Case:
             "stages_per_rank": self.stages_per_rank,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence,
-            "shard_optimizer": self.shard_optimizer,
+            "shard": self.shard,
             "num_microbatches": MICROBATCHES,
             "slices": SLICES,
         }
@@ -67,14 +67,14 @@ def cases(pp: int, dp: int, tp: int) -> Iterator[Case]:
     """Slices everywhere; interleaving, recomputation, sequence parallelism, ZeRO-1 and frozen parts each with every
     model."""
     for model in MODELS:
-        yield Case(model, sequence=False, shard_optimizer=dp > 1)
+        yield Case(model, sequence=False, shard="optimizer" if dp > 1 else "none")
         if pp > 1:
             yield Case(model, "interleaved-1f1b", 2, "full", sequence=tp > 1)
         elif tp > 1 or dp > 1:
             yield Case(model, "1f1b", 1, "selective", sequence=tp > 1)
         if pp > 1:
             frozen = () if model == ADAPTED else FROZEN
-            yield Case(model, "zb-v", 2, "none", tp > 1, dp > 1, frozen)
+            yield Case(model, "zb-v", 2, "none", tp > 1, "optimizer" if dp > 1 else "none", frozen)
 
 
 def config_of(model: str, pp: int, tp: int) -> PretrainedConfig:

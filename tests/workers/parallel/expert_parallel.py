@@ -148,7 +148,7 @@ def shared_slices() -> None:
     for name, options in (
         ("qwen3_moe", {}),
         ("qwen3_moe", {"memory": Memory(recompute="full")}),
-        ("gpt_oss", {"memory": Memory(recompute="stage+full"), "parallel": Parallelism(shard_optimizer=True)}),
+        ("gpt_oss", {"memory": Memory(recompute="stage+full"), "parallel": Parallelism(shard="optimizer")}),
     ):
         exact(name, lambda: make_mesh(cp=2, ep=2), **options)
 
@@ -170,7 +170,7 @@ def in_one_process() -> None:
 def sharded() -> None:
     """Three steps of AdamW give one process's weights, with optimizer state or all of a parameter sharded over the
     ranks that hold it."""
-    for parallel in (Parallelism(), Parallelism(shard_optimizer=True), Parallelism(shard_parameters=True)):
+    for parallel in (Parallelism(), Parallelism(shard="optimizer"), Parallelism(shard="parameters")):
         pipe = make_pipe(model_of("gpt_oss"), slices=SLICES, mesh=replicas(), parallel=parallel)
         whole = model_of("gpt_oss")
         theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, pipe))
@@ -371,7 +371,7 @@ def pipelines() -> None:
     """Four processes: two replicas of a pipeline, whose ranks of one stage hold different experts."""
     for name in ("qwen3_moe", "gpt_oss"):
         exact(name, partial(make_mesh, pp=2, dp=2, ep=2))
-    memory, parallel = Memory(recompute="full"), Parallelism(shard_optimizer=True)
+    memory, parallel = Memory(recompute="full"), Parallelism(shard="optimizer")
     exact("qwen3_moe", partial(make_mesh, pp=2, dp=2, ep=2), schedule="zb-h1", memory=memory, parallel=parallel)
 
 
@@ -379,8 +379,8 @@ def four_replicas() -> None:
     """Four processes, each expert on two of them or on one, with their gradients and optimizer state sharded or not."""
     for ep in (2, 4):
         exact("qwen3_moe", partial(replicas, ep))
-        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard_optimizer=True))
-        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard_parameters=True))
+        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard="optimizer"))
+        exact("qwen3_moe", partial(replicas, ep), parallel=Parallelism(shard="parameters"))
 
 
 def tensor_ranks() -> None:

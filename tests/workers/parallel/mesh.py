@@ -71,7 +71,7 @@ def export() -> None:
     inputs, labels = tokens(), labels_of(tokens())
     for name in ("llama, tied", "gpt2"):
         path = Path(folder[0]) / name.replace(", ", "-")
-        pipe = pipeline((2, 1, 2), name, shard_optimizer=False)
+        pipe = pipeline((2, 1, 2), name, shard="none")
         loss = pipe.evaluate(inputs, labels)
         pipe.save_pretrained(path)
         whole = build(CONFIGS[name], seed=3).state_dict()
@@ -140,7 +140,7 @@ def _accumulate(name: str, mesh: tuple[int, int, int], frozen: str = "") -> None
             model(),
             mesh=make_mesh(*mesh),
             slices=4,
-            parallel=Parallelism(shard_optimizer=shard, sequence_parallel=True),
+            parallel=Parallelism(shard="optimizer" if shard else "none", sequence_parallel=True),
         )
         each = 4 // pipe.num_replicas
         for inputs, labels in batches:
@@ -345,7 +345,7 @@ def low_precision() -> None:
     for name, settings in {
         "float32": {"dtype": torch.float32},
         "bf16": {"dtype": torch.bfloat16, "master_dtype": torch.float32},
-        "bf16, sharded": {"dtype": torch.bfloat16, "master_dtype": torch.float32, "shard_optimizer": True},
+        "bf16, sharded": {"dtype": torch.bfloat16, "master_dtype": torch.float32, "shard": "optimizer"},
     }.items():
         pipe = pipeline((2, 2, 1), **settings)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)

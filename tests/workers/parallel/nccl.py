@@ -74,13 +74,13 @@ def sequence_parallel() -> None:
 
 
 def replicas_with_a_sharded_optimizer() -> None:
-    exact(Case("llama", shard_optimizer=True), dp=2)
+    exact(Case("llama", shard="optimizer"), dp=2)
 
 
 def replicas_with_sharded_parameters() -> None:
     """FSDP2: the first gradients of two replicas are those of the whole model."""
     mesh = make_mesh(dp=2, **CONNECTED)
-    pipe = pipe_of("llama", mesh=mesh, slices=3, parallel=Parallelism(shard_parameters=True))
+    pipe = pipe_of("llama", mesh=mesh, slices=3, parallel=Parallelism(shard="parameters"))
     whole = build(ARCHITECTURES["llama"], seed=3).to(DEVICE)
     inputs = tokens(batch=2).to(DEVICE)
     own = slice(pipe.replica, pipe.replica + 1)

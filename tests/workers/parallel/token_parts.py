@@ -106,7 +106,7 @@ def resumed() -> None:
     whole, expected = one_process(3)
     wanted = dict(whole.named_parameters())
     for sharded in (False, True):
-        settings = {"parallel": Parallelism(shard_optimizer=sharded)}
+        settings = {"parallel": Parallelism(shard="optimizer" if sharded else "none")}
         folder = _shared_folder()
         pipe = pipeline(make_mesh(parts=2), **settings)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)

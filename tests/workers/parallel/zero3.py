@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from slipstream import Pipeline, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
 from slipstream.parallel.zero import ShardedParameters
+from slipstream.schedule import Op
 from support.architectures import (
     ARCHITECTURES,
     BOUND,
@@ -140,7 +141,7 @@ def sharded_parameters_train_as_the_whole_model() -> None:
         for model, schedule, stages_per_rank, recompute in cases + several:
             config, frozen = untied(model), "k_proj" if model == "mixtral" else "nothing"
             settings = {"schedule": schedule, "stages_per_rank": stages_per_rank, "recompute": recompute}
-            pipe = pipeline(config, pp, dp, frozen, shard_parameters=True, **settings)
+            pipe = pipeline(config, pp, dp, frozen, shard="parameters", **settings)
             rows = sharded(pipe)
             whole = freeze(build(config, seed=3), frozen)
             optimizers = [torch.optim.AdamW(p, lr=1e-2) for p in (pipe.parameters(), whole.parameters())]
@@ -200,7 +201,7 @@ def sharded_parameters_send_what_the_formula_says() -> None:
     """Gathered once a step and scattered once, whatever the number of slices and microbatches."""
     size = dist.get_world_size()
     for slices in (1, 4):
-        pipe = pipeline(EVEN, 1, size, slices=slices, shard_parameters=True)
+        pipe = pipeline(EVEN, 1, size, slices=slices, shard="parameters")
         sharded(pipe)
         data = pipe.axes["dp"]
         before = data.payload["reduce_scatter"]
@@ -217,7 +218,7 @@ def sharded_parameters_send_what_the_formula_says() -> None:
 
 def memory_is_that_of_the_rows_between_steps() -> None:
     size = dist.get_world_size()
-    pipe = pipeline(EVEN, 1, size, shard_parameters=True)
+    pipe = pipeline(EVEN, 1, size, shard="parameters")
     rows = sharded(pipe)
     step(pipe, 0, size)
     num_bytes = sum(parameter.nbytes for parameter in build(EVEN).parameters())
@@ -232,15 +233,54 @@ def memory_is_that_of_the_rows_between_steps() -> None:
     rows.finish()
 
 
+def wider_rows_are_the_masters_of_a_sharded_optimizer() -> None:
+    """float32 weights with float64 rows: to the bit the steps, updates and saved weights of ZeRO-1 with such masters.
+
+    Two replicas, whose sums have one order.
+    """
+    size, found = dist.get_world_size(), dict[str, list[Tensor]]()
+    for sharding in ("optimizer", "parameters"):
+        dtypes: dict[str, object] = {"dtype": torch.float32, "master_dtype": torch.float64}
+        pipe = pipeline(EVEN, size // 2, 2, shard=sharding, recompute="full", **dtypes)
+        assert {parameter.dtype for parameter in pipe.parameters()} == {torch.float64}
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        found[sharding] = []
+        for seed in range(3):
+            optimizer.zero_grad()
+            found[sharding].append(step(pipe, seed, size))
+            gradients = [piece.parameter.grad for piece in sorted(pipe.parameter_shards(), key=lambda each: each.name)]
+            assert {gradient.dtype for gradient in gradients} == {torch.float64}
+            found[sharding] += gradients
+            optimizer.step()
+            found[sharding].append(pipe.evaluate(*rows_of(pipe, seed, size)))
+        state = pipe.state_dict()
+        assert all(tensor.dtype == torch.float32 for tensor in state.values())
+        found[sharding] += [state[name] for name in sorted(state)]
+    for one, other in zip(*found.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def a_step_is_counted_with_its_rows() -> None:
+    """Whole weights and gradients, and this replica's rows with what AdamW keeps of them."""
+    size = dist.get_world_size()
+    dtypes: dict[str, object] = {"dtype": torch.float32, "master_dtype": torch.float64}
+    pipe = pipeline(EVEN, 1, size, shard="parameters", **dtypes)
+    table = pipe.memory_table(*rows_of(pipe, 0, size))
+    number = sum(parameter.numel() for parameter in build(EVEN).parameters())
+    buffers = sum(buffer.nbytes for buffer in pipe._runtime.stages[0].model.buffers())
+    assert table.parameters[0] == (4 + 8 / size) * number + buffers
+    assert table.optimizer[0] == 2 * 8 / size * number
+    assert table.gradients[0, Op.B] == 8 * number
+    step(pipe, 0, size)
+
+
 def what_cant_be_sharded_is_refused() -> None:
     size = dist.get_world_size()
-    with pytest.raises(SlipstreamError, match=r"tied to .*shard_optimizer"):
-        pipeline(ARCHITECTURES["llama, tied"], 1, size, shard_parameters=True)
+    with pytest.raises(SlipstreamError, match=r"tied to .*shard='optimizer'"):
+        pipeline(ARCHITECTURES["llama, tied"], 1, size, shard="parameters")
     with pytest.raises(SlipstreamError, match=f"tp={size}"):
-        pipeline(EVEN, 1, 1, tp=size, shard_parameters=True)
-    with pytest.raises(SlipstreamError, match="shard_optimizer=True"):
-        pipeline(EVEN, 1, size, shard_parameters=True, shard_optimizer=True)
-    pipe = pipeline(EVEN, 1, size, shard_parameters=True)
+        pipeline(EVEN, 1, 1, tp=size, shard="parameters")
+    pipe = pipeline(EVEN, 1, size, shard="parameters")
     name, parameter = next(iter(sharded(pipe).named_parameters()))
     parameter.requires_grad_(False)
     with pytest.raises(SlipstreamError, match=name):
@@ -253,6 +293,8 @@ CASES = by_name(
     sharded_parameters_train_as_the_whole_model,
     sharded_parameters_send_what_the_formula_says,
     memory_is_that_of_the_rows_between_steps,
+    wider_rows_are_the_masters_of_a_sharded_optimizer,
+    a_step_is_counted_with_its_rows,
     what_cant_be_sharded_is_refused,
 )
 

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     for name, trained in layers.items():
         model = adapted(lora(layers_to_transform=trained))
         _, expected = whole_gradients(model)
-        for axes, options in (({"pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 2}, {"shard_optimizer": True})):
+        for axes, options in (({"pp": 2}, {}), ({"dp": 2}, {}), ({"dp": 2}, {"shard": "optimizer"})):
             pipe = make_pipe(
                 adapted(lora(layers_to_transform=trained)), "zb-h1", slices=SLICES, mesh=make_mesh(**axes), **options
             )

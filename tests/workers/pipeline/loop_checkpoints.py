@@ -37,7 +37,7 @@ def other_meshes(folder: Path) -> None:
     train(pipe, optimizer, 1)
     pipe.save(folder, 1, optimizer=optimizer, facts={"rank": dist.get_rank()})
     expected = [train(pipe, optimizer, step) for step in (2, 3)]
-    pipe, optimizer = start({"dp": 2}, 1, shard_optimizer=True)
+    pipe, optimizer = start({"dp": 2}, 1, shard="optimizer")
     assert pipe.load(folder, optimizer=optimizer) == (1, {"rank": 0})
     found = [train(pipe, optimizer, 2)]
     pipe.save(folder, 2, optimizer=optimizer)

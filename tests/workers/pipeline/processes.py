@@ -190,7 +190,7 @@ def other_calls(axis: str, folder: str, limit: str = "") -> None:
         ARCHITECTURES["llama"],
         slices=4,
         mesh=slipstream.make_mesh(**{axis: 2}),
-        parallel=Parallelism(shard_optimizer=axis == "dp"),
+        parallel=Parallelism(shard="optimizer" if axis == "dp" else "none"),
         memory_limit=float(limit) if limit else None,
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)

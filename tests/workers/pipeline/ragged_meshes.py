@@ -40,7 +40,7 @@ def check(seed: int, mesh: Any, dp: int) -> None:
     name, (schedule, v) = random.choice(sorted(MODELS)), random.choice(ORDERS)
     options: dict[str, Any] = {"schedule": schedule, "stages_per_rank": v, "slices": random.randint(1, 4)}
     options["num_microbatches"] = random.randint(1, 2)
-    options["parallel"] = Parallelism(shard_optimizer=dp > 1 and random.random() < 0.5)
+    options["parallel"] = Parallelism(shard="optimizer" if dp > 1 and random.random() < 0.5 else "none")
     pipe = pipeline(name, mesh, **options)
     all_lengths = [[random.randint(2, 40) for _ in range(random.randint(2, 5))] for _ in range(dp)]
     batches = [batch_of(lengths, seed) for lengths in all_lengths]

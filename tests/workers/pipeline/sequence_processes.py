@@ -96,7 +96,7 @@ def replicas(over_replicas: str) -> None:
         2,
         mesh=mesh,
         layers=Layers(example=shares[0][0], batch_norm_over_replicas=over_replicas == "all"),
-        parallel=Parallelism(shard_optimizer=True),
+        parallel=Parallelism(shard="optimizer"),
     )
     whole = build(["norm", "skip", "norm"])
     inputs, targets = (torch.cat(each) for each in zip(*shares, strict=True))
@@ -128,7 +128,7 @@ def sparse(shards: str) -> None:
     ids, targets = torch.randint(0, 20, (8, 3)), torch.randint(0, 5, (8,))
     whole, own = made(is_sparse=False), slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     functional.cross_entropy(whole(ids), targets).backward()
-    parallel = Parallelism(shard_optimizer=shards == "shards")
+    parallel = Parallelism(shard="optimizer" if shards == "shards" else "none")
     pipe = Pipeline(made(is_sparse=True), num_microbatches=2, mesh=make_mesh(pp=1, dp=2), parallel=parallel)
     for count in (1, 2):
         pipe.step(ids[own], targets[own], loss_scale=4.0)
@@ -232,7 +232,7 @@ def weighted() -> None:
         loss = functional.cross_entropy(whole(inputs), targets, weights)
         loss.backward()
         wanted = gradients(whole)
-        parallel = Parallelism(shard_optimizer=sharded)
+        parallel = Parallelism(shard="optimizer" if sharded else "none")
         cut = {"mesh": mesh, "parallel": parallel, "layers": Layers(costs=costs(model))}
         pipe = Pipeline(model, "zb-h1", 3, loss_fn=loss_fn, **cut)
         own = slice(6 * pipe.replica, 6 * pipe.replica + 6)

@@ -30,10 +30,10 @@ class OffloadedCase(Case):
 
 CASES = {
     "pp": ((2, 1, 1), (Case("llama, tied"), Case("gpt2", "zb-v", 2), OffloadedCase("llama", recompute="selective"))),
-    "dp": ((1, 2, 1), (Case("llama"), Case("llama, tied", recompute="full", shard_optimizer=True))),
+    "dp": ((1, 2, 1), (Case("llama"), Case("llama, tied", recompute="full", shard="optimizer"))),
     "tp": ((1, 1, 2), (Case("llama, tied"), Case("qwen3", sequence=True))),
     "pp, tp": ((2, 1, 2), (Case("llama"),)),
-    "pp, dp": ((2, 2, 1), (Case("llama, tied", shard_optimizer=True),)),
+    "pp, dp": ((2, 2, 1), (Case("llama, tied", shard="optimizer"),)),
 }
 
 

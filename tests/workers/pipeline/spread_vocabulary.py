@@ -33,7 +33,7 @@ def train(how: str, name: str, folder: str) -> None:
         config,
         seed=3,
         dtype=torch.float64,
-        parallel=Parallelism(shard_optimizer=replicas),
+        parallel=Parallelism(shard="optimizer" if replicas else "none"),
         schedule="1f1b" if replicas else how,
         stages_per_rank=2 if how == "zb-v" else 1,
         slices=[5, 30, 17, 12],

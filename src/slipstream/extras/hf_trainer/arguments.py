@@ -199,8 +199,7 @@ _DTYPE = "Give Pipeline(precision=slipstream.Precision(dtype='bfloat16', master_
 _RECOMPUTE = "Give Pipeline(memory=slipstream.Memory(recompute='full')), or 'selective'"
 _FUSED = "Give Pipeline(runtime=slipstream.Runtime(fused=True)), which compiles norms and activations"
 _SHARDED = (
-    "Give Pipeline(parallel=slipstream.Parallelism(shard_optimizer=True)), or shard_parameters=True, where there are "
-    "replicas"
+    "Give Pipeline(parallel=slipstream.Parallelism(shard='optimizer')), or shard='parameters', where there are replicas"
 )
 _NO_DDP = "Leave it out: a Pipeline sums gradients over replicas itself"
 _LOSS = "Give Pipeline(loss_fn=...), a function that returns (sum, count)"

@@ -185,7 +185,7 @@ def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
         return "ranks that share slices exchange tensors by gloo, through the host; NCCL's exchanges can be recorded"
     if ranks.experts.size > 1:
         return "how many tokens go to each expert is read on the host"
-    if options.parallel.shard_parameters:
+    if options.parallel.shard == "parameters":
         return "sharded parameters lie elsewhere in every step"
     if options.loss_fn is not None:
         return "loss_fn may be any code"

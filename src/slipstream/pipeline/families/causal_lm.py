@@ -101,7 +101,7 @@ class CausalLMFamily(ModelFamily):
                 "defined. Leave router_loss out."
             )
         if source.trained.adapter is not None:
-            check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard_parameters)
+            check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard == "parameters")
         self.config: PretrainedConfig = source.config
         self.name = str(self.config.model_type)
         self.beside = source.beside

@@ -90,10 +90,10 @@ class ChangedModel:
                     f"{first}, which hasn't been shown to be exact where experts are spread over ranks. Use ep=1, or "
                     "undo the change."
                 )
-            if options.parallel.shard_parameters:
+            if options.parallel.shard == "parameters":
                 raise SlipstreamError(
-                    f"{first}, which hasn't been shown to be exact with parallel.shard_parameters=True. Use "
-                    "parallel.shard_optimizer=True."
+                    f"{first}, which hasn't been shown to be exact with parallel.shard='parameters'. Use "
+                    "parallel.shard='optimizer'."
                 )
             if check is not None and given.changes:
                 result = ranks.decided(lambda: try_changes(given, model, anatomy, check.packs_any_length))

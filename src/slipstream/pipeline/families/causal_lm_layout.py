@@ -91,7 +91,7 @@ def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, op
     problems = {
         "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
         f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
-        "parallel.shard_parameters=True": (options.parallel.shard_parameters, "rows of rows aren't gathered"),
+        "parallel.shard='parameters'": (options.parallel.shard == "parameters", "rows of rows aren't gathered"),
         f"schedule={options.schedule!r}": (options.schedule in AUTOMATIC, "it doesn't measure the parts of the head"),
         "slices='auto'": (options.slices == "auto", "it doesn't measure the parts of the head"),
     }
@@ -120,26 +120,17 @@ def _check_spread_embedding(anatomy: ModelAnatomy, schedule: Schedule) -> None:
 
 def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineOptions) -> None:
     """Raises SlipstreamError, the same on every rank, for what can't be exact where replicas shard parameters."""
-    if not options.parallel.shard_parameters:
+    if options.parallel.shard != "parameters":
         return
-    if options.parallel.shard_optimizer:
-        raise SlipstreamError(
-            "parallel.shard_parameters=True with parallel.shard_optimizer=True: leave one of the two out."
-        )
-    if options.precision.master_dtype is not None:
-        raise SlipstreamError(
-            f"parallel.shard_parameters=True with precision.master_dtype={options.precision.master_dtype}, in YAML "
-            "with training.precision=bf16-weights: leave one of the two out."
-        )
     if tensor_ranks > 1:
         raise SlipstreamError(
-            f"parallel.shard_parameters=True on a mesh with tp={tensor_ranks}: gradients that are partial on tensor "
-            "ranks would not be added up. Use tp=1, or parallel.shard_optimizer=True."
+            f"parallel.shard='parameters' on a mesh with tp={tensor_ranks}: gradients that are partial on tensor "
+            "ranks would not be added up. Use tp=1, or parallel.shard='optimizer'."
         )
     if anatomy.tied:
         raise SlipstreamError(
-            f"parallel.shard_parameters=True with {anatomy.tied[0][0]} tied to {anatomy.tied[0][1]}: the two shards "
-            "would be updated separately. Use parallel.shard_optimizer=True, or a model with tie_word_embeddings=False."
+            f"parallel.shard='parameters' with {anatomy.tied[0][0]} tied to {anatomy.tied[0][1]}: the two shards "
+            "would be updated separately. Use parallel.shard='optimizer', or a model with tie_word_embeddings=False."
         )
 
 

@@ -445,7 +445,8 @@ def _check_options_of_causal_lms(options: PipelineOptions) -> None:
     options.parallel.refuse(("sequence_parallel", "tensor_plan", "context_exchange"), theirs)
     options.runtime.refuse(("fused",), theirs)
     options.memory.refuse(("limit",), "not for an nn.Sequential.")
-    options.parallel.refuse(("shard_parameters",), "not for an nn.Sequential.")
+    if options.parallel.shard == "parameters":
+        raise SlipstreamError("parallel.shard='parameters': not for an nn.Sequential. Use parallel.shard='optimizer'.")
     if options.router_loss != "none":
         raise SlipstreamError(f"router_loss={options.router_loss!r}: an option of causal LMs. Leave it out.")
     if options.vocabulary == "spread":

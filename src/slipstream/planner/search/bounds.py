@@ -230,7 +230,8 @@ class ConfigurationGroup:
         Between its forwards and its backwards every rank holds a microbatch whole, on the device or on its host. For
         the first microbatch there are no gradients yet.
         """
-        sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
+        sizes, per_rank = self.sizes, self.cut.per_rank
+        state = self.source.state.of_shards(configuration.shard)
         gradients = state.gradients if self.num_microbatches > 1 else 0
         slices, recompute = self.slices, configuration.recompute
         by_layer = recompute in BY_LAYER

@@ -14,6 +14,7 @@ _LEAST_MEMORY = 1e6  # bytes; a smaller number was meant as gigabytes
 _NAMES = {
     "schedule": (*SCHEDULES, AUTO),
     "recompute": ("none", "selective", "full", "stage", "stage+full"),
+    "shard": ("none", "optimizer", "parameters"),
     "slicing": ("equal-time", "exact", AUTO),
 }
 
@@ -31,7 +32,7 @@ class PlanOptions:
     num_slices: tuple[int, ...] | None = None
     recompute: tuple[str, ...] | None = None
     offload: tuple[float, ...] | None = None  # share of the slices, 0 to 1
-    shard_optimizer: tuple[bool, ...] | None = None
+    shard: tuple[str, ...] | None = None
     slicing: tuple[str, ...] | None = None
     context_parallel: tuple[int, ...] | None = None
     expert_parallel: tuple[int, ...] | None = None
@@ -76,9 +77,6 @@ def _checked_value(name: str, value: Any) -> Any:
     elif name == "offload":
         if not (isinstance(value, (int, float)) and 0 <= value <= 1):
             raise SlipstreamError(f"offload={value!r}: give the share of slices that is offloaded, 0 to 1.")
-    elif name == "shard_optimizer":
-        if not isinstance(value, bool):
-            raise SlipstreamError(f"shard_optimizer={value!r}: give True or False.")
     else:
         check_count(name, value)
     return value

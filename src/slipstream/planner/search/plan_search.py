@@ -132,7 +132,11 @@ def search_plans(
         gap=run.gap(best[0]),
         seconds=time.perf_counter() - began,
         notes=source.trained() + source.notes(),
-        refusals={c: why for c, why in source.refusals.items() if c != "expert_parallel" or source.num_experts},
+        refusals={
+            choice: why
+            for choice, why in source.refusals.items()
+            if choice == "context_parallel" or (choice == "expert_parallel" and source.num_experts)
+        },
         trained=source.trained(),
         sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
         fused=source.fused,
@@ -208,7 +212,7 @@ class Frontier:
             if size > self._space.memory:
                 self.num_too_large += 1
                 continue
-            order = seconds, c.offload, [*_SAVINGS].index(c.recompute), not c.shard_optimizer
+            order = seconds, c.offload, [*_SAVINGS].index(c.recompute), c.shard == "none"
             found.append((order, next(self._number), c))
         for each in found:
             heappush(self._waiting, each)
@@ -332,9 +336,9 @@ class _PlanSearch:
 
 def _cheaper(configuration: Configuration) -> Iterator[Configuration]:
     """Yields the configuration with less of what saves memory at the cost of time."""
-    shards = {configuration.shard_optimizer, True}
+    shards = {configuration.shard, "optimizer"}
     for recompute, offload, shard in product(_SAVINGS[configuration.recompute], {0.0, configuration.offload}, shards):
-        other = replace(configuration, recompute=recompute, offload=offload, shard_optimizer=shard)
+        other = replace(configuration, recompute=recompute, offload=offload, shard=shard)
         if other != configuration:
             yield other
 

@@ -354,8 +354,8 @@ class PlanSpace:
         What is too large has no time, 0. Where everything is, whatever the slices, no exact slicing is sought.
         """
         degrees, pipeline, data, size = mesh
-        savings = self._savings(mesh.num_copies)
-        mean = [self._mean_state(mesh, shards) for _, _, shards in savings]
+        savings = self._savings(mesh)
+        mean = [self._mean_state(mesh, shard) for _, _, shard in savings]
         has_room = min(mean, default=inf) <= self.memory
         for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
             known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
@@ -378,22 +378,23 @@ class PlanSpace:
     def mean_state(self, mesh: Mesh) -> float:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
         much; infinite where no way to save memory is allowed."""
-        shards = {each for _, _, each in self._savings(mesh.num_copies)}
+        shards = {each for _, _, each in self._savings(mesh)}
         return min((self._mean_state(mesh, each) for each in shards), default=inf)
 
-    def _mean_state(self, mesh: Mesh, shards: bool) -> float:
+    def _mean_state(self, mesh: Mesh, shard: str) -> float:
         """Returns the weights, gradients and optimizer state of a rank, if all had as much."""
         degrees, pipeline, data, size = mesh
-        costs, layers, state = self.costs(degrees, size), range(len(self.source.kinds)), self.source.state
+        costs, layers = self.costs(degrees, size), range(len(self.source.kinds))
+        state = self.source.state.of_shards(shard)
         gradients = state.gradients if self.global_batch > data * size else 0
         held = costs.weight_bytes(layers, state.weights) + gradients * costs.num_trained(layers)
-        optimized = costs.num_optimized(layers, mesh.num_copies if shards else 1)
+        optimized = costs.num_optimized(layers, mesh.num_copies if shard != "none" else 1)
         return (held + state.optimizer * optimized) / pipeline
 
-    def _may_fit(self, unsliced: Configuration, savings: list[tuple[str, float, bool]]) -> bool:
+    def _may_fit(self, unsliced: Configuration, savings: list[tuple[str, float, str]]) -> bool:
         """Returns False only where each way to save memory is too little, however many slices there are."""
         group = self._group(unsliced, ())
-        shapes = (replace(unsliced, recompute=r, offload=o, shard_optimizer=s) for r, o, s in savings)
+        shapes = (replace(unsliced, recompute=r, offload=o, shard=s) for r, o, s in savings)
         return any(group.least_bytes(each) <= self.memory for each in shapes)
 
     def _group(self, first: Configuration, slices: tuple[int, ...]) -> ConfigurationGroup:
@@ -410,11 +411,18 @@ class PlanSpace:
             for each, size in zip(alike, sizes, strict=True)
         ]
 
-    def _savings(self, copies: int) -> list[tuple[str, float, bool]]:
-        """Returns the ways to save memory as (recompute, offload, shard_optimizer), those that cost nothing first."""
+    def _savings(self, mesh: Mesh) -> list[tuple[str, float, str]]:
+        """Returns the ways to save memory as (recompute, offload, shard), those that cost nothing first.
+
+        A run gathers sharded parameters once a step, which takes as long and holds as much as ZeRO-1 does at its
+        fullest: so they are tried only where they are asked for, and where training doesn't refuse them.
+        """
         recomputations = [w for w in self.source.recomputations if self.options.allows("recompute", w)]
         offloads = self.options.offload or ((0.0, 1.0) if self.source.host else (0.0,))
-        shards = [s for s in ((True, False) if copies > 1 else (False,)) if self.options.allows("shard_optimizer", s)]
+        shards = ["optimizer", "none"] if mesh.num_copies > 1 else ["none"]
+        shards = [each for each in shards if self.options.allows("shard", each)]
+        if "parameters" in (self.options.shard or ()) and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
+            shards.append("parameters")
         return list(product(recomputations, offloads, shards))
 
 
@@ -427,12 +435,15 @@ def _is_dominated(kind: ScheduleKind, num_microbatches: int) -> bool:
     return kind.dominated_by is not None and num_microbatches <= kind.dominated_up_to
 
 
+_NEVER_REFUSED = (1, "none", "optimizer")  # a degree, and what may be sharded
+
+
 def _check_known(source: CostSource, options: PlanOptions) -> None:
     """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
     for choice, reason in source.refusals.items():
-        most = max(getattr(options, choice) or (1,))
-        if most > 1:
-            raise SlipstreamError(f"{choice}={most} can't be planned for {source.name}. {reason}")
+        refused = [value for value in getattr(options, choice) or () if value not in _NEVER_REFUSED]
+        if refused:
+            raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
     unknown = [what for what in options.recompute or () if what not in source.recomputations]
     if unknown:
         raise SlipstreamError(

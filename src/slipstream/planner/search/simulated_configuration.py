@@ -50,8 +50,8 @@ class SimulatedConfiguration:
     @cached_property
     def table(self) -> MemoryTable:
         """The bytes of its actions."""
-        c, state = self.configuration, self.space.source.state
-        saved = c.recompute, state, c.optimizer_shards
+        c = self.configuration
+        saved = c.recompute, self.space.source.state.of_shards(c.shard), c.optimizer_shards
         return memory_table(
             self.cut.costs, self.cut.stages, self.schedule, self.times.slices, *saved, alike=self.space.alike
         )
@@ -142,7 +142,8 @@ class SimulatedConfiguration:
 
 def may_fit(space: PlanSpace, configuration: Configuration) -> bool:
     """Returns False only if a configuration is too large, even without messages and gradients of keys and values."""
-    c, cut, state, shape = configuration, space.cut(configuration), space.source.state, space.shape(configuration)
+    c, cut, shape = configuration, space.cut(configuration), space.shape(configuration)
+    state = space.source.state.of_shards(c.shard)
     sizes, slices, by_layer = space.sizes(cut), np.array(space.slices(c)), c.recompute in BY_LAYER
     bound = MemoryBound(
         whole=np.outer(sizes.kept["full" if by_layer else "none"], slices / space.seq_len),

@@ -119,10 +119,8 @@ class Config(Record):
             )
         if not self.model.pretrained:
             raise ValueError("lora trains an adapter of given weights; give model.path, and no model.init=random")
-        if self.parallel.shard_parameters:
-            raise ValueError(
-                "lora with parallel.shard_parameters=true, which hasn't been shown to be exact; leave it out"
-            )
+        if self.parallel.shard == "parameters":
+            raise ValueError("lora with parallel.shard=parameters, which hasn't been shown to be exact; leave it out")
         if self.training.single_process_steps:
             raise ValueError("training.single_process_steps compares with training all weights; leave it out with lora")
         if self.lora.export == "adapter" and self.sample.prompt is not None:
@@ -383,9 +381,7 @@ def _fill_in_for_this_machine(values: dict[str, Any]) -> None:
     if is_open and (gpus or _count_launched()):
         values["pipeline"] = {**pipeline, "num_ranks": "auto"}
     if gpus and "precision" not in training and _has_bfloat16():
-        # Weights that are split over replicas have no float32 copies beside them.
-        precision = "bf16" if parallel.get("shard_parameters") else "bf16-weights"
-        values["training"] = {**training, "precision": precision}
+        values["training"] = {**training, "precision": "bf16-weights"}
 
 
 def _has_bfloat16() -> bool:

@@ -126,8 +126,7 @@ class TrainingSection(Record):
     precision: Literal["float32", "bf16", "bf16-weights", "fp16"] = "float32"
     """bf16: float32 weights, computed under bfloat16 autocast. bf16-weights: bfloat16 weights, with float32 copies for
     the optimizer and float32 sums of gradients. fp16: float32 weights under float16 autocast, with a loss scale
-    that adapts during training. Default on GPUs with bfloat16: bf16-weights, or bf16 with
-    `parallel.shard_parameters`."""
+    that adapts during training. Default on GPUs with bfloat16: bf16-weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU, which several ranks share where there are fewer GPUs than ranks."""
     seed: int = 0

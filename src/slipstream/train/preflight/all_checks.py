@@ -292,9 +292,8 @@ def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
         yield f"parallel.tensor={parallel.tensor}", "parallel.tensor=1"
     if parallel.experts > 1:
         yield f"parallel.experts={parallel.experts}", "parallel.experts=1"
-    for name in ("shard_optimizer", "shard_parameters"):
-        if parallel.num_copies > 1 and getattr(parallel, name):
-            yield f"parallel.{name}=true", f"parallel.{name}=false"
+    if parallel.num_copies > 1 and parallel.shard != "none":
+        yield f"parallel.shard={parallel.shard}", "parallel.shard=none"
     if traits.reach == "model" and pipeline.num_ranks > 1:
         yield f"pipeline.num_ranks={pipeline.num_ranks}", "pipeline.num_ranks=1"
     may_spread = pipeline.vocabulary == "spread" or (pipeline.vocabulary == "auto" and is_open(config))

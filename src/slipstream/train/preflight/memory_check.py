@@ -63,8 +63,8 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
     if memory.recompute != "none" and memory.offload < 1:
         share = min(1.0, memory.offload + 0.5)
         changes.append((f"--memory.offload={share:g} (now {memory.offload:g})", {"offload": share}))
-    if config.parallel.num_copies > 1 and not config.parallel.shard_optimizer:
-        changes.append(("--parallel.shard_optimizer=true", {"shard_optimizer": True}))
+    if config.parallel.num_copies > 1 and config.parallel.shard == "none":
+        changes.append(("--parallel.shard=optimizer", {"shard": "optimizer"}))
     half = max(1, training.seq_len // 2)
     changes.append((f"--training.seq_len={half} (now {training.seq_len})", {"seq_len": half}))
     return changes
@@ -96,8 +96,8 @@ def check_memory(config: Config, model_config: Any) -> None:
     def held(each: Tensor) -> float:
         is_spread = id(each) in spread
         alike = parallel.experts if is_spread else 1
-        of_weights = parallel.num_copies if parallel.shard_parameters else alike
-        of_state = parallel.num_copies if parallel.shard_parameters or parallel.shard_optimizer else alike
+        of_weights = parallel.num_copies if parallel.shard == "parameters" else alike
+        of_state = parallel.num_copies if parallel.shard != "none" else alike
         if each.requires_grad:
             total = each.numel() * (_TRAINED_BYTES / of_weights + _STATE_BYTES / of_state)
         else:
@@ -123,7 +123,7 @@ Account = Callable[..., float]
 
 def memory_account(config: Config, model_config: Any) -> Account | None:
     """Returns a function of changes, named `seq_len`, `num_microbatches`, `slices`, `recompute`, `offload` and
-    `shard_optimizer`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
+    `shard`, that returns the bytes of the fullest rank with them. None where the model can't be counted.
 
     Activations are those of the longest sequences, attention that of a fused kernel; an order that is open is taken
     for 1f1b with 8 slices.
@@ -172,7 +172,7 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         num_slices=changes.get("slices", 8 if num_slices == "auto" else num_slices),
         recompute=changes.get("recompute", memory.recompute),
         offload=float(changes.get("offload", memory.offload)),
-        shard_optimizer=changes.get("shard_optimizer", parallel.shard_optimizer),
+        shard=changes.get("shard", parallel.shard) if parallel.num_copies > 1 else "none",
         slicing="equal-time",
         num_simulated=1,
     )

@@ -125,7 +125,7 @@ def check_shares(config: Config, model_config: Any) -> None:
         check_context_parallel(model_config, parallel.context, parallel.tensor, parallel.context_exchange)
     adapter = None if lora is None else lora.adapter(str(config.model.path))
     if adapter is not None:
-        check_parallel(adapter, parallel.tensor, parallel.shard_parameters)
+        check_parallel(adapter, parallel.tensor, parallel.shard == "parameters")
     if parallel.tensor > 1:
         cut = parallel.tensor, parallel.tensor_plan, adapter, parallel.experts == 1
         plan_shares(model_config, find_anatomy(model_config), *cut)
