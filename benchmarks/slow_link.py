@@ -1,12 +1,13 @@
-"""A slow link between two hosts: what one long sequence pays for it in one slice, and in eight.
+"""A slow link between two hosts: what one long sequence pays for it in one slice, in more, and in interleaved ones.
 
     python -m benchmarks.slow_link                  # as root; prints a table, writes results/slow_link.json
 
 Two hosts of this machine (benchmarks/hosts.py) with one rank each. Their link is limited with `tc tbf`, in both
 directions, or left as it is; its delay stays the machine's own. In one slice, an activation is sent when all of it is
 computed, and the other host waits for all of it. In eight, the next slices are computed while one is on the way.
+Interleaved, with two stages on each host, they wait less for each other and send three times as much.
 
-Each slicing has separate processes. They take steps alternately, link by link, so that other load on the machine
+Each of these has separate processes. They take steps alternately, link by link, so that other load on the machine
 affects all of them alike. A step is forward and backward; its time is the slower rank's.
 """
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,13 @@ from benchmarks.hosts import Hosts
 from benchmarks.peers import VOCABULARY, model_config
 from slipstream import Pipeline, Runtime
 
-SLICES = (1, 8)
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "1 slice": {"slices": 1},
+    "2 slices": {"slices": 2},
+    "2 slices, interleaved": {"slices": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
+    "8 slices": {"slices": 8},
+    "8 slices, interleaved": {"slices": 8, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
+}
 FAST = "as fast as the machine"
 _FIRST_PORT = 29600
 _WARM_UPS = 2
@@ -37,10 +45,11 @@ _WARM_UPS = 2
 class Pair:
     """Two ranks on two hosts, which take a step whenever `run` is called."""
 
-    def __init__(self, hosts: Hosts, slices: int, length: int) -> None:
+    def __init__(self, hosts: Hosts, contender: str, length: int) -> None:
+        number = [*CONTENDERS].index(contender)
         self.losses: set[float] = set()
-        place = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(_FIRST_PORT + slices), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-m", "benchmarks.slow_link", f"--serve={slices}", f"--length={length}"]
+        place = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(_FIRST_PORT + number), "WORLD_SIZE": "2"}
+        command = [sys.executable, "-m", "benchmarks.slow_link", f"--serve={contender}", f"--length={length}"]
         self._processes = [
             subprocess.Popen(
                 hosts.command(rank, command),
@@ -78,12 +87,12 @@ class Pair:
             process.communicate()
 
 
-def serve(slices: int, length: int) -> None:
+def serve(contender: str, length: int) -> None:
     """Serves as one rank of a pair: takes a step for every line on standard input."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     pipe = Pipeline.from_config(
-        model_config(length), seed=0, runtime=Runtime(self_check=False), seq_len=length, slices=slices
+        model_config(length), seed=0, runtime=Runtime(self_check=False), seq_len=length, **CONTENDERS[contender]
     )
     inputs = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
     print(json.dumps({}), flush=True)
@@ -106,14 +115,14 @@ def name_link(megabits: float | None) -> str:
 
 
 def measure(hosts: Hosts, length: int, links: list[float | None], repeats: int) -> dict[str, object]:
-    pairs = {slices: Pair(hosts, slices, length) for slices in SLICES}
+    pairs = {contender: Pair(hosts, contender, length) for contender in CONTENDERS}
     try:
         for pair in pairs.values():
             pair.wait()
         contenders = {
-            f"{slices} slices, {name_link(link)}": partial(over_link, hosts, pair, link)
+            f"{contender}, {name_link(link)}": partial(over_link, hosts, pair, link)
             for link in links
-            for slices, pair in pairs.items()
+            for contender, pair in pairs.items()
         }
         seconds = interleaved(contenders, repeats, warmups=_WARM_UPS)
     finally:
@@ -128,16 +137,10 @@ def measure(hosts: Hosts, length: int, links: list[float | None], repeats: int) 
 
 
 def compare(middle: dict[str, float], link: str) -> dict[str, float]:
-    """Returns what eight slices gain on this link, and how much longer each slicing takes than on the fast one."""
-    one, several = (middle[f"{slices} slices, {link}"] for slices in SLICES)
-    fast_one, fast_several = (middle[f"{slices} slices, {FAST}"] for slices in SLICES)
-    return {
-        "1 slice": one,
-        "8 slices": several,
-        "1 slice over 8": one / several,
-        "1 slice over the fast link": one / fast_one,
-        "8 slices over the fast link": several / fast_several,
-    }
+    """Returns the steps on this link, and how much longer each takes than on the fast one."""
+    steps = {contender: middle[f"{contender}, {link}"] for contender in CONTENDERS}
+    over = {f"{name} over the fast link": took / middle[f"{name}, {FAST}"] for name, took in steps.items()}
+    return {**steps, "1 slice over 8": steps["1 slice"] / steps["8 slices"], **over}
 
 
 def show(report: dict[str, object]) -> None:
@@ -145,9 +148,8 @@ def show(report: dict[str, object]) -> None:
     print("seconds a step (over the same on the fast link)")
     for row in report["links"]:  # type: ignore[attr-defined]
         print(
-            f"  {row['link']:>22}: 1 slice {row['1 slice']:.3f} ({row['1 slice over the fast link']:.2f}x), "
-            f"8 slices {row['8 slices']:.3f} ({row['8 slices over the fast link']:.2f}x); "
-            f"1 slice takes {row['1 slice over 8']:.2f}x as long as 8"
+            f"  {row['link']:>22}: "
+            + ", ".join(f"{each} {row[each]:.3f} ({row[f'{each} over the fast link']:.2f}x)" for each in CONTENDERS)
         )
 
 
@@ -157,7 +159,7 @@ def main() -> None:
     parser.add_argument("--megabits", type=float, nargs="*", default=[100, 25], help="of the slow links, a second")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--name", default="slow_link", help="of the file in results/")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         return serve(options.serve, options.length)
