@@ -50,6 +50,7 @@ def inputs(ranges: KeyRanges, batch: int, seed: int) -> list[Tensor]:
     return [torch.randn(batch, *size, 16, generator=generator, dtype=torch.float64) for size in sizes]
 
 
+@pytest.mark.more
 @given(slices(), st.sampled_from([None, 5.0]), st.integers(0, 1000))
 def test_the_mask_has_the_blocks_that_are_seen(case: tuple[KeyRanges, int], softcap: float | None, seed: int) -> None:
     """By flex_attention itself, which reads only the blocks that it is given."""

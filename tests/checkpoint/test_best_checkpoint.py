@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.checkpoint import CheckpointFolder, Checkpoints, TensorShard, find_best
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.train.validation import LossHistory
+from support.examples import examples
 
 LOSSES = st.sampled_from([1.0, 2.0, 3.0, 4.0, math.nan, math.inf])
 VALIDATIONS = st.lists(st.tuples(LOSSES, st.booleans(), st.booleans()), max_size=6)
@@ -50,7 +51,7 @@ class Run:
         return found.step
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(VALIDATIONS, st.integers(1, 2))
 def test_the_lowest_loss_that_was_saved_stays(validations: list[tuple[float, bool, bool]], keep: int) -> None:
     """Each validation: its loss, whether a save after it fails, and whether one is due in any case."""
@@ -76,7 +77,7 @@ def test_the_lowest_loss_that_was_saved_stays(validations: list[tuple[float, boo
             assert run.find() == expected
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(LOSSES, max_size=12), st.integers(1, 4), st.integers(0, 12))
 def test_patience_counts_validations_since_the_best(losses: list[float], patience: int, resumed_at: int) -> None:
     history = LossHistory(keeps_best=True, patience=patience)

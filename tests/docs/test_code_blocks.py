@@ -62,6 +62,7 @@ def test_the_loop_of_the_readme_runs_on_two_processes_that_torchrun_starts(tmp_p
     assert lines[0] == lines[1]
 
 
+@pytest.mark.more
 def test_the_own_loop_runs_on_two_processes() -> None:
     result = launch(2, ROOT / "examples" / "own_loop.py")
     assert result.returncode == 0, result.stderr

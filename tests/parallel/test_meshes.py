@@ -133,8 +133,8 @@ def test_a_rank_that_is_killed_in_the_self_check_says_nothing_about_the_model(tm
     assert (tmp_path / "said").read_text().startswith("rank 0 waited in an all-reduce for rank 1, which has ended")
 
 
-# Some of the six models of parallel/exactness.py on each mesh. `make test` has one on stages that tensor ranks share,
-# `make test-more` one more, `make exactness` all models on every mesh of up to eight processes.
+# Some of the six models of parallel/exactness.py on each mesh: `make test-more` has the first one, `make exactness` all
+# models on every mesh of up to eight processes.
 MODELS = {
     (2, 2, 1): ("llama, tied", "mixtral"),
     (2, 1, 2): ("qwen3", "llama, adapted", "mixtral"),
@@ -154,7 +154,7 @@ def steps_of(num_processes: int, *arguments: str) -> list[dict[str, Any]]:
         pytest.param(
             axes,
             model,
-            marks=[] if model == "qwen3" else [pytest.mark.grid if number else pytest.mark.more],
+            marks=pytest.mark.grid if number else pytest.mark.more,
             id="pp{} dp{} tp{}, {}".format(*axes, model),
         )
         for axes, models in MODELS.items()

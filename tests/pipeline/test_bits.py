@@ -42,7 +42,7 @@ def alone(config_name: str, schedule: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def cases() -> Iterator[tuple[str, int, int]]:
-    """Each schedule on as many ranks as there may be, which `make test` tries, then each on fewer."""
+    """Each schedule on as many ranks as there may be, of which `make test` tries half, then each on fewer."""
     for num_stages in (4, 2, 1):
         for name in SCHEDULES:
             yield from (
@@ -54,7 +54,7 @@ FOUR_STAGES = sum(num_ranks * stages_per_rank == 4 for _, num_ranks, stages_per_
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_ranks", "stages_per_rank", "config_name"), each_once(cases(), CONFIGS, FOUR_STAGES)
+    ("schedule", "num_ranks", "stages_per_rank", "config_name"), each_once(cases(), CONFIGS, FOUR_STAGES // 2)
 )
 def test_nothing_depends_on_stages_and_schedule(
     config_name: str, schedule: str, num_ranks: int, stages_per_rank: int

@@ -19,6 +19,7 @@ from support.changes import CHANGES, EXACT, SLICES, USES, save_untied, scaled
 from support.changes.runs import Outcomes, complaint, gradient_difference, outcomes_of, step_difference, whole_run
 from support.forked import launch, selected_cases
 from support.fusing import compiles
+from support.parameters import first_of
 from support.paths import WORKERS
 
 WORKER = WORKERS / "pipeline/changed_models.py"
@@ -106,7 +107,7 @@ def wrapped(model: Any) -> None:
     layer.forward = lambda *args, **kwargs: 1.1 * inner(*args, **kwargs)
 
 
-@pytest.mark.parametrize("make", [hooked, wrapped])
+@pytest.mark.parametrize("make", first_of([hooked, wrapped]))
 def test_halves_are_not_chosen_for_a_layer_that_was_changed(make: Callable[[Any], None]) -> None:
     """Where they are without the change, as they balance the ranks best."""
     change = replace(CHANGES["hook on a layer"], config=llama(vocab_size=400), make=make)

@@ -138,7 +138,7 @@ def partitions(draw: st.DrawFn) -> list[float]:
 
 
 @pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", "qwen2_moe"]))
-@examples(15)
+@examples(15, thin=3)
 @given(data=st.data())
 def test_any_partition_and_any_slices(name: str, data: st.DataObject) -> None:
     partition = data.draw(partitions())

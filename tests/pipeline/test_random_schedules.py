@@ -121,7 +121,7 @@ def check(name: str, data: st.DataObject, parts: int = 2) -> None:
 
 
 @pytest.mark.parametrize("name", first_of(ATTENDING))
-@examples(25)
+@examples(25, thin=3)
 @given(data=st.data())
 def test_gradients_are_those_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
     check(name, data)

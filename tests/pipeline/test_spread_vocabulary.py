@@ -90,7 +90,7 @@ def random_order(rules: Schedule, generator: random.Random) -> list[Action]:
 
 
 @pytest.mark.parametrize("name", first_of((*TIED, "llama", "phi")))
-@examples(25)
+@examples(25, thin=3)
 @given(data=st.data())
 def test_any_order_has_the_gradients_of_the_unsplit_model(name: str, data: st.DataObject) -> None:
     schedule = data.draw(spread_schedules(name in TIED))
@@ -142,6 +142,7 @@ def test_forwards_may_be_a_microbatch_ahead(name: str) -> None:
     check(name, pipe, tokens(batch=3, length=LENGTH))
 
 
+@pytest.mark.more
 def test_a_plan_for_a_tied_model_runs() -> None:
     task = problem(costs=ToyCosts(num_layers=4, head=7.0, overhead=1.0), tied=True, granularity=4, seq_len=LENGTH)
     plan = find_vocabulary_plan(task, "spread", lambda _: None)

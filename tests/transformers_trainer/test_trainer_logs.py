@@ -115,6 +115,7 @@ def test_losses_are_divided_as_by_a_trainer(
     assert ("the number of all labels that aren't -100, each row's first included" in caplog.text) != is_known
 
 
+@pytest.mark.more
 def test_batches_without_labels_end_no_training(tmp_path: Path) -> None:
     """One of the two of an update, in the order of the rows; one of an evaluation has no loss."""
     given = {"train_dataset": counted_rows(16, (4, 5, 6, 7)), "eval_dataset": counted_rows(12, (4, 5, 6, 7))}
@@ -133,6 +134,7 @@ def test_batches_without_labels_end_no_training(tmp_path: Path) -> None:
         assert math.isnan(loss)
 
 
+@pytest.mark.more
 def test_means_of_the_means_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Trainer takes them where a model's forward doesn't take the number of labels."""
     monkeypatch.setattr(GPT2LMHeadModel, "accepts_loss_kwargs", False, raising=False)

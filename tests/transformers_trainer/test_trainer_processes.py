@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from support.forked import launch
 from support.paths import WORKERS
 from support.trainers import FULL, accuracy, arguments, history, unsplit_model, unsplit_trainer
 
 
+@pytest.mark.more
 def test_processes_log_what_a_trainer_alone_does_and_go_on_to_the_bit(tmp_path: Path) -> None:
     alone = unsplit_trainer(unsplit_model(), arguments(tmp_path), compute_metrics=accuracy)
     alone.train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import mean
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from slipstream.attention import CarriedStates, ContextStore, StoredSlice
 from slipstream.cost import ActionBytes, AttentionWindow, find_windows
@@ -306,21 +305,19 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:  # whose argument has just been made, without an operation
-            for each in tree_iter((args, kwargs)):
-                if isinstance(each, Tensor):
-                    self._add(each, counted=False)
+            for each in _tensors(args if not kwargs else (*args, *kwargs.values())):
+                self._add(each, counted=False)
         result = func(*args, **kwargs or {})
-        for each in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(each, Tensor):
-                self._add(each)
+        for each in _tensors((result,)):
+            self._add(each)
         return result
 
     def _add(self, tensor: Tensor, counted: bool = True) -> None:
-        if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):  # a trace's: without memory
-            return
-        storage, key = tensor.untyped_storage(), storage_id(tensor)
-        size = storage.nbytes()
-        if size and key not in self._references:
+        key = storage_id(tensor)
+        if key in self._references or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+            return  # what a trace makes has no memory
+        storage = tensor.untyped_storage()
+        if size := storage.nbytes():
             self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
             self.num_bytes += size * counted
             self.peak = max(self.peak, self.num_bytes)
@@ -328,6 +325,15 @@ class LiveMemory(TorchDispatchMode):
     def _remove(self, key: int, size: int, _: object) -> None:
         del self._references[key]
         self.num_bytes -= size
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among an operation's arguments or results, which are in lists at most."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (tuple, list)):
+            yield from _tensors(each)
 
 
 class AllocatedMemory:

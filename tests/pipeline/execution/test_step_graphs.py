@@ -182,7 +182,9 @@ def test_a_model_that_draws_on_the_host_runs_eagerly() -> None:
     assert refusal(pipe) == "the model draws random numbers on the host"
 
 
-@pytest.mark.parametrize("options", [{}, {"master_dtype": "float64", "dtype": "float32"}], ids=["", "masters"])
+@pytest.mark.parametrize(
+    "options", first_of([{"master_dtype": "float64", "dtype": "float32"}, {}]), ids=["masters", ""]
+)
 def test_gradients_add_up_over_replayed_steps(options: Mapping[str, Any], device: str) -> None:
     """Also where a master took the tensors over to which graphs add, and where the loss is scaled."""
     model = build(ARCHITECTURES["llama"]).to(device)
@@ -277,6 +279,7 @@ def test_an_evaluation_between_replayed_steps(device: str) -> None:
     assert max(losses) - min(losses) < 1e-12
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("cut", first_of(["zb-v", "zb-h1, offloaded, selective"]))
 def test_the_timeline_of_a_replayed_step(cut: str, device: str) -> None:
     """The actions of an eager step, in its order on each rank, one after another and within the step."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.array_types import Floats, Ints
@@ -22,6 +22,7 @@ from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.order.order_search import find_order
 from slipstream.schedule import Op, Schedule, validate
 from slipstream.simulator import simulate
+from support.examples import examples
 
 SHARES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.2, Op.W: 0.8}
 
@@ -192,6 +193,7 @@ def _bounds(task: JointProblem, partition: tuple[float, ...]) -> tuple[int, ...]
     return (0, *ends[:-1].tolist(), task.num_units)
 
 
+@pytest.mark.more
 def test_the_table_says_what_was_compared() -> None:
     plan = find_joint_plan(problem())
     lines = plan.table().splitlines()
@@ -230,6 +232,7 @@ def test_no_plan_is_shorter_than_the_ideal() -> None:
         assert each.ideal == plan.ideal <= each.seconds
 
 
+@pytest.mark.more
 def test_the_slices_of_the_dynamic_program_are_no_more_than_are_allowed() -> None:
     plan = find_joint_plan(problem(num_ranks=4, seq_len=4096, most_slices=5, costs=ToyCosts(overhead=0.01), effort=1e6))
     assert plan.exact is not None
@@ -265,7 +268,7 @@ def test_every_rank_has_a_stage_in_every_placement(num_ranks: int) -> None:
         assert len(placement) <= 10
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.sampled_from([(0, 1), (0, 1, 0), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]),
     st.lists(st.sampled_from([64, 128, 192]), min_size=1, max_size=4),

@@ -118,6 +118,7 @@ def test_a_part_of_a_slice_is_two_tensors_and_the_sums_are_none() -> None:
     assert {op: result_seconds(cost, Action(op, 1, 0, 0), 1, 0) for op in wanted} == wanted
 
 
+@pytest.mark.more
 def test_one_more_microbatch_is_in_flight_where_memory_allows_it() -> None:
     """By the account of the whole plan, which here counts the microbatches between their forward and backward."""
     task = problem(num_ranks=4, costs=HEAVY, num_microbatches=8, most_slices=1, effort=1e5)
