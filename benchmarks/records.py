@@ -225,6 +225,12 @@ SUBJECTS = {
         "random_exactness",
         sources=("src/slipstream", "benchmarks/zoo", "tests/support"),
     ),
+    "random_meshes": Subject(
+        "random combinations where ranks share slices or experts, against one process",
+        "random_exactness",
+        "--meshes",
+        ("src/slipstream", "benchmarks/zoo", "tests/support"),
+    ),
     "loss_curves": Subject("100 losses on meshes of one to eight processes", "loss_curves"),
     "zoo": Subject(
         "which architectures of transformers are exact in slices",

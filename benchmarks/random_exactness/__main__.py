@@ -3,7 +3,8 @@
     python -m benchmarks.random_exactness                      # an hour; writes results/random_exactness.json
     python -m benchmarks.random_exactness --cases 100 --seed 7 # so many, from this seed on; writes nothing
     python -m benchmarks.random_exactness --case 4711          # one of them, with what was drawn and its traceback
-    python -m benchmarks.random_exactness --meshes --cases 200 # with ranks that share slices or experts
+    python -m benchmarks.random_exactness --meshes             # 200 with ranks that share slices or experts; writes
+                                                               # results/random_meshes.json
 
 A case is drawn from its number alone, as a user from outside would combine things: a causal LM, what was done to it, or
 layers of one's own; schedule, stages, slices, microbatches, documents, adapters, memory, ranks in one process or
@@ -59,7 +60,8 @@ from slipstream.comm import TransportError
 from slipstream.errors import LostRankError
 from slipstream.model.toy import float64_masks, full_precision, quiet_transformers
 
-NAME = "random_exactness"
+NAME, OF_MESHES = "random_exactness", "random_meshes"
+NUM_OF_MESHES = 200
 KEPT = Path(__file__).with_name("kept_seeds.txt")
 LIMITS = Limits(seconds=90, memory=4 << 30, patience=4)  # up to eight ranks share the cores
 FUSED_BOUND = 1e-7  # some models' norms round to float32 when they are fused, which nothing here keeps from it
@@ -77,7 +79,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--case", help="run this one alone and print what was drawn")
     parser.add_argument("--workers", type=int, default=2, help="cases at a time")
-    parser.add_argument("--meshes", action="store_true", help="cases on meshes with cp or ep alone; writes no record")
+    parser.add_argument("--meshes", action="store_true", help="cases on meshes with cp or ep alone")
     parser.add_argument("--kept", action="store_true", help="run the kept seeds alone")
     options = parser.parse_args()
     prepare()
@@ -90,7 +92,7 @@ def main() -> None:
     for row in run(seeds, options.workers):
         rows.append(row)
         show(row, len(rows), time.monotonic() - began)
-        if not (options.case or options.cases or options.kept or options.meshes):
+        if not (options.case or options.cases or options.kept):
             keep(rows, options, time.monotonic() - began)
     if options.case:
         print(json.dumps(rows[0]["axes"], indent=1), *rows[0].get("ranks", []), rows[0].get("traceback", ""), sep="\n")
@@ -102,8 +104,9 @@ def main() -> None:
 
 def _numbers(options: argparse.Namespace) -> Iterator[str]:
     ends = time.monotonic() + 60 * options.minutes
+    cases = options.cases or NUM_OF_MESHES * options.meshes
     for number in count(options.seed):
-        is_over = number - options.seed >= options.cases if options.cases else time.monotonic() > ends
+        is_over = number - options.seed >= cases if cases else time.monotonic() > ends
         if is_over:
             return
         yield f"{PREFIX * options.meshes}{number}"
@@ -259,7 +262,7 @@ def keep(rows: list[Row], options: argparse.Namespace, seconds: float) -> None:
     others = [row for row in rows if row["verdict"] != Verdict.EXACT.value]
     kept = [{key: value for key, value in row.items() if key != "traceback"} for row in others]
     report = {"setting": setting(), "bound": BOUND, "summary": summary, "axes": by_axis(rows), "not exact": kept}
-    write(NAME, report)
+    write(OF_MESHES if options.meshes else NAME, report)
 
 
 def by_axis(rows: list[Row]) -> dict[str, dict[str, dict[str, int]]]:

@@ -16,7 +16,7 @@ import yaml
 import slipstream
 from slipstream.cli.plan import plan as command
 from slipstream.cli.plan import training_lines
-from slipstream.cost import ProfileSource
+from slipstream.cost import Degrees, ProfileSource
 from slipstream.errors import SlipstreamError
 from slipstream.launch.profile_ranks import measure_profile
 from slipstream.planner.report import reasons
@@ -325,6 +325,21 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
     used = load_config(tmp_path / "run" / "config.yaml")
     assert used.pipeline.slices == chosen["pipeline"]["slices"]
     assert used.pipeline.partition == chosen["pipeline"]["partition"]
+
+
+@pytest.mark.more
+def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> None:
+    """Two processes that share every slice and have half of the experts each."""
+    mixture = ARCHITECTURES["gpt_oss"]
+    profile = measure_profile(mixture, QUICK, num_ranks=1, device="cpu", degrees=Degrees(context=2, experts=2))
+    assert (profile.context_parallel, profile.expert_parallel, profile.hardware.processes) == (2, 2, 2)
+    profile.save(tmp_path / "profile.json")
+    plan = slipstream.plan(mixture, tmp_path / "profile.json", seq_len=SEQ_LEN, global_batch=2)
+    chosen = plan.best.configuration
+    assert (chosen.context_parallel, chosen.expert_parallel, chosen.num_devices) == (2, 2, 2)
+    assert plan_settings(plan, {}, chosen.schedule)["parallel"]["context_exchange"] == "auto"
+    with pytest.raises(SlipstreamError, match="divide"):
+        slipstream.plan(mixture, tmp_path / "profile.json", seq_len=SEQ_LEN, global_batch=2, context_parallel=4)
 
 
 @pytest.mark.more

@@ -66,6 +66,14 @@ def test_each_mesh_that_fits_batch_layers_and_heads_is_looked_at(
     assert meshes(loaded(tmp_path, *OPEN, "--optimizer.name=Adafactor")) == [(1, 2, 1, 2)]  # which sees the whole model
 
 
+def test_ranks_that_share_slices_may_be_chosen_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = LlamaConfig(**{key: value for key, value in SETTINGS["model"]["config"].items() if key != "model_type"})
+    found = [*possible_meshes(loaded(tmp_path, "--pp=auto", "--cp=auto"), model)]
+    assert [(each.pipeline.num_ranks, each.parallel.context) for each in found] == [(4, 1), (2, 2), (1, 4)]
+
+
 def test_a_mesh_is_chosen_only_with_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

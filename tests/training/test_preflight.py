@@ -116,6 +116,9 @@ SHARDED = {"parallel": {"data": 2, "shard": "parameters"}, "training.batch_size"
 ADAFACTOR = {"optimizer": {"name": "adafactor"}, "pipeline.vocabulary": "whole", "training.batch_size": 2}
 UNCUTTABLE = {"model.config.model_type": "gpt_neox"}
 GPT = {"model_type": "openai-gpt", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 300}
+BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 300}
+EXPERTS = {"parallel": {"data": 2, "experts": 2}, "training.batch_size": 2}
+MIXTURE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts": 3, "num_key_value_heads": 2}
 SPREAD_OVER_TENSOR_RANKS = "vocabulary='spread' with tp=2 in the mesh: tensor ranks share the vocabulary"
 SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard='parameters'"
 
@@ -139,6 +142,14 @@ SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard='parameters'"
         ),
         (SHARDED | {"parallel.tensor": 2}, "shard='parameters' on a mesh with tp=2"),
         (SHARDED | {"model.config.tie_word_embeddings": True}, "shard='parameters' with lm_head.weight tied"),
+        (
+            {"parallel": {"context": 3, "context_exchange": "heads"}},
+            "2 query heads can't be spread over cp=3 ranks. Give cp a divisor of 2: 1, 2; or give "
+            "parallel.context_exchange=keys",
+        ),
+        ({"parallel.context": 2, "model.config": BLOOM}, "model_type 'bloom' can't be trained with cp=2, where ranks"),
+        (EXPERTS, "parallel.experts=2: 'llama' has no experts that can be spread"),
+        (EXPERTS | {"model.config": MIXTURE}, "has 3 experts, which 2 ranks can't share evenly. Choose from 1, 3."),
         ({"training.seq_len": 65}, "training.seq_len=65 is more than the model's 64 positions"),
         ({"data.vocab_size": 301}, "vocabulary has 300 tokens (0 to 299), but the text needs token id 300"),
         ({"data.validation_fraction": 0}, "needs held-out text, and there is none; give more text"),

@@ -215,6 +215,7 @@ def test_experts_on_several_ranks_go_on_on_others_and_are_exported_whole(text: P
         "tp": 1,
         "ep": 2,
     }
+    assert all(line["bytes_sent"]["ep"] > 0 for line in lines(first))
     here = half_of(first, tmp_path / "here")
     ended = train(2, here, text, mixture, "--pp=1", "--dp=2", "--checkpoint.resume=latest")
     assert ended.returncode == 0, ended.stderr

@@ -37,12 +37,15 @@ def profile(
         int | None,
         count("Tensor-parallel processes of each rank. Default: the training configuration's, or 1."),
     ] = None,
+    cp: Annotated[int | None, count("Processes that share every slice. Default: as --tp.")] = None,
+    ep: Annotated[int | None, count("Processes over which experts are spread. Default: as --tp.")] = None,
     device: Annotated[str, Option(help="cpu, cuda or auto.")] = "auto",
     repeats: Annotated[int, count("Maximum number of times that a point is measured.", least=2)] = 15,
     budget: Annotated[float, above_zero("Maximum number of seconds to spend measuring.", "seconds", "60")] = 120.0,
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     allow_open_files()
+    from slipstream.cost import Degrees
     from slipstream.launch.profile_ranks import measure_profile
     from slipstream.train.config import ModelSection, ParallelSection, load_config
     from slipstream.train.preflight import load_model_config
@@ -51,11 +54,13 @@ def profile(
         raise SlipstreamError(f"--device={device!r} isn't known; choose auto, cpu or cuda")
     if not output.parent.is_dir():
         raise SlipstreamError(f"--output={output}: there is no folder {output.parent}; make it first")
-    section, shared = ModelSection(path=model), ParallelSection(tensor=tp or 1)
+    section, shared = ModelSection(path=model), ParallelSection()
     if model.endswith((".yaml", ".yml")):
         config = load_config(Path(model))
         section, seq_len = config.model, seq_len or config.training.seq_len
-        shared = config.parallel.model_copy(update={} if tp is None else {"tensor": tp})
+        shared = config.parallel
+    given = {"tensor": tp, "context": cp, "experts": ep}
+    shared = shared.model_copy(update={name: size for name, size in given.items() if size is not None})
     if seq_len is None:
         raise SlipstreamError("how long are the sequences? give --seq-len=4096, for example")
     settings = {
@@ -68,8 +73,10 @@ def profile(
         "budget": budget,
         "sequence_parallel": shared.sequence_parallel and shared.tensor > 1,
         "tensor_plan": shared.tensor_plan if shared.tensor > 1 else None,
+        "context_exchange": shared.context_exchange,
     }
-    found = measure_profile(load_model_config(section), settings, ranks, device, shared.tensor)
+    degrees = Degrees(shared.tensor, shared.context, shared.experts)
+    found = measure_profile(load_model_config(section), settings, ranks, device, degrees)
     found.save(output)
     console = make_console()
     console.print(_table(found))

@@ -14,7 +14,15 @@ from slipstream.cost.profile import (
     Profile,
     load_profile,
 )
-from slipstream.cost.sources import AnalyticSource, CostSource, Degrees, HostMemorySpec, ProfileSource, StageCosts
+from slipstream.cost.sources import (
+    UNSHARED,
+    AnalyticSource,
+    CostSource,
+    Degrees,
+    HostMemorySpec,
+    ProfileSource,
+    StageCosts,
+)
 from slipstream.cost.stages import (
     BY_LAYER,
     EXCHANGES,

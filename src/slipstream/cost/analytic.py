@@ -14,7 +14,8 @@ but at least the number of its kernels times the shortest time of one, and as lo
 action of a stage adds the device's `action_seconds`, so that many short slices cost more than few long ones.
 
 Of g context-parallel ranks each has n/g tokens of everything but attention, and in attention Hq/(t g) heads of all n:
-two all-to-alls a layer, forward and backward, take queries, keys and values there, and the outputs back. Of e
+two all-to-alls a layer, forward and backward, take queries, keys and values there, and the outputs back. Or keys and
+values of all n are gathered, and their gradients reduced and scattered; the last rank's n/g queries see most. Of e
 expert-parallel ranks each has 1/e of the experts; two all-to-alls take a row for every expert that a token chose there,
 and the results back. Tokens are taken to choose all experts alike, so that a rank computes as many rows as it sends.
 """
@@ -22,8 +23,9 @@ and the results back. Tokens are taken to choose all experts alike, so that a ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,7 @@ class AnalyticCosts:
             keep: norms, residuals (Korthikanti et al. 2022). What a matrix product reads is gathered and kept whole.
         context_parallel: ranks that share every slice, each with some of its tokens.
         expert_parallel: ranks over which experts are spread; without, tensor-parallel ranks share each of them.
+        context_exchange: what context-parallel ranks exchange around attention, "heads" for tokens or "keys".
     """
 
     model: ModelCount
@@ -97,6 +100,7 @@ class AnalyticCosts:
     sequence_parallel: bool = False
     context_parallel: int = 1
     expert_parallel: int = 1
+    context_exchange: str = "heads"
 
     @property
     def parts(self) -> Sequence[int]:
@@ -130,12 +134,13 @@ class AnalyticCosts:
         """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
         if op is Op.B:
             return sum(self.part_seconds(part, each, length, context) for each in (Op.I, Op.W))
+        exchanged = sum(self._part_exchanges(part, op, length))
         op = Op.F if op is Op.R else op
         device, tokens, count = self.cluster.device, self._tokens(length), part.ops[op]
         scores = sum(self.attention_seconds(call, op, length, context) for call in part.attentions)
         busy = self.product_seconds(part, count, tokens) + self._elementwise_seconds(part, count, tokens) + scores
         busy = np.maximum(busy, max(count.num_kernels * device.kernel_seconds, self._host_seconds(part, op)))
-        return busy + sum(self._part_exchanges(part, op, length))
+        return busy + exchanged
 
     def _tokens(self, length: Any) -> Any:
         """Returns a rank's tokens of a slice, of all sequences of the microbatch."""
@@ -174,9 +179,9 @@ class AnalyticCosts:
         "full", which has no R, it is how much longer the backward takes."""
         if recompute == "full":
             again = self.model.counted(all_of(layers_with_backward(self, layers)))
-            return sum(n * self.part_seconds(part, Op.F, length, context) for n, part in again)
+            return sum(n * self.part_seconds(part, Op.R, length, context) for n, part in again)
         if recompute != "selective":
-            return self.seconds(layers, Op.F, length, context)
+            return self.seconds(layers, Op.R, length, context)
         total: Any = self.cluster.device.action_seconds
         for number, part in self.model.counted(layers):
             count = part.ops[Op.F]
@@ -203,23 +208,36 @@ class AnalyticCosts:
         return tuple(map(sum, zip(*parts, strict=True)))
 
     def _part_exchanges(self, part: PartCount, op: Op, length: Any) -> tuple[Any, ...]:
-        op = Op.F if op is Op.R else op
-        reduced = self._part_reduce_seconds(part, op, length)
-        if op is Op.F or (op is Op.I and part.has_backward):
-            return reduced, self._part_context_seconds(part, length), self._part_expert_seconds(part, length)
+        reduced = self._part_reduce_seconds(part, Op.F if op is Op.R else op, length)
+        if op in (Op.F, Op.R) or (op is Op.I and part.has_backward):
+            return reduced, self._part_context_seconds(part, op, length), self._part_expert_seconds(part, length)
         return reduced, 0.0, 0.0
 
-    def _part_context_seconds(self, part: PartCount, length: Any) -> Any:
-        """Returns the time of a layer's all-to-alls that exchange heads for tokens around attention: of queries, keys
-        and values together, of which several ranks get the same heads where there are fewer, and of outputs."""
-        ranks, seconds = self.context_parallel, 0.0
+    def _part_context_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns the time of a layer's exchanges around attention: all-to-alls of queries, keys and values together,
+        of which several ranks get the same heads where there are fewer, and of outputs; or one to gather keys and
+        values, or sums of their gradients, which a replay finds in the context."""
+        ranks, each, seconds = self.context_parallel, self.model.dtype_bytes, 0.0
         for call in part.attentions if ranks > 1 else ():
             queries, keys = call.num_heads / self.tensor_parallel, ranks * self._key_heads(call)
-            there = queries * call.key_width + keys * (call.key_width + call.value_width)
-            for width in (there, queries * call.value_width):
-                sent = self._tokens(length) * width * self.model.dtype_bytes
-                seconds = seconds + self.cluster.all_to_all_seconds(sent, ranks, self.tensor_parallel)
+            both = keys * (call.key_width + call.value_width)
+            sent = [(queries * call.key_width + both) * each, queries * call.value_width * each]
+            if self._gathers_keys:
+                sent = [] if op is Op.R else [both * (each if op is Op.F else max(4, each))]
+            for size in sent:
+                seconds = seconds + self.cluster.all_to_all_seconds(
+                    self._tokens(length) * size, ranks, self.tensor_parallel
+                )
         return seconds
+
+    @property
+    def _gathers_keys(self) -> bool:
+        return self.context_parallel > 1 and self.context_exchange == "keys"
+
+    @property
+    def _head_ranks(self) -> int:
+        """The ranks that share the heads of a layer in attention."""
+        return self.tensor_parallel * (1 if self._gathers_keys else self.context_parallel)
 
     def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
         """Returns the time of a layer's all-to-alls between ranks with other experts: of how many rows there are, then
@@ -249,12 +267,13 @@ class AnalyticCosts:
         proportion to the context, of adding the gradients of its keys and values to those that are there."""
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
-        device, heads = self.cluster.device, call.num_heads / (self.tensor_parallel * self.context_parallel)
-        num_scores = call.window.scores(context + length) - call.window.scores(context)
+        device, heads = self.cluster.device, call.num_heads / self._head_ranks
+        own = -(-length // self.context_parallel) if self._gathers_keys else length  # of the rank with the last ones
+        num_scores = call.window.scores(context + length) - call.window.scores(context + length - own)
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
         width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
-        computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * length)
+        computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * own)
         if op is Op.F:
             return computed
         read = call.window.context_keys(context)
@@ -262,9 +281,21 @@ class AnalyticCosts:
         # a kernel writes them; then they are read, and the sums in float32 are read and written
         return computed + numbers * (2 * self.model.dtype_bytes + 2 * 4) / device.bytes_per_second
 
+    def uneven_seconds(self, layers: Stage, length: int) -> float:
+        """Returns by how much longer than on average a whole sequence's attention takes on the rank with the last
+        queries, forward and backward; 0 unless keys are gathered."""
+        if not self._gathers_keys:
+            return 0.0
+        even, total = replace(self, context_exchange="heads"), 0.0
+        for number, part in self.model.counted(layers):
+            for call, op in product(part.attentions, (Op.F, Op.I)):
+                each = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
+                total += number * max(0.0, float(each[0] - each[1]))
+        return total
+
     def _key_heads(self, call: AttentionCall) -> int:
         """Returns the heads of keys and values that one rank has in attention."""
-        return call.key_heads_of_rank(self.tensor_parallel * self.context_parallel)
+        return call.key_heads_of_rank(self._head_ranks)
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         """Returns the time of AdamW whose state is spread over `shards` ranks: it reads and writes the trained
@@ -342,7 +373,8 @@ class AnalyticCosts:
         for number, part in self.model.counted(layers):
             wide = min(part.wide_activation_bytes, part.activation_bytes)
             per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
-            if self.context_parallel > 1 and part.has_backward:  # attention's outputs, before and after their exchange
+            if self.context_parallel > 1 and part.has_backward and not self._gathers_keys:
+                # attention's outputs, before and after their exchange
                 outputs = sum(call.num_heads * call.value_width for call in part.attentions)
                 per_token += outputs * self.model.dtype_bytes / self.tensor_parallel
             states = part.state_bytes if part.has_backward else 0.0

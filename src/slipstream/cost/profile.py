@@ -80,6 +80,7 @@ class MeasuredStage:
     context_bytes: int  # keys and values, per token of the sequence
     context_gradient_bytes: int  # their gradients, per token of the sequence
     num_parameters: int
+    num_in_experts: int = 0  # those of experts that are spread over ranks
     actions: tuple[tuple[int, ActionBytes], ...] = ()  # (slice length, bytes); empty in profiles of older versions
 
     @property
@@ -156,6 +157,9 @@ class Profile:
     link: MeasuredLink | None = None  # None where a single process measured
     disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
     tensor_parallel: int = 1  # the ranks that shared every layer: what a stage costs is what it costs each of them
+    context_parallel: int = 1  # the ranks that shared every slice: lengths are those of whole slices
+    context_exchange: str = "auto"  # what these were to exchange around attention
+    expert_parallel: int = 1  # the ranks over which experts were spread
     sequence_parallel: bool = False  # whether they shared the tokens too
     tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
     attention_kernels: Mapping[str, str] = field(default_factory=dict)  # the fastest on the GPU, by shape
@@ -277,7 +281,7 @@ class Profile:
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         has_head = self.parts_of(layers).stop == len(self.parts)
-        vocabulary = self.model.vocab_size / self.tensor_parallel
+        vocabulary = self.model.vocab_size / (self.tensor_parallel * self.context_parallel)
         return 4 * self.microbatch_size * length * vocabulary if has_head else 0.0
 
     def has_backward(self, stage: Stage) -> bool:
@@ -290,7 +294,9 @@ class Profile:
         return each * self.num_parameters(layers)
 
     def num_optimized(self, layers: Stage, shards: int) -> float:
-        return self.num_trained(layers) / shards
+        in_experts = self._num_in_experts(layers)
+        shared = self.num_trained(layers) - in_experts
+        return shared / shards + in_experts / max(1, shards // self.expert_parallel)
 
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
@@ -298,22 +304,36 @@ class Profile:
     def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
         """Returns the time of a ring's all-reduce between replicas, whose messages travel as those of a pipeline, or of
         its first half, the reduce-scatter of a sharded optimizer."""
-        num_bytes = max(_GRADIENT, self.dtype_bytes) * self.num_parameters(layers)
-        return (1 if shards > 1 else 2) * self._between_copies(num_bytes, copies)
+        num_bytes = max(_GRADIENT, self.dtype_bytes)
+        return (1 if shards > 1 else 2) * self._between_copies(layers, num_bytes, copies)
 
     def gather_seconds(self, layers: Stage, shards: int) -> float:
-        return self._between_copies(self.dtype_bytes * self.num_parameters(layers), shards)
+        return self._between_copies(layers, self.dtype_bytes, shards)
 
-    def _between_copies(self, num_bytes: float, size: int) -> float:
-        if self.link is None or size == 1:
+    def _between_copies(self, layers: Stage, num_bytes: float, size: int) -> float:
+        """Returns the seconds in which a ring passes on so many bytes of each parameter, and those of experts among the
+        ranks that have the same ones."""
+        if self.link is None:
             return 0.0
-        return (size - 1) * (self.link.latency + num_bytes / size / self.link.bandwidth)
+        in_experts = self._num_in_experts(layers)
+        seconds = 0.0
+        for number, ranks in (
+            (self.num_parameters(layers) - in_experts, size),
+            (in_experts, max(1, size // self.expert_parallel)),
+        ):
+            if number and ranks > 1:
+                seconds += (ranks - 1) * (self.link.latency + num_bytes * number / ranks / self.link.bandwidth)
+        return seconds
+
+    def _num_in_experts(self, layers: Stage) -> int:
+        return round(self._total(layers, [stage.num_in_experts for stage in self.stages]))
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         return self.optimizer_seconds * self.num_parameters(layers) / shards
 
     def message_bytes(self, length: Any) -> Any:
-        return self.microbatch_size * length * self.model.hidden_size * self.dtype_bytes
+        own = -(-length // self.context_parallel)  # of the rank with most
+        return self.microbatch_size * own * self.model.hidden_size * self.dtype_bytes
 
     def action_costs(
         self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1

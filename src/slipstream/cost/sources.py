@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import gcd
+from collections.abc import Collection, Iterator, Mapping
+from math import gcd, lcm
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import Cluster
-from slipstream.cost.operation_counts import ModelCount, StateBytes
+from slipstream.cost.operation_counts import ModelCount, StateBytes, numbers_exchanged
 from slipstream.cost.profile import Profile
 from slipstream.errors import SlipstreamError
 
@@ -23,6 +23,10 @@ class Degrees(NamedTuple):
     tensor: int = 1  # that share every layer
     context: int = 1  # that share every slice, each with some of its tokens
     experts: int = 1  # over which the experts of a layer are spread; they are some of those with the same weights
+    exchange: str = "heads"  # what ranks that share slices exchange around attention: these for tokens, or keys
+
+
+UNSHARED = Degrees()
 
 
 class HostMemorySpec(NamedTuple):
@@ -66,8 +70,10 @@ class AnalyticSource:
         sharing = tuple(n for n in numbers if all(call.num_heads % n == 0 for call in calls))
         keys = {call.num_key_value_heads for call in calls}
         self.tensor_parallel_degrees = tuple(t for t in sharing if all(k % t == 0 or t % k == 0 for k in keys))
-        # all that divide the query heads together with the tensor-parallel degree
-        self.context_parallel_degrees = (1,) if "context_parallel" in self.refusals else sharing
+        self._sharing = sharing
+        doublings = {2**n for n in range(max(numbers, default=1).bit_length())}  # which may gather keys
+        shared = (1,) if "context_parallel" in self.refusals else tuple(sorted({*sharing, *doublings}))
+        self.context_parallel_degrees = shared
         spread = tuple(e for e in range(1, self.num_experts + 1) if self.num_experts % e == 0)
         self.expert_parallel_degrees = (1,) if "expert_parallel" in self.refusals else spread
         cluster.device.matmul_flops(model.dtype)  # raises where the dtype has no peak
@@ -81,14 +87,30 @@ class AnalyticSource:
             found["shard"] = "The head is tied to the embedding, and their shards would be updated separately."
         return found
 
+    def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
+        """Returns what ranks that share slices may exchange, of what is `asked` for: heads where all ranks can have as
+        many, and keys. By default these only where they are fewer bytes, or heads don't divide."""
+        if context == 1:
+            return ("heads",)
+        heads = keys = 0.0
+        for number, part in self.model.counted(self.model.whole):
+            for call in part.attentions:
+                sizes = call.num_heads // tensor, call.key_heads_of_rank(tensor)
+                widening = max(4, self.model.dtype_bytes) / self.model.dtype_bytes
+                moved = numbers_exchanged(*sizes, context, widening)
+                heads, keys = heads + number * moved[0], keys + number * moved[1]
+        divides = tensor * context in self._sharing
+        wanted = asked or ("heads", *["keys"] * (keys < heads or not divides))
+        return tuple(kind for kind in wanted if kind == "keys" or divides)
+
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""
         return 1, seq_len
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
         """Returns what the model's stages cost."""
-        t, g, e = degrees
-        return AnalyticCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e)
+        t, g, e, exchange = degrees
+        return AnalyticCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e, exchange)
 
     def peak_seconds(self, num_sequences: int, seq_len: int) -> float | None:
         """Returns the seconds of a step's products at one device's peak: the numerator of MFU, if known.
@@ -136,7 +158,7 @@ class AnalyticSource:
 
 
 class ProfileSource:
-    """A model measured on the present hardware, of one microbatch size and one tensor-parallel degree.
+    """A model measured on the present hardware, of one microbatch size, its work shared by one number of ranks.
 
     It has what an AnalyticSource has.
     """
@@ -153,14 +175,21 @@ class ProfileSource:
         self.profile = profile
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
-        self.kinds, self.num_devices = profile.kinds, num_ranks * profile.tensor_parallel
-        self.tensor_parallel_degrees = (profile.tensor_parallel,)
-        self.context_parallel_degrees = self.expert_parallel_degrees = (1,)
-        self.refusals = dict.fromkeys(("context_parallel", "expert_parallel", "shard"), "Its times weren't measured.")
+        tensor, context, experts = profile.tensor_parallel, profile.context_parallel, profile.expert_parallel
+        self.kinds, self.num_devices = profile.kinds, num_ranks * tensor * lcm(context, experts)
+        self.tensor_parallel_degrees, self.context_parallel_degrees = (tensor,), (context,)
+        self.expert_parallel_degrees = (experts,)
+        again = "Its times weren't measured: profile again with"
+        measured = {"context_parallel": (context, f"{again} --cp."), "expert_parallel": (experts, f"{again} --ep.")}
+        self.refusals = {choice: reason for choice, (ranks, reason) in measured.items() if ranks == 1}
+        self.refusals["shard"] = "Its times weren't measured."
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")
         self.sequence_parallel = profile.sequence_parallel
+
+    def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
+        return (self.profile.context_exchange,) if context == self.profile.context_parallel else ()
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         if seq_len > self.profile.seq_len:

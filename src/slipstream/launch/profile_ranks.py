@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from math import lcm
 from pathlib import Path
 from typing import Any
 
-from slipstream.cost import Profile, load_profile
+from slipstream.cost import UNSHARED, Degrees, Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
 from slipstream.launch.stop_request import watched_local_rank
@@ -18,7 +19,7 @@ _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
 
 def measure_profile(
-    model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto", tensor_ranks: int = 1
+    model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto", degrees: Degrees = UNSHARED
 ) -> Profile:
     """Starts local processes that measure at the same time; returns their link and the times of the first.
 
@@ -27,27 +28,33 @@ def measure_profile(
         settings: the arguments of ProfileSettings.
         num_ranks: the number of a pipeline's ranks that share this machine.
         device: "cpu", "cuda", or "auto": CUDA where there is a GPU, which processes may share.
-        tensor_ranks: the number of processes of each of these ranks, which share every layer.
+        degrees: by how many processes the work of each of these ranks is shared.
 
     Raises:
         SlipstreamError: if the settings don't fit together, there is no such device, or the processes of a rank can't
-            share the model's layers.
+            share the model's layers, its slices or its experts.
         RankFailedError: if a rank ended early.
     """
     import torch
 
+    from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
+    from slipstream.pipeline.families.causal_lm_layout import check_expert_parallel
     from slipstream.profile import ProfileSettings
 
-    ProfileSettings(**settings).check(model_config, tensor_ranks)
+    tensor, context, experts, _ = degrees
+    ProfileSettings(**settings).check(model_config, tensor)
+    if context > 1:
+        check_context_parallel(model_config, context, tensor, settings.get("context_exchange", "auto"))
+    check_expert_parallel(model_config, None, experts, f"--ep={experts}")
     if has_launcher():
         raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
-    num_devices, num_processes = torch.cuda.device_count(), num_ranks * tensor_ranks
+    num_devices, num_processes = torch.cuda.device_count(), num_ranks * tensor * lcm(context, experts)
     if device == "cuda" and not num_devices:
         raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
     chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
     with temporary_folder() as folder:
         model_config.save_pretrained(folder / _MODEL)
-        request = {"settings": settings, "device": chosen, "tensor_ranks": tensor_ranks}
+        request = {"settings": settings, "device": chosen, "degrees": degrees}
         (folder / _REQUEST).write_text(json.dumps(request))
         launch_ranks("slipstream.launch.profile_ranks", [str(folder)], num_processes)
         return load_profile(folder / _PROFILE)
@@ -76,8 +83,12 @@ def _measure_as_rank(folder: Path) -> None:
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
         is_first = dist.get_rank() == 0
-        settings, shared = ProfileSettings(**request["settings"]), request["tensor_ranks"]
-        ranks = Ranks.of(make_mesh(pp=dist.get_world_size() // shared, tp=shared, device_type=device.type))
+        settings = ProfileSettings(**request["settings"])
+        tensor, context, experts, _ = request["degrees"]
+        replicas = lcm(context, experts) // context
+        shared = {"dp": replicas, "cp": context, "tp": tensor, "ep": experts}
+        pipeline = dist.get_world_size() // (replicas * context * tensor)
+        ranks = Ranks.of(make_mesh(pp=pipeline, device_type=device.type, **shared))
         progress = Progress(make_console() if is_first else None)
         with progress.waiting("measuring the link"):
             link = measure_link(device, ranks, settings.sequence_parallel)

@@ -1,6 +1,13 @@
 """Tensor and data parallelism within the pipeline: the mesh, its groups, and each rank's share of the parameters."""
 
-from slipstream.parallel.context import SliceExchange, check_heads, computed_tokens, heads_of_ranks
+from slipstream.parallel.context import (
+    SliceExchange,
+    check_heads,
+    heads_of_ranks,
+    own_tokens,
+    sequences_within,
+    shared_slice,
+)
 from slipstream.parallel.gpus import (
     GpuMemory,
     allocator_setting,

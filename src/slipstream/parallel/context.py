@@ -18,8 +18,9 @@ where every rank gets all heads of keys and queries stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import gcd, prod
 
 import torch
@@ -27,6 +28,8 @@ from torch import Tensor
 
 from slipstream.attention import KeyRanges
 from slipstream.errors import SlipstreamError
+from slipstream.model.hooks import TokenSlice
+from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import RankGroup, exchanged, sum_over_ranks
 
 _Heads = list[list[int]]  # of each rank
@@ -45,10 +48,10 @@ class SliceExchange:
         """Returns whether an attention of these sizes exchanges heads for tokens.
 
         Of numbers per token and head size, a rank receives (2 Hq + 2 max(Hkv, g)) / g forward and as many backward, or
-        2 Hkv forward and as many sums backward, which may be wider. Keys move less only where g Hkv < Hq + max(Hkv, g),
-        and then the context of all heads is about as large as queries, keys, values and outputs of the own tokens: what
-        they take of memory doesn't decide. In a sequence of one slice the last ranks' queries would see far more keys
-        than the first ones', so heads are exchanged there.
+        2 Hkv forward and as many sums backward, which may be wider; plans count the same. Keys move less only where
+        g Hkv < Hq + max(Hkv, g), and then the context of all heads is about as large as queries, keys, values and
+        outputs of the own tokens: what they take of memory doesn't decide. In a sequence of one slice the last ranks'
+        queries would see far more keys than the first ones', so heads are exchanged there.
         """
         if self.kind != "auto":
             return self.kind == "heads"
@@ -157,12 +160,43 @@ class SliceExchange:
 
     def _exchanged(self, sent: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
         """Returns the tensors of these shapes that come from each rank. Collective."""
-        flat = torch.cat([tensor.reshape(-1) for tensors in sent for tensor in tensors])
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+        every = [tensor for tensors in sent for tensor in tensors]
+        flat = every[0].new_empty(sum(counts))
+        for place, tensor in zip(torch.split(flat, [tensor.numel() for tensor in every]), every, strict=True):
+            place.view(tensor.shape).copy_(tensor)  # once: they are views of what isn't stored like this
         sizes = [[prod(shape) for shape in of_rank] for of_rank in shapes]
         received = self.group.all_to_all(flat, counts, [*map(sum, sizes)])
         parts = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
         return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+def shared_slice(piece: TokenSlice, rank: int, size: int) -> TokenSlice:
+    """Returns a rank's part of a slice that several ranks share."""
+    length = piece.input_ids.shape[1]
+    parts = tuple(part_bounds(length, size, number) for number in range(size))
+    return replace(
+        piece,
+        input_ids=own_tokens(piece.input_ids, rank, size),
+        position_ids=own_tokens(piece.position_ids, rank, size),
+        lone_sequences=sequences_within(piece.lone_sequences, *computed_tokens(parts[rank], length)),
+        parts=parts,
+        part=rank,
+    )
+
+
+def own_tokens(each: Tensor, rank: int, size: int) -> Tensor:
+    """Returns what a rank computes of (b, T, ...), one for each token of a slice that several ranks share."""
+    length = each.shape[1]
+    begin, end = computed_tokens(part_bounds(length, size, rank), length)
+    return each[:, begin:end]
+
+
+def sequences_within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
+    """Returns the tokens between two places of each sequence that has some there, and its largest position."""
+    bounds = pairwise(accumulate((length for length, _ in sequences), initial=0))
+    found = ((min(b, end) - max(a, begin), each[1]) for (a, b), each in zip(bounds, sequences, strict=True))
+    return tuple(each for each in found if each[0] > 0)
 
 
 def computed_tokens(part: tuple[int, int], length: int) -> tuple[int, int]:

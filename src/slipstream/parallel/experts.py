@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import own_module, parse_name
@@ -26,7 +27,7 @@ from slipstream.model.anatomy import expert_modules
 from slipstream.model.hooks import runs_alone
 from slipstream.parallel.mesh import Ranks, divisors_text
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
-from slipstream.parallel.rank_group import RankGroup
+from slipstream.parallel.rank_group import RankGroup, exchanged
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.tensor.hooks import gather, split
 
@@ -64,15 +65,6 @@ def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> 
                 f"{option}: {name} has an adapter, which PEFT computes otherwise for a single expert, and each of "
                 f"{size} ranks would have one. Choose fewer ranks, from {divisors_text(number)}."
             )
-    try:
-        from transformers.distributed.expert_parallel import AllToAllEP  # noqa: F401
-    except ImportError:
-        from transformers import __version__
-
-        raise SlipstreamError(
-            f"{option}: transformers {__version__} can't send tokens to experts on other ranks. "
-            "pip install 'transformers>=5.23', or leave it out."
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -82,13 +74,11 @@ class ExpertParallel:
     Args:
         counts: the number of experts of each module that holds some, by its name in the whole model.
         group: the ranks over which they are spread.
-        alone: the group of this process alone, for forwards that no other rank runs.
         tensor: how ranks share layers. Each of them holds the experts and sends other tokens.
     """
 
     counts: Mapping[str, int]
     group: RankGroup
-    alone: RankGroup
     tensor: TensorParallel | None
 
     @classmethod
@@ -96,8 +86,7 @@ class ExpertParallel:
         """Returns it for a whole model, which may be on the meta device; None where no experts are spread."""
         if ranks.experts.size == 1:
             return None
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return cls(num_experts_of(whole), ranks.experts, RankGroup(alone), tensor)
+        return cls(num_experts_of(whole), ranks.experts, tensor)
 
     def has(self, name: str) -> bool:
         """Returns whether a parameter of the model is one of experts, and so not the same on all ranks of the group."""
@@ -122,7 +111,7 @@ class ExpertParallel:
     def install(self, model: nn.Module) -> None:
         """Makes tokens go to the ranks of their experts, in every forward of the model from now on, after `shard`."""
         for name, module in expert_modules(model):
-            module.forward = _Exchange(module, self.group, self.alone, self._ranks_with(name))
+            module.forward = _Exchange(module, self.group, self._ranks_with(name))
 
     def _ranks_with(self, name: str) -> RankGroup | None:
         """Returns the ranks of the tensor axis that give these experts the same tokens, None for no others."""
@@ -156,38 +145,53 @@ class _Exchange:
     all ranks of the tensor axis have, each sends a part.
     """
 
-    def __init__(self, experts: Any, group: RankGroup, alone: RankGroup, shared: RankGroup | None) -> None:
-        from transformers.distributed.expert_parallel import AllToAllEP
-
-        self._num_experts = int(experts.num_experts)
-        self._between = AllToAllEP(experts, _MeshView(group), _MeshView(alone))
-        self._alone = AllToAllEP(experts, _MeshView(alone), _MeshView(alone))
+    def __init__(self, experts: Any, group: RankGroup, shared: RankGroup | None) -> None:
+        self._forward, self._num_experts = experts.forward, int(experts.num_experts)
         self._group, self._shared = group, shared
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         if runs_alone():
-            return self._alone(hidden_states, top_k_index % self._num_experts, top_k_weights)
-        given = hidden_states, top_k_index, top_k_weights
-        with self._group.loss_named("an exchange of tokens between experts"):
-            if self._shared is None:
-                output = self._between(*given)
-            else:  # rows that are padded go to the first expert, with a weight of zero
-                mine = self._between(*(split(each, self._shared, _ROWS) for each in given))
-                output = gather(mine, self._shared, _ROWS, len(hidden_states))
+            output = self._routed(RankGroup(), hidden_states, top_k_index % self._num_experts, top_k_weights)
+        elif self._shared is None:
+            output = self._routed(self._group, hidden_states, top_k_index, top_k_weights)
+        else:  # rows that are padded go to the first expert, with a weight of zero
+            given = hidden_states, top_k_index, top_k_weights
+            mine = self._routed(self._group, *(split(each, self._shared, _ROWS) for each in given))
+            output = gather(mine, self._shared, _ROWS, len(hidden_states))
         return output.to(hidden_states.dtype)
 
+    def _routed(self, group: RankGroup, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted sums (N,h) of what its k experts make of each token (N,h). Collective.
 
-class _MeshView:
-    """What transformers asks of a mesh of one axis."""
+        Each choice of a token is a row; rows are sorted by expert, and so by rank. How many there are is read on the
+        host. The backward adds up the gradients of a token's rows where they are neighbours again.
+        """
+        per_token, size = index.shape[1], group.size
+        chosen = index.flatten()
+        order = chosen.argsort(stable=True)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        counts = chosen.new_zeros(size * self._num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = counts.view(size, self._num_experts)
+        of_ranks = group.all_to_all(counts, [1] * size, [1] * size)
+        sent, received = torch.stack([counts.sum(1), of_ranks.sum(1)]).tolist()
 
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
+        def go(rows: Tensor) -> Tensor:
+            return group.all_to_all(rows, sent, received)
 
-    def size(self) -> int:
-        return self._group.size
+        def come(rows: Tensor) -> Tensor:
+            return group.all_to_all(rows, received, sent)[place]
 
-    def get_group(self) -> Any:
-        return self._group.process_group
-
-    def get_local_rank(self) -> int:
-        return self._group.rank
+        (rows,) = exchanged(
+            lambda each: (go(each[order // per_token]),),
+            lambda gradient: (torch.unflatten(come(gradient), 0, index.shape).sum(1),),
+            hidden,
+        )
+        numbers = torch.arange(self._num_experts, device=order.device).repeat(size)
+        numbers = numbers.repeat_interleave(of_ranks.flatten(), output_size=sum(received))
+        if not sum(received):  # the experts' weights have gradients of zeros, and the backward its exchanges
+            rows, numbers = functional.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
+        output = self._forward(rows, numbers[:, None], torch.ones_like(numbers[:, None], dtype=rows.dtype))
+        (mine,) = exchanged(
+            lambda each: (come(each),), lambda gradient: (go(gradient[order]),), output[: sum(received)]
+        )
+        return (torch.unflatten(mine, 0, index.shape) * weights[..., None]).sum(1)

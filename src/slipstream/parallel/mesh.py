@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
-from math import prod
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
@@ -184,6 +184,9 @@ class Ranks:
     """The ranks over which the experts of a layer are spread, a part of `copies`."""
     expert_copies: RankGroup
     """Those of `copies` that hold the same experts."""
+    team: RankGroup
+    """The ranks that run an action together, as they exchange something in it: those that share layers, slices or
+    experts."""
     world: RankGroup
     pipelines: tuple[tuple[int, ...], ...]  # the global ranks of every pipeline of the mesh, including this one
     groups: Mapping[MeshAxis, RankGroup]  # of each axis of the mesh, in the order of ranks
@@ -196,7 +199,7 @@ class Ranks:
             everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
             data = RankGroup()
             groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
-            own = everyone, data, groups[TENSOR], data, RankGroup(), data
+            own = everyone, data, groups[TENSOR], data, RankGroup(), data, groups[TENSOR]
             return cls(*own, everyone, (tuple(everyone.global_ranks),), groups)
         names = mesh.mesh_dim_names or ()
         if "pp" not in names or set(names) - set(_axes):
@@ -219,7 +222,13 @@ class Ranks:
             every = _lines(mesh, [axis.name for axis in alike])
             experts = _joined([line[a : a + size] for line in every for a in range(0, len(line), size)])
             expert_copies = _joined([line[place::size] for line in every for place in range(size)])
-        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies
+        together = [group for axis, group in groups.items() if axis is TENSOR or axis.part_of is not None]
+        team = max(*together, experts, key=lambda group: group.size)
+        num_tokens = prod(group.size for axis, group in groups.items() if axis.part_of is not None)
+        if (size := lcm(num_tokens, experts.size) * groups[TENSOR].size) > team.size:
+            every = _lines(mesh, [axis.name for axis in (*alike, TENSOR)])
+            team = _joined([line[a : a + size] for line in every for a in range(0, len(line), size)])
+        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies, team
         return cls(*own, _whole(mesh), _lines(mesh, ["pp"]), groups)
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.errors import SlipstreamError
 from slipstream.model import IGNORED
 from slipstream.model.hooks import TokenSlice
-from slipstream.parallel import computed_tokens, part_bounds
+from slipstream.parallel import own_tokens, sequences_within, shared_slice
 from slipstream.pipeline.batch import Batch, document_numbers
 from slipstream.pipeline.pipeline_options import SequenceLoss
 from slipstream.schedule import SlicedMicrobatch
@@ -100,12 +100,13 @@ class SplitBatch:
         whose target doesn't count, and that attention doesn't see.
         """
 
-        slices = [[_shared(piece, rank, size) for piece in pieces] for pieces in self.slices]
-        targets = [[_tokens(each, rank, size) for each in labels] for labels in self.targets]
+        slices = [[shared_slice(piece, rank, size) for piece in pieces] for pieces in self.slices]
+        targets = [[own_tokens(each, rank, size) for each in labels] for labels in self.targets]
         for pieces, own in zip(slices, targets, strict=True):
             own[:] = [t if piece.num_own else torch.full_like(t, IGNORED) for piece, t in zip(pieces, own, strict=True)]
         sequences = [
-            replace(each, numbers=[_tokens(numbers, rank, size) for numbers in each.numbers]) for each in self.sequences
+            replace(each, numbers=[own_tokens(numbers, rank, size) for numbers in each.numbers])
+            for each in self.sequences
         ]
         return replace(self, slices=slices, targets=targets, sequences=sequences, whole_targets=self.targets)
 
@@ -122,26 +123,6 @@ class SplitBatch:
             share = self.loss_scale * num_valid / self.divisor
             slices.append([replace(piece, loss_share=share) for piece in pieces])
         return replace(self, slices=slices)
-
-
-def _shared(piece: TokenSlice, rank: int, size: int) -> TokenSlice:
-    """Returns a rank's part of a slice that several ranks share."""
-    length = piece.input_ids.shape[1]
-    parts = tuple(part_bounds(length, size, number) for number in range(size))
-    return replace(
-        piece,
-        input_ids=_tokens(piece.input_ids, rank, size),
-        position_ids=_tokens(piece.position_ids, rank, size),
-        lone_sequences=_within(piece.lone_sequences, *computed_tokens(parts[rank], length)),
-        parts=parts,
-        part=rank,
-    )
-
-
-def _tokens(each: Tensor, rank: int, size: int) -> Tensor:
-    length = each.shape[1]
-    begin, end = computed_tokens(part_bounds(length, size, rank), length)
-    return each[:, begin:end]
 
 
 def counted(targets: Tensor) -> int:
@@ -207,7 +188,7 @@ def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int,
                 start=a,
                 length=inputs.shape[1],
                 max_position=largest,
-                lone_sequences=_within(lone, a, b) if lone else (),
+                lone_sequences=sequences_within(lone, a, b) if lone else (),
                 microbatch=first + len(pieces) - 1,
                 index=len(pieces[-1]),
                 seed=seed,
@@ -228,13 +209,6 @@ def _largest_positions(position_ids: Tensor, lengths: Sequence[int]) -> tuple[in
     of_each = zeros.scatter_reduce(0, numbers.to(zeros.device), position_ids[0, : len(numbers)], "amax")
     largest_of_all, *ends = torch.cat([largest[None], of_each]).tolist()
     return largest_of_all, list(zip(lengths, ends, strict=True))
-
-
-def _within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Returns the tokens between two places of each sequence that has some there, and its largest position."""
-    bounds = pairwise(accumulate((length for length, _ in sequences), initial=0))
-    found = ((min(b, end) - max(a, begin), each[1]) for (a, b), each in zip(bounds, sequences, strict=True))
-    return tuple(each for each in found if each[0] > 0)
 
 
 def rows_of(microbatches: Sequence[SlicedMicrobatch]) -> list[slice]:

@@ -117,14 +117,19 @@ class PipelineFacts:
 
     @property
     def axes(self) -> dict[str, RankGroup]:
-        """The groups of ranks that this one is in, by the axes of the mesh, such as pp, dp, tp; and ep, where experts
-        are spread over a part of the ranks that hold the same other weights."""
+        """The groups of ranks that this one is in, by the axes of the mesh; with that of experts, where they are spread
+        over a part of the ranks that hold the same other weights."""
         return self._runtime.ranks.by_name
 
     @property
     def copies(self) -> RankGroup:
-        """The ranks that hold the same weights, over which gradients are added up: those of dp, and of cp."""
+        """The ranks that hold the same weights and see other tokens, over which gradients are added up."""
         return self._runtime.ranks.copies
+
+    @property
+    def expert_copies(self) -> RankGroup:
+        """Those of `copies` that hold the same experts, over which these experts' gradients are added up."""
+        return self._runtime.ranks.expert_copies
 
     @property
     def bytes_sent(self) -> int:

@@ -177,7 +177,7 @@ def _check_loss(loss_fn: Any) -> None:
 def _check_place(device: Any, mesh: Any) -> None:
     """Raises SlipstreamError for a device that isn't there, and for what is no mesh."""
     if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
-        raise SlipstreamError(f"mesh={mesh!r}: give one made by slipstream.make_mesh(pp=..., dp=..., cp=..., tp=...).")
+        raise SlipstreamError(f"mesh={mesh!r}: give one made by slipstream.make_mesh(pp=..., dp=...).")
     if device is None:
         return
     try:

@@ -36,11 +36,12 @@ class Configuration:
     slicing: str = "equal-time"  # or "exact": TeraPipe's optimum for equal stages; or "auto"
     context_parallel: int = 1
     expert_parallel: int = 1
+    context_exchange: str = "heads"  # what ranks that share slices exchange around attention, these or "keys"
 
     @property
     def degrees(self) -> Degrees:
         """By how many ranks a stage's work is shared."""
-        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel)
+        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.context_exchange)
 
     @property
     def num_copies(self) -> int:

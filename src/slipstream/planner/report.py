@@ -42,7 +42,7 @@ def _named_choice(choice: str, configuration: Configuration) -> str:
 def configuration_text(configuration: Configuration) -> str:
     """Returns the configuration on one line; ways to save memory that it doesn't use are left out."""
     c = configuration
-    context = f" x context {c.context_parallel}" if c.context_parallel > 1 else ""
+    context = f" x context {c.context_parallel} by {c.context_exchange}" if c.context_parallel > 1 else ""
     parts = [
         f"tensor {c.tensor_parallel}{context} x pipeline {c.pipeline_parallel} x data {c.data_parallel}",
         f"experts over {c.expert_parallel} ranks" if c.expert_parallel > 1 else "",

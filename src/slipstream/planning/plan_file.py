@@ -66,8 +66,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
         "parallel": {
             "data": chosen.data_parallel,
             "tensor": chosen.tensor_parallel,
-            # Costs and memory are those of exchanging heads for tokens.
-            **({"context_exchange": "heads", "context": context} if context > 1 else {}),
+            **({"context_exchange": chosen.context_exchange, "context": context} if context > 1 else {}),
             **({"experts": chosen.expert_parallel} if chosen.expert_parallel > 1 else {}),
             "shard": chosen.shard,
             **({"sequence_parallel": True} if plan.sequence_parallel else {}),

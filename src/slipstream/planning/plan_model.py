@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -176,7 +177,8 @@ def _profile_source(
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
     profile.check(identify_model(model_config(model, seq_len)), dtype)
-    measured = profile.hardware.processes // profile.tensor_parallel
+    shared = profile.tensor_parallel * lcm(profile.context_parallel, profile.expert_parallel)
+    measured = profile.hardware.processes // shared
     return ProfileSource(profile, measured if num_ranks is None else num_ranks)
 
 

@@ -1,7 +1,7 @@
 """Profiles that runs have measured, kept so that a second start of the same model on the same hardware measures none.
 
 They lie in `$XDG_CACHE_HOME/slipstream/costs`, by default in `~/.cache/slipstream/costs`, a file for each model, dtype,
-hardware, number of processes, degree of tensor parallelism and settings. Deleting them is safe.
+hardware, number of processes, degrees by which a stage's work is shared, and settings. Deleting them is safe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from slipstream.attention import cache_folder
-from slipstream.cost import Profile, load_profile
+from slipstream.cost import UNSHARED, Degrees, Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import Ranks
 from slipstream.profile.link_measurement import measure_link
@@ -41,13 +41,19 @@ class CostCache:
     settings: ProfileSettings
     device: torch.device
     num_processes: int
-    tensor_ranks: int = 1  # that share every layer
+    degrees: Degrees = UNSHARED  # by how many ranks a stage's work is shared
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, settings: ProfileSettings, device: torch.device, ranks: Ranks) -> CostCache:
+        """Returns that of a mesh, all of whose ranks measure at the same time."""
+        degrees = Degrees(ranks.tensor.size, ranks.context.size, ranks.experts.size)
+        return cls(config, settings, device, ranks.world.size, degrees)
 
     @property
     def path(self) -> Path:
         """The file of the profile."""
         hardware = identify_hardware(self.device, self.num_processes)
-        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings), self.tensor_ranks]
+        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings), self.degrees]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return costs_folder() / f"{self.config.model_type}-{digest[:16]}.json"
 
@@ -91,8 +97,7 @@ def find_costs(
     which another program used the cores. A profile that was disturbed twice is used but not kept. `on_progress` is
     called, on the leader, with the share of the settings' budget that is spent.
     """
-    # all of them measure at the same time
-    cache = CostCache(config, settings, device, ranks.world.size, ranks.tensor.size)
+    cache = CostCache.of(config, settings, device, ranks)
     found: Profile | None = ranks.decided(lambda: _disturbed.get(cache.path) or cache.find(say))
     if found is not None and (found.link is not None or ranks.pipeline.size == 1):
         return found
@@ -131,7 +136,7 @@ def newest_costs(
 ) -> Profile:
     """Returns the newest kept profile of this model, measured here with the present software.
 
-    Those of ranks that shared tokens too, or layers otherwise than the model says, are passed over.
+    Those of ranks that shared tokens or experts too, or layers otherwise than the model says, are passed over.
 
     Args:
         config: the model's config.
@@ -158,6 +163,7 @@ def newest_costs(
             and dtype in (None, profile.dtype)
             and num_ranks in (None, there.processes // profile.tensor_parallel)
             and (tensor_parallel is None or profile.tensor_parallel in tensor_parallel)
+            and profile.context_parallel == profile.expert_parallel == 1
             and not (profile.sequence_parallel or profile.tensor_plan)
         )
 

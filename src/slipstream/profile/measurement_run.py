@@ -147,7 +147,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MeasuringTeams:
-    """The teams of this rank's host. A team is one rank, or those that share every layer and measure in step.
+    """The teams of this rank's host. A team is one rank, or those that exchange something in an action and measure in
+    step.
 
     Only teams of one host deal: another host may be faster. Where several have ranks, each host measures everything.
     """
@@ -159,8 +160,8 @@ class MeasuringTeams:
     @classmethod
     def of(cls, ranks: Ranks, deals: bool = True) -> MeasuringTeams:
         """Returns the teams of this rank's host; this rank's alone where nothing is to be dealt. Collective."""
-        shared = ranks.tensor.size > 1
-        team = tuple(map(ranks.world.global_ranks.index, ranks.tensor.global_ranks)) if shared else (ranks.world.rank,)
+        shared = ranks.team.size > 1
+        team = tuple(map(ranks.world.global_ranks.index, ranks.team.global_ranks)) if shared else (ranks.world.rank,)
         everyone = ranks.world.gather((team, socket.gethostname()))
         hosts = [host for _, host in everyone]
         here = {hosts[rank] for rank in team}
@@ -290,7 +291,8 @@ class MeasurementRun:
             context_bytes=context[0],
             context_gradient_bytes=context[1],
             actions=tuple((length, own[length][1]) for length in sorted(own)),
-            num_parameters=sum(parameter.numel() for _, parameter in bench.stage.named_parameters()),
+            num_parameters=bench.num_parameters(),
+            num_in_experts=bench.num_parameters(of_experts=True),
         )
 
     def _context_bytes(self) -> dict[int, tuple[int, int]]:

@@ -9,6 +9,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from slipstream.model import (
     meta_model,
     model_for_timing,
 )
-from slipstream.parallel import Ranks
+from slipstream.parallel import Ranks, SliceExchange
+from slipstream.parallel.experts import ExpertParallel
 from slipstream.parallel.tensor import TensorParallel, find_tensor_plan
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
 from slipstream.profile.measurement_run import MeasurementRun, MeasuringTeams, TimeBudget, make_grid, make_short_grid
@@ -60,6 +62,7 @@ class ProfileSettings:
     few_points: bool = False  # whether a few points are enough, none of them held out of the fit
     sequence_parallel: bool = False  # whether ranks that share layers also share tokens (`slipstream.Parallelism`)
     tensor_plan: Mapping[str, str] | None = None  # how they share layers, where the model doesn't say it itself
+    context_exchange: str = "auto"  # what ranks that share slices exchange around attention
 
     def check(self, config: PretrainedConfig, tensor_ranks: int = 1) -> None:
         """Raises SlipstreamError for what can't be measured of a model whose layers so many ranks share."""
@@ -107,8 +110,9 @@ def profile_model(
     """Returns the times, on this rank's machine, of a causal LM with random weights.
 
     Collective in a process group: every rank calls it, and all measure at the same time. CPU ranks of one host measure
-    a share of the points each, and all of them return the same times. Of every weight a rank has the share that it has
-    on the tensor axis of the mesh; its times include what the ranks of that axis exchange.
+    a share of the points each, and all of them return the same times. Of weights, tokens and experts a rank has the
+    share that it has on the mesh; its times include what ranks exchange in an action. Of a slice that ranks share, the
+    times are those of all its tokens.
 
     Args:
         config: the model's config; only a few of its layers are built.
@@ -152,6 +156,9 @@ def profile_model(
         optimizer_seconds=_optimizer_seconds(benches[0].stage, device),
         link=link,
         tensor_parallel=ranks.tensor.size,
+        context_parallel=ranks.context.size,
+        context_exchange=settings.context_exchange,
+        expert_parallel=ranks.experts.size,
         sequence_parallel=settings.sequence_parallel and ranks.tensor.size > 1,
         tensor_plan=settings.tensor_plan,
         attention_kernels=chosen_kernels(),
@@ -169,29 +176,37 @@ def make_benches(
 ) -> list[StageBench]:
     """Returns a bench for every stage, over shared weights where stages have layers in common.
 
-    A stage's anatomy says whether it has the ends of the model (`separate_ends`). The ranks of the tensor axis share
-    every stage.
+    A stage's anatomy says whether it has the ends of the model (`separate_ends`). The ranks of a team share every
+    stage.
     """
+    ranks = ranks or Ranks.of()
     owned = {layer for cut, _ in cuts for layer in cut.layers} | {*ModelEnd}
     ends = replace(cuts[0][1], separate_ends=frozenset(ModelEnd))
     model = model_for_timing(config, ends, owned, device, _DTYPES[settings.dtype]).train()
     shared = _sharing(config, ends, settings, ranks)
     if shared is not None:
         shared.shard(model)
+    experts = ExpertParallel.of(meta_model(config), ranks, shared)
+    if experts is not None:
+        experts.shard(model)
+    sharing = ranks.context
+    exchange = partial(SliceExchange, sharing, kind=settings.context_exchange) if sharing.size > 1 else None
+    more = None, None, None, exchange, experts  # neither a spread head, nor a router's loss, nor recomputation
     others = None
     if device.type == "cpu":  # as large as the weights and gradients
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
-    made = [CausalLMStage(copy_with_shared_weights(model), own, cut, device, shared) for cut, own in cuts]
-    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others, shared) for stage in made]
+    made = [CausalLMStage(copy_with_shared_weights(model), own, cut, device, shared, *more) for cut, own in cuts]
+    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others, shared, ranks) for stage in made]
 
 
 def _sharing(
-    config: PretrainedConfig, anatomy: ModelAnatomy, settings: ProfileSettings, ranks: Ranks | None
+    config: PretrainedConfig, anatomy: ModelAnatomy, settings: ProfileSettings, ranks: Ranks
 ) -> TensorParallel | None:
     """Returns this rank's part of what the ranks of the tensor axis share; None where each has whole layers."""
-    if ranks is None or ranks.tensor.size == 1:
+    if ranks.tensor.size == 1:
         return None
-    plan = find_tensor_plan(meta_model(config), config, ranks.tensor.size, anatomy, settings.tensor_plan)
+    given = ranks.tensor.size, anatomy, settings.tensor_plan, ranks.experts.size == 1
+    plan = find_tensor_plan(meta_model(config), config, *given)
     return TensorParallel(plan, ranks.tensor, settings.sequence_parallel)
 
 

@@ -22,6 +22,7 @@ from slipstream.cost import ActionBytes, AttentionWindow, find_windows
 from slipstream.model import IGNORED, CausalLMStage, causal_cross_entropy, storage_bytes, storage_id, storage_ids
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.weight_gradients import defer_weight_gradients
+from slipstream.parallel import RankGroup, Ranks, own_tokens, shared_slice
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy
 from slipstream.schedule import Op
 
@@ -72,8 +73,9 @@ class StageBench:
     in the caches, nor is the memory that it will write to. So on a CPU `others` are read before every op. Other devices
     don't have caches of this size.
 
-    With `shared`, every rank has its share of the stage. All of them call the same methods in the same order and begin
-    every op together, so that its time includes what they exchange.
+    With `shared`, every rank has its share of the stage; where `ranks` share slices, its tokens of each. All ranks of a
+    team call the same methods in the same order and begin every op together, so that its time includes what they
+    exchange.
     """
 
     def __init__(
@@ -83,9 +85,11 @@ class StageBench:
         seq_len: int,
         others: Tensor | None = None,
         shared: TensorParallel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         stage.check_measurable()
         self.stage, self.seq_len, self._others, self._shared = stage, seq_len, others, shared
+        self._team, self._sharing = (RankGroup(),) * 2 if ranks is None else (ranks.team, ranks.context)
         self._loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = causal_cross_entropy
         if shared is not None:
             self._loss = vocabulary_cross_entropy(shared.group, shared.first_id, IGNORED)
@@ -168,6 +172,12 @@ class StageBench:
         self.warm_up(1, self.seq_len - 1)
         return before // self._store.length, (self._store.num_bytes - before) // self._store.length
 
+    def num_parameters(self, of_experts: bool = False) -> int:
+        """Returns how many this rank has of the stage's parameters, or of those of experts that are spread."""
+        spread = self.stage.experts
+        named = self.stage.named_parameters()
+        return sum(each.numel() for name, each in named if not of_experts or (spread and spread.has(name)))
+
     def windows(self) -> tuple[AttentionWindow, ...]:
         """Returns the distinct windows of the stage's attention calls."""
         return tuple(dict.fromkeys(find_windows(self._first_keys, self.seq_len)))
@@ -206,10 +216,12 @@ class StageBench:
         ids, positions = self._ids[:, own], self._positions[:, own]
         longer = self._store.length  # so that no slice is a whole sequence, which layers compute without a state
         token_slice = TokenSlice(ids, positions, None, context, longer, max_position=self.seq_len - 1)
+        if self._sharing.size > 1:
+            token_slice = shared_slice(token_slice, self._sharing.rank, self._sharing.size)
         output = self.stage.forward(token_slice, hidden, self._store)
         if not self.stage.is_last:
             return output
-        total, _ = self._loss(output, ids)  # any labels work
+        total, _ = self._loss(output, token_slice.input_ids)  # any labels work
         return total / ids.numel()
 
     def _input(self, length: int) -> Tensor | None:
@@ -220,7 +232,8 @@ class StageBench:
 
     def _local(self, length: int) -> int:
         """Returns how many of a slice's tokens are on this rank between the parts of a layer."""
-        return length if self._shared is None else self._shared.local_length(length)
+        own = own_tokens(self._ids[:, :length], self._sharing.rank, self._sharing.size).shape[1]
+        return own if self._shared is None else self._shared.local_length(own)
 
     def _gradient(self, output: Tensor) -> Tensor | None:
         return None if output.dim() == 0 else self._hidden[:, : output.shape[1]].contiguous().to(output.dtype)
@@ -240,18 +253,17 @@ class StageBench:
         return max(0.0, 1 - self._computing / self._wall) if self._device.type == "cpu" and self._wall else 0.0
 
     def _timed(self, work: Callable[[], object], exchanges: bool = True) -> float:
-        """Returns the seconds of `work`, in which the ranks that share a stage exchange something or nothing.
+        """Returns the seconds of `work`, in which the ranks of the team exchange something or nothing.
 
         A single thread on a CPU, which waits for nobody, has the seconds in which it computed: those in which another
         program had its core don't lengthen them.
         """
         if self._others is not None:
             self._others.sum()
-        if self._shared is not None:
-            self._shared.group.barrier()
+        self._team.barrier()
         began = time.process_time()  # of all threads: with several, another program's share doesn't show
         seconds = seconds_of(work, self._device)
-        if self._shared is not None and exchanges:  # a rank that waits for another one doesn't compute either
+        if self._team.size > 1 and exchanges:  # a rank that waits for another one doesn't compute either
             return seconds
         computing = time.process_time() - began
         self._computing += computing

@@ -64,7 +64,8 @@ class PlannedMesh:
             return 0.0
         tensor, pipeline, training = config.parallel.tensor, config.pipeline, config.training
         rows = training.batch_size / config.parallel.data / self.profile.microbatch_size
-        sent = float(self.profile.message_bytes(training.seq_len)) * 2 * (tensor - 1) / tensor
+        whole = float(self.profile.message_bytes(training.seq_len)) * self.profile.context_parallel
+        sent = whole / config.parallel.context * 2 * (tensor - 1) / tensor
         reductions = _REDUCTIONS * rows * len(self.profile.kinds) / pipeline.num_ranks
         return self.ideal + reductions * sent / self.profile.link.bandwidth
 
@@ -128,8 +129,8 @@ def _planned(config: Config, sequences: TrainingSequences, device: torch.device,
         plan, _ = family.plan(config.pipeline.num_ranks, progress.say)
     except SlipstreamError as error:
         return PlannedMesh(config, obstacle=str(error))
-    replicas = config.parallel.data
-    after = seconds_after(plan, replicas, replicas if config.parallel.shard != "none" else 1)
+    copies = ranks.copies.size
+    after = seconds_after(plan, copies, copies if config.parallel.shard != "none" else 1)
     held, room = held_bytes(plan, request), memory_of_a_rank(config)
     obstacle = f"{bytes_text(held - room)} more than the {bytes_text(room)} of a rank" if held > room else ""
     profile = plan.costs.profile if isinstance(plan.costs, ProfileUnits) else None

@@ -46,7 +46,6 @@ def plan_obstacle(config: Config) -> str:
         for setting in DECIDED_BY_PLAN[name]
         if setting in section.model_fields_set and getattr(section, setting) != "auto"
     ]
-    given += [f"parallel.context={config.parallel.context}"] if config.parallel.context > 1 else []
     are, them = ("is", "it") if len(given) == 1 else ("are", "them")
     instead = "plans each step by multiplications, not by measured times"
     if not by_step:
@@ -58,12 +57,9 @@ def plan_obstacle(config: Config) -> str:
 
 
 def is_open(config: Config) -> bool:
-    """Returns whether everything that a plan decides is left to it; documents of any length don't say how long.
-
-    What ranks that share slices cost isn't measured.
-    """
+    """Returns whether everything that a plan decides is left to it; documents of any length don't say how long."""
     options = PipelineOptions(**config.pipeline_options() | {"seq_len": config.training.seq_len})
-    return config.parallel.context == 1 and is_free(options)
+    return is_free(options)
 
 
 def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from benchmarks.papers.unfused_attention import UnfusedCosts
 
 from slipstream.cost import Amount, AnalyticSource, AttentionCall, AttentionWindow, ModelCount, OpCount, PartCount
 from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import Cluster, parse_cluster
 from slipstream.errors import SlipstreamError
+from slipstream.parallel import RankGroup, SliceExchange
 from slipstream.planner.slicing.equal_stage_slicing import slice_tokens
 from slipstream.schedule import Action, Op, make_schedule
 from slipstream.simulator import simulate
@@ -154,6 +157,48 @@ def test_context_parallelism_shares_tokens_and_exchanges_heads(cluster: Cluster,
     assert shared.num_parameters(LAYER) == one.num_parameters(LAYER)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_keys_move_all_heads_and_the_last_rank_sees_most(cluster: Cluster, ranks: int) -> None:
+    """Forward n tokens of both heads of keys and values, backward as many sums in float32; the last n/g queries see a
+    triangle below what was before them; every rank has the whole context."""
+    one_node = replace(cluster, devices_per_node=4)
+    given = {"context_parallel": ranks, "context_exchange": "keys"}
+    one, shared = AnalyticCosts(MODEL, one_node), AnalyticCosts(MODEL, one_node, **given)
+    moved = (ranks - 1) / ranks * 16 * 2 * 2 * 32 * 2 / 1e8
+    assert shared.exchange_seconds(LAYER, Op.F, 16) == (0, pytest.approx(moved), 0)
+    assert shared.exchange_seconds(LAYER, Op.I, 16) == (0, pytest.approx(2 * moved), 0)
+    assert shared.exchange_seconds(LAYER, Op.R, 16) == (0, 0, 0)
+    own = 16 // ranks
+    scores = 4 * sum(range(9 + 16 - own + 1, 9 + 16 + 1))
+    assert shared.attention_seconds(CALL, Op.F, 16, 9) == pytest.approx(2 * scores * 64 / 1e9)
+    even = sum(4 * sum(range(1, 17)) / ranks * 2 * width / 1e9 for width in (64, 160))
+    last = sum(4 * sum(range(17 - own, 17)) * 2 * width / 1e9 for width in (64, 160))
+    assert shared.uneven_seconds(LAYER, 16) == pytest.approx(last - even)
+    assert shared.context_bytes(LAYER, 16) == one.context_bytes(LAYER, 16)
+    assert shared.activation_bytes(LAYER, 16) == one.activation_bytes(LAYER, 16) / ranks
+
+
+def test_keys_are_gathered_where_that_is_less_or_heads_do_not_divide(cluster: Cluster) -> None:
+    """In bfloat16, keys move less where 3 g Hkv < 2 (Hq + max(Hkv, g)): of 4 and 2 heads never, of 4 and 1 always."""
+    layer = part("layer", PRODUCTS, (replace(CALL, num_key_value_heads=1),))
+    many, one = (AnalyticSource(replace(MODEL, layers=(each,)), cluster, "") for each in (*MODEL.layers, layer))
+    assert [many.exchanges(1, ranks) for ranks in (1, 2, 3, 4)] == [("heads",), ("heads",), ("keys",), ("heads",)]
+    assert [one.exchanges(1, ranks) for ranks in (2, 3, 4)] == [("heads", "keys"), ("keys",), ("heads", "keys")]
+    assert many.exchanges(1, 2, ("keys",)) == ("keys",)
+    assert many.exchanges(1, 3, ("heads",)) == ()
+
+
+def test_plans_gather_keys_where_runs_do(cluster: Cluster) -> None:
+    for queries, keys, ranks in product((4, 6, 8), (1, 2), (2, 3, 4, 8)):
+        layer = part("layer", PRODUCTS, (replace(CALL, num_heads=queries, num_key_value_heads=keys),))
+        source = AnalyticSource(replace(MODEL, layers=(layer,)), cluster, "")
+        group = RankGroup()
+        group.size = ranks
+        query, key = (torch.empty(1, heads, 1, 1, dtype=torch.float16) for heads in (queries, keys))
+        run = "heads" if SliceExchange(group, ()).moves_heads(query, key, is_whole=False) else "keys"
+        assert source.exchanges(1, ranks)[-1] == run, (queries, keys, ranks)
+
+
 def test_ranks_that_read_parts_of_several_heads_of_keys_have_all_of_them() -> None:
     """Of 6 query heads and 2 of keys each of 3 ranks has 2 queries; the second of them needs both heads."""
     six = replace(CALL, num_heads=6)
@@ -165,7 +210,7 @@ def test_ranks_that_share_layers_have_whole_heads_of_keys(cluster: Cluster) -> N
     layer = part("layer", PRODUCTS, (replace(CALL, num_heads=6),))
     source = AnalyticSource(replace(MODEL, layers=(layer,)), cluster, "six heads")
     assert source.tensor_parallel_degrees == (1, 2, 6)
-    assert source.context_parallel_degrees == (1, 2, 3, 6)
+    assert source.context_parallel_degrees == (1, 2, 3, 4, 6)
 
 
 def test_expert_parallelism_spreads_weights_and_sends_rows_there_and_back(cluster: Cluster) -> None:

@@ -23,6 +23,7 @@ from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, PretrainedC
 from slipstream import Pipeline, SequenceLoss, SlipstreamError, make_mesh
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.execution import step_graphs
+from slipstream.planner.joint import ProfileUnits
 from support import mixtures
 from support.architectures import (
     ARCHITECTURES,
@@ -84,6 +85,16 @@ def rows(name: str, mesh: dict[str, Any], **settings: Any) -> Pipeline:
     norm = float(torch.nn.utils.get_total_norm(gradients_of(whole).values()))
     assert abs(float(pipe.clip_grad_norm_(torch.inf)) - norm) < BOUND * norm
     return pipe
+
+
+def planned(name: str, mesh: dict[str, int]) -> None:
+    """What ranks that share slices cost is measured together, and a plan is made by it before the first step."""
+    pipe = rows(name, mesh, schedule="auto", slices="auto", num_microbatches=1, seq_len=64)
+    assert pipe.plan is not None
+    assert isinstance(pipe.plan.costs, ProfileUnits)
+    profile, group = pipe.plan.costs.profile, pipe.axes["cp"]
+    assert (profile.context_parallel, profile.hardware.processes) == (group.size, dist.get_world_size())
+    assert profile.message_bytes(7) == -(-7 // group.size) * profile.message_bytes(1)
 
 
 def indivisible(mesh: dict[str, int]) -> None:
@@ -402,6 +413,7 @@ MESHES: dict[str, Callable[[], object]] = {
     "spread": partial(rows, "llama, tied", PIPELINE, vocabulary="spread"),
     "limit": partial(rows, "llama", PIPELINE, memory_limit=1e9),
     "auto": partial(rows, "llama", PIPELINE, schedule="auto", slices="auto", num_microbatches=1),
+    "planned": partial(planned, "llama", PIPELINE),
     "sharded optimizer": partial(rows, "llama", REPLICAS, shard="optimizer"),
     "sharded parameters": partial(rows, "llama", REPLICAS, shard="parameters"),
     "sequence parallel": partial(rows, "llama", FOUR["cp2 tp2"], sequence_parallel=True),

@@ -27,8 +27,10 @@ from transformers import (
 
 from slipstream import Memory, Parallelism, Pipeline, SequenceLoss, SlipstreamError, make_mesh
 from slipstream.model import causal_cross_entropy
+from slipstream.model.anatomy import expert_modules
 from slipstream.model.toy import perturb_parameters
 from slipstream.parallel import RankGroup
+from slipstream.planner.joint import ProfileUnits
 from slipstream.planner.steps import StepPlan
 from slipstream.schedule import make_schedule
 from support.architectures import (
@@ -131,12 +133,13 @@ def check_step(pipe: Pipeline, whole: PreTrainedModel, inputs: Tensor, labels: T
 
 
 @no_rounding_inside()
-def exact(name: str, make: Callable[[], DeviceMesh], **options: Any) -> None:
+def exact(name: str, make: Callable[[], DeviceMesh], **options: Any) -> Pipeline:
     mesh = make()
     settings = {"slices": SLICES, "num_microbatches": 2, "mesh": mesh, "device": mesh.device_type} | options
     pipe = make_pipe(model_of(name), **settings)
     rows = (each.to(mesh.device_type) for each in batch(pipe.num_replicas))
     check_step(pipe, model_of(name).to(mesh.device_type), *rows)
+    return pipe
 
 
 def replicas(ep: int = 2) -> DeviceMesh:
@@ -339,6 +342,26 @@ def refusals() -> None:
             make_pipe(model, mesh=mesh)
 
 
+def exchanged_bytes() -> None:
+    """All ranks together receive, there and back, the rows of tokens that chose experts of another rank, backward as
+    many, and in a forward from each rank how many rows it has for each expert."""
+    pipe, whole, chosen = make_pipe(model_of("qwen3_moe"), slices=SLICES, mesh=replicas()), model_of("qwen3_moe"), []
+    inputs, labels = batch(pipe.num_replicas)
+    for _, experts in expert_modules(whole):
+        experts.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
+    whole(input_ids=inputs)
+    group, num_experts = pipe.axes["ep"], 8
+    here = torch.arange(group.size)[:, None]
+    rows = sum(int((index.reshape(group.size, -1) // (num_experts // group.size) != here).sum()) for index in chosen)
+    sent, runs = rows * 32 * 8, 3 * len(SLICES)
+    counted = runs * group.size * (group.size - 1) * num_experts // group.size * 8
+    for run, ways in ((pipe.evaluate, 2), (pipe.step, 4)):
+        before, calls = group.payload["all_to_all"], group.calls["all_to_all"]
+        run(own(pipe, inputs), own(pipe, labels))
+        assert sum(group.gather(group.payload["all_to_all"] - before)) == ways * sent + counted, run
+        assert group.calls["all_to_all"] - calls == (1 + ways) * runs
+
+
 @no_rounding_inside()
 def router_loss() -> None:
     """The load-balancing loss of each layer and microbatch is that of one process."""
@@ -373,6 +396,21 @@ def pipelines() -> None:
         exact(name, partial(make_mesh, pp=2, dp=2, ep=2))
     memory, parallel = Memory(recompute="full"), Parallelism(shard="optimizer")
     exact("qwen3_moe", partial(make_mesh, pp=2, dp=2, ep=2), schedule="zb-h1", memory=memory, parallel=parallel)
+
+
+def planned() -> None:
+    """Four processes: ranks with different experts are measured together, and a plan is made by it before the first
+    step."""
+    open_ = {"schedule": "auto", "slices": "auto", "num_microbatches": 1, "seq_len": 64}
+    pipe = exact("qwen3_moe", partial(make_mesh, pp=2, dp=2, ep=2), **open_)
+    assert pipe.plan is not None
+    assert isinstance(pipe.plan.costs, ProfileUnits)
+    profile = pipe.plan.costs.profile
+    assert profile.expert_parallel == 2
+    a_half = 8 // 2 * 3 * 32 * 16  # of a layer's experts
+    assert {0, a_half} <= {stage.num_in_experts for stage in profile.stages}
+    others = profile.num_parameters(range(3)) - 3 * a_half
+    assert profile.num_optimized(range(3), 2) == others / 2 + 3 * a_half
 
 
 def four_replicas() -> None:
@@ -410,12 +448,13 @@ CASES = by_name(
         packed_documents,
         lists_of_sequences,
         plans_that_differ,
+        exchanged_bytes,
         router_loss,
         adapted,
         refusals,
     ),
 )
-OF_FOUR = by_name(pipelines, four_replicas, tensor_ranks)
+OF_FOUR = by_name(pipelines, planned, four_replicas, tensor_ranks)
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ REFUSED = {
     "eval_use_gather_object": "Leave it out: predictions are gathered as tensors",
     "save_on_each_node": "Leave it out, and give an output_dir on a disk that all ranks share",
     "enable_jit_checkpoint": "Give save_steps: a signal may reach the ranks in different steps",
-    "parallelism_config": "Give Pipeline(mesh=slipstream.make_mesh(pp=..., dp=..., cp=..., tp=...))",
+    "parallelism_config": "Give Pipeline(mesh=slipstream.make_mesh(...))",
     "ddp_find_unused_parameters": _NO_DDP,
     "ddp_bucket_cap_mb": _NO_DDP,
     "ddp_broadcast_buffers": _NO_DDP,

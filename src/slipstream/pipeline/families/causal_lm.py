@@ -113,11 +113,6 @@ class CausalLMFamily(ModelFamily):
             check_compiler(device.type)
         if (size := ranks.experts.size) > 1:
             ranks.decided(lambda: check_expert_parallel(self.config, self.adapter, size, f"ep={size}"))
-            if device.type == "cuda" and ranks.world.gpu_backend != "nccl":
-                raise SlipstreamError(
-                    f"ep={size}: between GPUs tokens go to their experts by NCCL alone, and gloo connects these. Give "
-                    "transport='nccl', or use ep=1."
-                )
         self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
             self._self_check = ranks.decided(lambda: check_sliceable(self.config))
@@ -188,9 +183,8 @@ class CausalLMFamily(ModelFamily):
         )
 
     def is_open(self, options: PipelineOptions) -> bool:
-        """Returns whether a plan is to decide where to cut, and can: neither compiled layers are measured nor ranks
-        that share slices."""
-        return is_free(options) and not self.compiled and self._ranks.context.size == 1
+        """Returns whether a plan is to decide where to cut, and can: compiled layers aren't measured."""
+        return is_free(options) and not self.compiled
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates]:
         return plan_start(self.config, self.expected_request(num_ranks), self._ranks, self._device, say)
@@ -212,7 +206,7 @@ class CausalLMFamily(ModelFamily):
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
     ) -> StageRates | None:
-        if self.compiled or self._ranks.context.size > 1:
+        if self.compiled:
             return None
         request = self.start_request(layout.num_ranks, length, num_rows)
         partition = [stage.stop - stage.start for stage in layout.layers]

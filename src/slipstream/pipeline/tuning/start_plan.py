@@ -118,6 +118,7 @@ class StartRequest:
             few_points=True,
             sequence_parallel=self.parallel.sequence_parallel,
             tensor_plan=self.parallel.tensor_plan,
+            context_exchange=self.parallel.context_exchange,
         )
 
 
@@ -194,7 +195,7 @@ def measure_rates(
             with torch.random.fork_rng(devices=()):
                 profile = find_costs(config, settings, device, ranks, say, told.measured)
         else:
-            cache = CostCache(config, settings, device, ranks.world.size, ranks.tensor.size)
+            cache = CostCache.of(config, settings, device, ranks)
             profile = ranks.decided(lambda: cache.find(say))
         if profile is None:
             return None
@@ -241,14 +242,14 @@ def held_bytes(plan: JointPlan, request: StartRequest) -> float:
     return max(_most_bytes(plan.costs, request, plan.partition, plan.slices, plan.schedule, plan.recompute))
 
 
-def seconds_after(plan: JointPlan, replicas: int, shards: int) -> float:
+def seconds_after(plan: JointPlan, copies: int, shards: int) -> float:
     """Returns the seconds from a rank's last backward to the end of the step, for the rank that takes longest: the sum
-    of gradients over replicas of the pipeline, and the optimizer, over `shards` of whose ranks its state is spread."""
+    of gradients over ranks with the same weights, and the optimizer, over `shards` of which its state is spread."""
     assert isinstance(plan.costs, ProfileUnits)
     profile, seconds = plan.costs.profile, [0.0] * plan.schedule.num_ranks
     stages = StageParts.of_partition(plan.partition, plan.costs.num_layers, plan.costs.units_per_layer)
     for stage, rank in zip(stages, plan.schedule.placement, strict=True):
-        seconds[rank] += profile.gradient_seconds(stage, replicas) + profile.optimizer_step_seconds(stage, shards)
+        seconds[rank] += profile.gradient_seconds(stage, copies) + profile.optimizer_step_seconds(stage, shards)
     return max(seconds)
 
 

@@ -16,6 +16,7 @@ _NAMES = {
     "recompute": ("none", "selective", "full", "stage", "stage+full"),
     "shard": ("none", "optimizer", "parameters"),
     "slicing": ("equal-time", "exact", AUTO),
+    "context_exchange": ("heads", "keys"),
 }
 
 
@@ -36,6 +37,7 @@ class PlanOptions:
     slicing: tuple[str, ...] | None = None
     context_parallel: tuple[int, ...] | None = None
     expert_parallel: tuple[int, ...] | None = None
+    context_exchange: tuple[str, ...] | None = None
     memory_limit: float | None = None  # bytes that may be used of a device; None: 95%
     num_simulated: int = 50  # configurations that are simulated, at most
     num_best: int = 5  # configurations that are reported

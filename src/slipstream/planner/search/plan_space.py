@@ -86,6 +86,10 @@ class Mesh(NamedTuple):
         return self.degrees.experts
 
     @property
+    def context_exchange(self) -> str:
+        return self.degrees.exchange
+
+    @property
     def num_copies(self) -> int:
         """The number of ranks with the same weights."""
         return self.data_parallel * self.context_parallel
@@ -131,29 +135,31 @@ class PlanSpace:
     def _shares_for_nothing(self, mesh: Mesh) -> bool:
         """Returns whether ranks share slices of microbatches that they could have parts of instead: with more replicas
         and fewer sequences in each microbatch they would have as many tokens, and exchange less."""
-        (_, context, _), _, data, size = mesh
+        context, data, size = mesh.context_parallel, mesh.data_parallel, mesh.microbatch_size
         allows = self.options.allows
         return any(
-            allows("context_parallel", context // parts)
+            context // parts in self.source.context_parallel_degrees
+            and allows("context_parallel", context // parts)
             and allows("data_parallel", data * parts)
             and size // parts in self._microbatch_sizes(self.global_batch // (data * parts))
             for parts in _divisors(gcd(context, size))[1:]
         )
 
     def _degrees(self) -> Iterator[Degrees]:
-        """Yields the numbers of ranks that can share layers, slices and experts."""
+        """Yields the numbers of ranks that can share layers, slices and experts, with what they exchange."""
         source, options = self.source, self.options
         most = source.num_devices if options.tensor_parallel else source.devices_per_domain
-        all_of = source.tensor_parallel_degrees, source.context_parallel_degrees, source.expert_parallel_degrees
+        shared = sorted({*source.context_parallel_degrees, *(options.context_parallel or ())})  # any may gather keys
+        all_of = source.tensor_parallel_degrees, shared, source.expert_parallel_degrees
         for degrees in starmap(Degrees, product(*all_of)):
-            shares_heads = degrees.context == 1 or degrees.tensor * degrees.context in source.context_parallel_degrees
             has_tokens = degrees.context == 1 or self.seq_len // degrees.context >= self.choices.least_tokens
             allowed = all(
                 options.allows(f"{kind}_parallel", number)
-                for kind, number in zip(("tensor", "context", "expert"), degrees, strict=True)
+                for kind, number in zip(("tensor", "context", "expert"), degrees[:3], strict=True)
             )
-            if allowed and shares_heads and has_tokens and degrees.tensor <= most:
-                yield degrees
+            if allowed and has_tokens and degrees.tensor <= most:
+                kinds = source.exchanges(degrees.tensor, degrees.context, options.context_exchange)
+                yield from (degrees._replace(exchange=each) for each in kinds)
 
     def _microbatch_sizes(self, sequences: int) -> list[int]:
         known = self.source.microbatch_sizes
@@ -342,11 +348,13 @@ class PlanSpace:
         costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
         if not isinstance(costs, AnalyticCosts):
             return 0.0
+        # where keys are gathered, slices only make the last rank's attention less uneven
+        excess = costs.uneven_seconds(whole, self.seq_len)
         seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in _COMPUTE}
         work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
         num_microbatches = self.global_batch // (mesh.data_parallel * mesh.microbatch_size)
         optimizer = costs.optimizer_step_seconds(whole, mesh.num_copies)
-        return (work * num_microbatches + optimizer) / mesh.pipeline_parallel
+        return (max(0.0, work - excess) * num_microbatches + optimizer) / mesh.pipeline_parallel
 
     def of_mesh(self, mesh: Mesh) -> Iterator[tuple[float, float, Configuration]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
@@ -361,7 +369,7 @@ class PlanSpace:
             known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
             for name in names if savings else ():
                 first = degrees.tensor, pipeline, data, stages_per_rank, name, size
-                others = degrees.context, degrees.experts
+                others = degrees[1:]
                 unsliced = Configuration(*first, 1, *savings[0], "equal-time", *others)
                 fits = has_room and self._may_fit(unsliced, savings)
                 for count, slicing in self.slicings(unsliced, fits):

@@ -423,10 +423,6 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     automatic = [axis for axis, size in given.items() if size == "auto"]
     if not automatic:
         return
-    if len(automatic) > 1 and "cp" in automatic:
-        raise SlipstreamError(
-            "--cp=auto: the search over meshes doesn't choose how many ranks share a slice. Give --cp a number."
-        )
     others = prod(int(size) for axis, size in given.items() if axis not in automatic)
     world = _num_processes(automatic[0], None if len(automatic) == 1 else _FEWEST * others)
     if world % others:
@@ -462,10 +458,10 @@ def _leave_mesh_open(values: dict[str, Any], axes: Sequence[str]) -> None:
 
 def meshes_of(values: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
     """Yields the configuration, as nested dictionaries, with each way to lay `number` ranks on the axes that are open,
-    those with fewest ranks that share layers first, then those with most pipeline ranks; where microbatches are open,
-    each has one sequence."""
+    those with fewest ranks that share layers first, then fewest that share slices, then those with most pipeline ranks;
+    where microbatches are open, each has one sequence."""
     is_open = values["plan"]["open"]
-    axes = [axis for axis in ("tp", "dp", "pp") if axis in is_open]
+    axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in is_open]
     for sizes in _products(number, len(axes)):
         filled = values | {section: dict(values.get(section) or {}) for section, _ in MESH_SETTINGS.values()}
         for axis, size in zip(axes, sizes, strict=True):

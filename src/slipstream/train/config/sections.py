@@ -257,7 +257,7 @@ class PlanSection(Record):
     """What the plan was made for: machine, seconds of a step, memory, versions. Training doesn't read it."""
     rates: dict[str, Any] | None = None
     """With `data.packing: none`: the measured costs of the stages, from which each step is planned."""
-    open: list[Literal["pp", "dp", "tp", "microbatches"]] = Field(default=[])
+    open: list[Literal["pp", "dp", "cp", "tp", "microbatches"]] = Field(default=[])
     """What is chosen by measured costs when the run starts, as several axes of the mesh that are `auto` ask for."""
 
 

@@ -145,7 +145,7 @@ class StepRecord:
     peak_memory: list[int]
     figures: StepFigures | None = None  # of the leading rank; None where the model's operations can't be counted
     phases: Phases | None = None
-    bytes_sent: dict[str, int] | None = None  # by axis (pp, dp, cp, tp), of all ranks together
+    bytes_sent: dict[str, int] | None = None  # by axis of the mesh, of all ranks together
     trial: bool | None = None  # True where "auto" was still to plan what to run
     tokens: int | None = None  # of the whole batch
     rank_phases: list[dict[str, float]] | None = None  # of each rank the seconds that it computed, without waits

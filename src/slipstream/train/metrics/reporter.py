@@ -59,8 +59,9 @@ class Reporter:
         """
         config, self._run, self._pipe, self._plan = run.config, run, pipe, plan
         axes = {axis: group for axis, group in pipe.axes.items() if axis != "pp"}
-        joined = {} if pipe.copies in axes.values() else {"gradients": pipe.copies}  # over several axes
-        self._traffic = Traffic(axes | joined)
+        summed = {"gradients": pipe.copies, "expert_gradients": pipe.expert_copies}  # perhaps over several axes
+        joined = {group: name for name, group in reversed(summed.items()) if group not in axes.values()}
+        self._traffic = Traffic(axes | {name: group for group, name in joined.items() if group.size > 1})
         # Of the leading rank, which writes them: counting takes seconds. None where the operations can't be counted.
         self._figures: FlopsMeter | None = None
         peak = find_peak(run.device, compute_dtype(config), share_of_gpu(config))

@@ -233,7 +233,7 @@ def first_mesh(config: Config, model_config: Any) -> Config:
         before = saved.facts["settings"]
         values = yaml.safe_load(dump_config(config))
         values["pipeline"] |= {name: before["pipeline"][name] for name in ("num_ranks", "num_microbatches")}
-        values["parallel"] |= {name: before["parallel"][name] for name in ("data", "tensor")}
+        values["parallel"] |= {name: before["parallel"][name] for name in ("data", "context", "tensor")}
         values["plan"]["open"] = []
         found = parse_config(values)
         if found.num_processes == config.num_processes:

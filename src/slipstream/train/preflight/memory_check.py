@@ -160,16 +160,23 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
     given = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
     each = -(-rows // changes.get("num_microbatches", given))
     num_slices = len(pipeline.slices) if isinstance(pipeline.slices, list) else pipeline.slices
+    num_slices = changes.get("slices", 8 if num_slices == "auto" else num_slices)
+    cluster = _cluster(config.num_processes, count.dtype)
+    source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
+    exchange: str = parallel.context_exchange
+    if exchange == "auto":  # as `SliceExchange.moves_heads` decides
+        exchange = "heads" if num_slices == 1 else source.exchanges(parallel.tensor, parallel.context)[-1]
     options = make_options(
         tensor_parallel=parallel.tensor,
         pipeline_parallel=pipeline.num_ranks,
         data_parallel=parallel.data,
         context_parallel=parallel.context,
         expert_parallel=parallel.experts,
+        context_exchange=exchange,
         stages_per_rank=pipeline.stages_per_rank,
         schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "1f1b",
         microbatch_size=each,
-        num_slices=changes.get("slices", 8 if num_slices == "auto" else num_slices),
+        num_slices=num_slices,
         recompute=changes.get("recompute", memory.recompute),
         offload=float(changes.get("offload", memory.offload)),
         shard=changes.get("shard", parallel.shard) if parallel.num_copies > 1 else "none",
@@ -177,8 +184,6 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         num_simulated=1,
     )
     batch = each * -(-rows // each) * parallel.data
-    cluster = _cluster(config.num_processes, count.dtype)
-    source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
     return search_plans(source, length, batch, options=options).best
 
 
