@@ -3,14 +3,15 @@
     python -m benchmarks.papers.measured_steps             # predicts all rows and writes the record `measured_steps`
 
 A row is a configuration with its measured step. What the systems that were measured do otherwise than Slipstream is set
-here: Megatron reduces gradients behind the last microbatch's backward and gathers weights behind the first one's
-forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share tokens, and where the
-system overlaps their exchanges with products, only what can't be hidden counts. Eight and four bits have the data
-sheets' rates for products of layers, attention and head not. Products of weight gradients add them up, but
-torchtitan's; Seq1F1B's timers wait for the device around each action. Models with experts have the shapes of their
-published configurations, and tokens choose all experts alike, as in the measured runs; a token is sent once to every
-node that has some of its experts. Nothing is fitted but one factor of the rates for each device, number of bits, and
-models with experts or without, on every second row.
+here and in `measured_costs`: Megatron reduces gradients behind the last microbatch's backward and gathers weights
+behind the first one's forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share
+tokens, and where the system overlaps their exchanges with products, only what can't be hidden counts. Eight and four
+bits have the data sheets' rates for products of layers, attention and head not, and what products read is cast.
+Products of weight gradients add them up, but torchtitan's; Seq1F1B's timers wait for the device around each action.
+Models with experts have the shapes of their published configurations, and run by their published recipes
+(`megatron_experts`); tokens choose all experts alike, as in the measured runs. Fitted are, on every second row, one
+factor of the rates for each device, number of bits, and models with experts or without; and for "as described" the
+Blackwell devices' matrix products, the host's time to start a layer with experts, and the bandwidth of their rows.
 """
 
 from __future__ import annotations
@@ -27,9 +28,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import few, write
+from benchmarks.papers.measured_costs import (
+    ExpertCosts,
+    KorthikantiCosts,
+    MeasuredCosts,
+    SpreadHeadCosts,
+    TimedCosts,
+    TorchtitanCosts,
+)
+from benchmarks.papers.megatron_experts import EXPERTS, Recipe, counted_experts
 from benchmarks.papers.paper_plans import PaperSource, PaperSpace
 from benchmarks.papers.tables import read
-from benchmarks.papers.unfused_attention import UnfusedCosts
 from slipstream.cost import (
     Amount,
     AnalyticCosts,
@@ -37,7 +46,6 @@ from slipstream.cost import (
     Degrees,
     ModelCount,
     PartCount,
-    Stage,
     StageParts,
     load_cluster,
 )
@@ -93,29 +101,6 @@ REDISTRIBUTED = {
 }
 LORA_RANK = 32  # Megatron-Bridge's default, on all four products of a layer
 VOCABULARY = 51200  # of a GPT where the row doesn't say
-
-
-_QWEN3 = {"head_dim": 128, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
-_GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4}
-_GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
-_DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
-_DEEPSEEK |= {"intermediate_size": 18432, "n_shared_experts": 1}
-_V3 = {"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "vocab_size": 129280}
-_K2 = {"num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "vocab_size": 163840}
-_K2 |= {"n_group": 1, "topk_group": 1}
-# Models with experts, by how the table's names begin: their type in transformers, which of two layers each layer is
-# like, and the sizes of their published configurations.
-EXPERTS: dict[str, tuple[str, tuple[int, ...], dict[str, int]]] = {
-    "Qwen3_30B": (
-        "qwen3_moe", (0,) * 48, _QWEN3 | {"hidden_size": 2048, "num_attention_heads": 32, "moe_intermediate_size": 768}
-    ),
-    "Qwen3_235B": (
-        "qwen3_moe", (0,) * 94, _QWEN3 | {"hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536}
-    ),
-    "GPT OSS 120B": ("gpt_oss", (0, 1) * 18, _GPT_OSS),
-    "DeepSeekV3": ("deepseek_v3", (0,) * 3 + (1,) * 58, _DEEPSEEK | _V3),
-    "Kimi_K2": ("deepseek_v3", (0,) + (1,) * 60, _DEEPSEEK | _K2),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -214,18 +199,33 @@ class Row:
     def model(self) -> ModelCount:
         is_fused = self.source != "torchtitan" or "compile" in self.text["note"]
         if self.experts is not None:
-            model = counted_experts(self.experts, self.number("seq"))
+            predicts_second = self.experts == "DeepSeekV3" and "w/o MTP" not in self.text["model"]
+            model = counted_experts(self.experts, self.number("seq"), self.recipe, predicts_second)
         else:
             shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
             kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
             kind = "gpt with dropout" if self.source == "Korthikanti 2022" else kind
             rest = self.number("vocab", VOCABULARY), self.number("seq"), is_fused, "LoRA" in self.text["use"]
             model = counted(kind, *shape, *rest)
+            model = with_rotations(model) if self.source == "Seq1F1B" else model
         model = model if self.source == "torchtitan" else with_sums_in_products(model)
         if self.bits == 16:
             return model
+        return narrowed(model, self.narrow_rate, self.bits / 16)
+
+    @property
+    def narrow_rate(self) -> float:
+        """How many times as fast as in 16 bits the products of layers are."""
+        if self.bits == 16:
+            return 1.0
         rate = NARROW[self.device.split("-")[0].upper()][self.bits]
-        return narrowed(model, 1e12 * rate / load_cluster(self.device).device.flops["bfloat16"], self.bits / 16)
+        return 1e12 * rate / load_cluster(self.device).device.flops["bfloat16"]
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """What a run of a model with experts sets."""
+        assert self.experts is not None
+        return Recipe.of(self.experts, self.text["gpu"], self.bits, self.text["note"].split()[0])
 
     def cluster(self, factor: float) -> Cluster:
         """Returns the description of the cluster, with its device's rates times a factor."""
@@ -303,144 +303,51 @@ def with_sums_in_products(model: ModelCount) -> ModelCount:
     return replace(model, layers=tuple(map(part, model.layers)), head=part(model.head))
 
 
-@cache
-def counted_experts(name: str, length: int) -> ModelCount:
-    """Counts a model of EXPERTS, of whole layers."""
-    import torch
-    from transformers import AutoConfig
+ROTATION_PASSES = 10  # t cos + rotated(t) sin, each of whose five kernels reads and writes: some read two
 
-    from slipstream.profile import count_model
 
-    model_type, kinds, sizes = EXPERTS[name]
-    sizes = sizes | {"num_hidden_layers": 2, "max_position_embeddings": length}
-    config = AutoConfig.for_model(model_type, **sizes, use_cache=False, tie_word_embeddings=False)
-    model = count_model(config, length, torch.bfloat16, fused=True)
-    return replace(model, kinds=tuple(model.kinds[kind] for kind in kinds), halves=())
+def with_rotations(model: ModelCount) -> ModelCount:
+    """Returns the model with rotary embeddings by PyTorch's own kernels, as in Seq1F1B's logs, on a count without."""
+    moved = 2 * ROTATION_PASSES * model.hidden_size * model.dtype_bytes  # of queries and keys
+
+    def part(layer: PartCount) -> PartCount:
+        ops = {
+            op: replace(count, other_bytes=Amount(count.other_bytes.constant, count.other_bytes.per_token + moved))
+            for op, count in layer.ops.items()
+            if op is not Op.W
+        }
+        return replace(layer, ops={**layer.ops, **ops})
+
+    return replace(model, layers=tuple(map(part, model.layers)))
 
 
 def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
-    """Returns the model whose layers' products are `rate` times as fast and read and write `size` times the bytes."""
+    """Returns the model whose layers' products are `rate` times as fast and whose operands take `size` times the bytes.
+
+    A cast reads what F and I read of tokens in 16 bits, and writes it by rows and, for W, by columns. Their products
+    read one of these and write 16 bits: with as many numbers read as written, (1 + 2 size + size + 1) / 2 of the bytes.
+    """
 
     def times(amount: Amount, factor: float) -> Amount:
         return Amount(factor * amount.constant, factor * amount.per_token)
 
     def part(layer: PartCount) -> PartCount:
         ops = {
-            op: replace(count, flops=times(count.flops, 1 / rate), matmul_bytes=times(count.matmul_bytes, size))
+            op: replace(
+                count,
+                flops=times(count.flops, 1 / rate),
+                hidden_depth=times(count.hidden_depth, 1 / rate),
+                other_depth=times(count.other_depth, 1 / rate),
+                matmul_bytes=Amount(
+                    size * count.matmul_bytes.constant,
+                    (size if op is Op.W else 1 + 1.5 * size) * count.matmul_bytes.per_token,
+                ),
+            )
             for op, count in layer.ops.items()
         }
         return replace(layer, ops=ops)
 
     return replace(model, layers=tuple(map(part, model.layers)))
-
-
-@dataclass(frozen=True)
-class MeasuredCosts(AnalyticCosts):
-    """Costs of Megatron and of FSDP: exchanges run behind what computes."""
-
-    gradient_bytes: float = 2.0
-    overlaps_tensor: bool = False
-    length: int = 0
-    num_gathers: int = 1  # of the weights in a step: FSDP's are two for each microbatch
-
-    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
-        """Returns what isn't hidden: the first of as many pieces as there are ranks, and what takes longer than the
-        products beside which it runs."""
-        whole = super()._part_reduce_seconds(part, op, length)
-        if not self.overlaps_tensor or not part.attentions:
-            return whole
-        tokens = self._tokens(length)
-        products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
-        return np.maximum(whole / self.tensor_parallel, whole - products)
-
-    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
-        """Returns the time of exchanges that send a token once to every device that has some of its experts, and once
-        to every node, whose devices pass it on: of k experts on n devices it is n (1 - (1 - 1/n)^k) of them."""
-        if not part.experts_per_token:
-            return 0.0
-        cluster, size = self.cluster, self.expert_parallel
-        num_nodes = max(1, size * self.tensor_parallel // cluster.devices_per_domain)
-        reached = [n * (1 - (1 - 1 / n) ** part.experts_per_token) for n in (size, num_nodes)]
-        token = self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.tensor_parallel
-        inside = token * reached[0] / cluster.inside.rate() * (1 - 1 / size)
-        across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
-        return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
-
-    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
-        whole = self._between_copies(layers, self.gradient_bytes, copies)
-        return self._exposed(layers, Op.B, whole, (self.num_gathers + 1) // 2)
-
-    def gather_seconds(self, layers: Stage, shards: int) -> float:
-        whole = super().gather_seconds(layers, shards)
-        return self.num_gathers * self._exposed(layers, Op.F, whole, 1)
-
-    def _exposed(self, layers: Stage, op: Op, whole: float, times: int) -> float:
-        """Returns the seconds of an exchange beyond the pass of a microbatch beside which it runs, at least those of a
-        layer, which nothing hides."""
-        hidden = float(self.seconds(layers, op, self.length, 0))
-        return times * max(whole / max(1, len(self.parts_of(layers))), whole - hidden)
-
-
-class KorthikantiCosts(UnfusedCosts):
-    """Costs of 2022, whose selective recomputation is that of attention's scores."""
-
-    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
-        """Returns what isn't hidden. In the backward the sums of input gradients run beside the products of the weight
-        gradient; where ranks share tokens, the gathering of output gradients, half of it all, runs beside nothing."""
-        whole = super()._part_reduce_seconds(part, op, length)
-        if op is not Op.I or not part.attentions:
-            return whole
-        ahead = whole / 2 if self.sequence_parallel else 0.0
-        products = self.product_seconds(part, part.ops[Op.W], self._tokens(length))
-        return ahead + np.maximum(0.0, whole - ahead - products)
-
-    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        if recompute != "selective":
-            return super().replay_seconds(layers, recompute, length, context)
-        counted = self.model.counted(layers)
-        return sum(n * self.attention_seconds(c, Op.F, length, context) for n, part in counted for c in part.attentions)
-
-
-@dataclass(frozen=True)
-class TorchtitanCosts(MeasuredCosts):
-    """Costs of selective recomputation that computes every second matrix product again."""
-
-    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
-        if recompute != "selective":
-            return super().replay_seconds(layers, recompute, length, context)
-        counted = self.model.counted(layers)
-        scores = sum(n * self.attention_seconds(c, Op.F, length, context) for n, p in counted for c in p.attentions)
-        kernels = super().replay_seconds(layers, recompute, length, context)
-        return kernels + (self.seconds(layers, Op.F, length, context) - scores - kernels) / 2
-
-
-@dataclass(frozen=True)
-class SpreadHeadCosts(MeasuredCosts):
-    """Costs where every stage has its share of embedding and head, as the vocabulary is spread over them: two more
-    actions forward, and two backward."""
-
-    num_stages: int = 1
-
-    def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
-        return (
-            0.0 if part in (self.model.embedding, self.model.head) else super().part_seconds(part, op, length, context)
-        )
-
-    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
-        ends = (self.model.embedding, self.model.head)
-        ops = (Op.I, Op.W) if op is Op.B else (op,)
-        spread = sum(super(SpreadHeadCosts, self).part_seconds(p, o, length, context) for p in ends for o in ops)
-        seconds = super().seconds(layers, op, length, context) + spread / self.num_stages
-        return seconds + (0 if op is Op.W else 2 * self.cluster.device.action_seconds)
-
-
-class TimedCosts(MeasuredCosts):
-    """Costs of a run whose timers wait for the device before and after each action: the host starts no kernel ahead, so
-    what that takes it adds up."""
-
-    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
-        host = sum(number * self._host_seconds(part, op) for number, part in self.model.counted(layers))
-        return super().seconds(layers, op, length, context) + host
 
 
 class MeasuredSource(PaperSource):
@@ -466,6 +373,8 @@ class MeasuredSource(PaperSource):
         }
         if "vocab-" in row.text["schedule"]:
             return SpreadHeadCosts(*common, **more, num_stages=row.number("pp"))
+        if row.experts is not None:
+            return ExpertCosts(*common, **more, recipe=row.recipe, narrow_rate=row.narrow_rate)
         kinds = {"torchtitan": TorchtitanCosts, "Seq1F1B": TimedCosts}
         return kinds.get(row.source, MeasuredCosts)(*common, **more)
 

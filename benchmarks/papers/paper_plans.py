@@ -32,7 +32,7 @@ from slipstream.planner.plans import Configuration
 from slipstream.planner.search.bounds import PlacedPartition, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import PlanSpace
-from slipstream.schedule import Action, Op, make_schedule
+from slipstream.schedule import Action, Op, Schedule, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 
 KEPT = 128  # schedules
@@ -141,12 +141,15 @@ class PaperSpace(PlanSpace):
 def whole_backwards(shape: ScheduleShape, recompute: bool = False) -> ActionArrays:
     """Returns the schedule with whole backwards, each of them after its recomputation where there is one."""
     schedule = make_schedule(shape.name, *shape.counts)
-    if recompute:
-        rows = ([each for action in row for each in _recomputed(action)] for row in schedule.actions)
-        schedule = replace(schedule, actions=tuple(map(tuple, rows)))
-    return ActionArrays.of(schedule)
+    return ActionArrays.of(recomputed(schedule) if recompute else schedule)
 
 
-def _recomputed(action: Action) -> tuple[Action, ...]:
-    """Slipstream leaves out an R that would directly follow its forward; the papers' systems recompute there too."""
-    return (action.with_op(Op.R), action) if action.op is Op.B else (action,)
+def recomputed(schedule: Schedule) -> Schedule:
+    """Returns the schedule with an R right before each B, without waiting for its gradient. Slipstream leaves out one
+    that would directly follow its forward; the papers' systems recompute there too."""
+
+    def with_replay(action: Action) -> tuple[Action, ...]:
+        return (action.with_op(Op.R), action) if action.op is Op.B else (action,)
+
+    rows = (tuple(each for action in row for each in with_replay(action)) for row in schedule.actions)
+    return replace(schedule, actions=tuple(rows))

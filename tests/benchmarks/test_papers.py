@@ -181,6 +181,7 @@ def test_every_published_step_is_predicted_or_named_with_why_not() -> None:
         found = rows[row.text["id"]]
         assert (row.problem is None) == ("not expressed" not in found)
         assert found["measured"] == pytest.approx(row.measured)
+        assert row.experts is None or row.recipe.graphs in ("none", "router", "attention", "step")
         if row.bits == 16 and row.text["dense"] == "y" and row.number("cp") == 1:
             assert "as described" in found
 

@@ -103,6 +103,15 @@ def test_bytes_of_short_slices_are_the_weights() -> None:
     assert moved.num_kernels > moved.num_matmuls == 7
 
 
+def test_products_add_up_what_they_are_deep() -> None:
+    """Forward over their inputs, backward over their outputs and, for the weights, over the tokens."""
+    ops = count_model(llama(), LENGTH).layers[0].ops
+    forward, inputs, weights = (ops[op] for op in (Op.F, Op.I, Op.W))
+    assert (forward.hidden_depth.constant, forward.other_depth.constant) == (6 * HIDDEN, MLP)
+    assert (inputs.hidden_depth.constant, inputs.other_depth.constant) == (3 * HIDDEN, 2 * KV + 2 * MLP)
+    assert (weights.other_depth.constant, weights.other_depth.per_token) == (0, 7)
+
+
 @pytest.mark.parametrize("config", [GPT2Config(n_embd=256, n_layer=4, n_head=4, vocab_size=1024, n_positions=512)])
 def test_a_gpt_has_the_papers_parameters_and_operations(config: PretrainedConfig) -> None:
     """PTD-P eqs. 2 and 3, of which eq. 2 leaves out the last norm's 2h and counts 13 where GPT-2 has 13 l h."""

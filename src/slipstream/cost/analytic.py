@@ -3,7 +3,7 @@
 A slice of n tokens (all sequences of the microbatch together) after a context takes, on one of t tensor-parallel ranks:
 
     matrix products   FLOPs / t / rate + bytes / bandwidth                 of each one side is as wide as the hidden
-                                                                           state, on every rank; all else is 1/t
+                      + half a last wave of tiles                          state, on every rank; all else is 1/t
     other kernels     bytes / bandwidth                                    as wide as the hidden state: on every rank
     attention         FLOPs of the scores under the mask / t / rate(n)     a fused kernel: scores aren't written
                       bytes of the context's gradients / bandwidth         of keys and values, added in the backward
@@ -160,14 +160,19 @@ class AnalyticCosts:
         return (number - in_experts) / self.tensor_parallel + in_experts / spread
 
     def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
-        """Returns the time of the matrix products. What they read and write isn't hidden behind what they compute: so a
-        product of short slices, or narrow as t ranks share it, computes for less of its time."""
+        """Returns the time of the matrix products. What they read and write isn't hidden behind what they compute, and
+        in a last wave half of the device has nothing to do: so a product of short slices, or narrow as t ranks share
+        it, computes for less of its time."""
         read = count.matmul_bytes
         whole = min(count.num_matmuls * self.model.hidden_size * self.model.dtype_bytes, read.per_token)
         shared = (read.per_token - whole) * tokens / self.tensor_parallel + read.constant * self._weights_share(part)
         moved = (whole * tokens + shared) / self.cluster.device.bytes_per_second
-        rate = self.tensor_parallel * self.cluster.device.matmul_flops(self.model.dtype)
-        return count.flops.at(tokens) / rate + moved
+        device, dtype = self.cluster.device, self.model.dtype
+        # of products over what ranks share, each adds up its part, but all the tokens for the gradient of a weight
+        depth = count.hidden_depth.at(tokens) + count.other_depth.per_token * tokens
+        depth = depth + count.other_depth.constant / self.tensor_parallel
+        computed = count.flops.at(tokens) / (self.tensor_parallel * device.matmul_flops(dtype))
+        return computed + depth * device.wave_seconds(dtype) + moved
 
     def _host_seconds(self, part: PartCount, op: Op) -> float:
         """Returns the time in which the host starts a layer's kernels; I and W share that of a backward."""

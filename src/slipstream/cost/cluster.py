@@ -78,6 +78,7 @@ BYTES = PlausibleRange(1e8, 1e13, "bytes", 9, "gigabytes")
 SECONDS = PlausibleRange(0, 1e-2, "seconds", -6, "microseconds")
 FRACTION = PlausibleRange(1e-3, 1, "a fraction of the peak", -2, "percent")
 COUNT = PlausibleRange(1, 1e6, "a whole number")
+_TILE = 128  # rows and columns of a product's result that a multiprocessor computes at a time
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Device:
     """One accelerator.
 
     A matrix product takes its FLOPs at `matmul_efficiency` of the peak and then its bytes at `memory_efficiency` of the
-    memory's bandwidth, so that narrow and short products reach less. `attention_curve` has (tokens, fraction) pairs:
+    memory's bandwidth, so that narrow and short products reach less. Its result is computed in tiles, as many at a time
+    as there are `multiprocessors`, of which half have nothing to do in the last wave on average; 0 leaves that out.
+    `attention_curve` has (tokens, fraction) pairs:
     the fraction of `attention_efficiency` that slices of so many tokens reach, linear over the logarithm of the tokens.
     `action_seconds` is what doesn't shrink with a slice beyond its kernels: the host's work to start an action, to wait
     for its message and to post the next one.
@@ -99,6 +102,7 @@ class Device:
     kernel_seconds: Annotated[float, SECONDS]  # the shortest time of a kernel, launch included
     matmul_efficiency: Annotated[float, FRACTION]  # the share of the peak at which matrix products compute
     attention_curve: Annotated[tuple[tuple[float, float], ...], _curve] = ((1.0, 1.0),)
+    multiprocessors: Annotated[int, _multiprocessors] = 0
     layer_seconds: Annotated[float, SECONDS] = 0.0
     action_seconds: Annotated[float, SECONDS] = 0.0  # of each forward or backward of a stage, however short its slice
     memory_efficiency: Annotated[float, FRACTION] = 0.8  # the share of the memory's bandwidth that kernels reach
@@ -109,6 +113,11 @@ class Device:
     def matmul_flops(self, dtype: str) -> float:
         """Returns the FLOP/s at which matrix products compute, besides reading and writing their operands."""
         return self._peak(dtype) * self.matmul_efficiency
+
+    def wave_seconds(self, dtype: str) -> float:
+        """Returns what the last wave of a matrix product wastes, for every term that an element of its result adds up:
+        half the time of a tile."""
+        return _TILE**2 * self.multiprocessors / self.matmul_flops(dtype)
 
     def attention_flops(self, dtype: str, num_tokens: Any) -> Any:
         """Returns the FLOP/s that attention of a slice of `num_tokens` tokens reaches, as a number or an array."""
@@ -289,6 +298,10 @@ def _curve(values: Any, where: str) -> tuple[tuple[float, float], ...]:
     if any(a >= b for (a, _), (b, _) in pairwise(curve)):
         raise SlipstreamError(f"{where} has tokens {[tokens for tokens, _ in curve]}: list them from few to many.")
     return curve
+
+
+def _multiprocessors(value: Any, where: str) -> float:
+    return value if value == 0 and not isinstance(value, bool) else COUNT(value, where)
 
 
 def _sources(values: Any, where: str) -> tuple[str, ...]:

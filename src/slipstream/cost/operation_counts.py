@@ -27,7 +27,7 @@ class Amount:
 
 
 _NONE = Amount()
-_AMOUNTS = ("flops", "matmul_bytes", "wide_bytes", "other_bytes")  # of an OpCount
+_AMOUNTS = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")  # of an OpCount
 # of a PartCount
 _SIZES = (
     *("num_parameters", "num_frozen", "num_quantised", "num_in_experts", "num_trained_in_experts"),
@@ -65,11 +65,14 @@ class OpCount:
     """The counts of one op (F, I or W) of a part, without attention's scores, which depend on the context.
 
     Bytes are those of the tensors that each kernel reads and writes. `wide_bytes` are of kernels other than matrix
-    products on tensors as wide as the hidden state, which tensor parallelism repeats on every rank.
+    products on tensors as wide as the hidden state, which tensor parallelism repeats on every rank. A product's depth
+    is the number of terms that each element of its result adds up.
     """
 
     flops: Amount = _NONE  # of matrix products
     matmul_bytes: Amount = _NONE
+    hidden_depth: Amount = _NONE  # the sum over products whose depth is the width of the hidden state
+    other_depth: Amount = _NONE  # and over all others
     wide_bytes: Amount = _NONE
     other_bytes: Amount = _NONE
     num_matmuls: int = 0

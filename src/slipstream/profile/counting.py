@@ -157,8 +157,8 @@ def _count_part(
 
     ops = {}
     for op, tally in long.ops.items():
-        amounts = line(op, "flops"), line(op, "matmul_bytes"), line(op, "wide_bytes"), line(op, "other_bytes")
-        ops[op] = OpCount(*amounts, tally.num_matmuls, tally.num_kernels)
+        names = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")
+        ops[op] = OpCount(*(line(op, name) for name in names), tally.num_matmuls, tally.num_kernels)
     itemsize = long.itemsize
     calls = long.own.attentions
     attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)  # its output and log-sum-exp
@@ -461,6 +461,8 @@ class _Attention(torch.autograd.Function):
 _aten = torch.ops.aten
 _NO_KERNELS = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
 _NO_KERNELS |= {_aten.detach, _aten.lift_fresh, _aten._unsafe_view, _aten._reshape_alias}
+_ADDING_PRODUCTS = {_aten.addmm, _aten.baddbmm}
+_PRODUCTS = {_aten.mm, _aten.bmm, _aten._grouped_mm, *_ADDING_PRODUCTS}
 _GATHERS = {_aten.embedding, _aten.index, _aten.gather, _aten.index_select}
 
 
@@ -470,6 +472,8 @@ class OperationTally:
 
     flops: float = 0
     matmul_bytes: float = 0
+    hidden_depth: float = 0
+    other_depth: float = 0
     product_bytes: float = 0  # outputs of matrix products
     wide_bytes: float = 0
     other_bytes: float = 0
@@ -520,6 +524,9 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tally.num_kernels += 1
         tally.num_matmuls += 1
         tally.matmul_bytes += _num_bytes(tensors)
+        depth = _depth(func._overloadpacket, args)
+        tally.hidden_depth += depth if depth == self._width else 0
+        tally.other_depth += depth if depth != self._width else 0
         # a convolution's gradients
         tally.product_bytes += _num_bytes(each for each in tree_leaves(result) if isinstance(each, Tensor))
         return result
@@ -565,6 +572,15 @@ class _FusedKernel(torch.autograd.Function):
         results = [None if each is None else torch.empty_like(each) for each in ctx.sources]
         _running[-1].add([*gradients, *ctx.saved_tensors, *(each for each in results if each is not None)])
         return (None, *results)
+
+
+def _depth(product: Any, args: Sequence[Any]) -> float:
+    """Returns how many terms each element of a product's result adds up: of groups of rows their mean."""
+    if product not in _PRODUCTS:
+        return 0  # a convolution
+    a, b = args[1:3] if product in _ADDING_PRODUCTS else args[:2]
+    groups = args[2].numel() if product is _aten._grouped_mm and a.dim() == b.dim() == 2 else 1
+    return float(a.shape[-1] / groups)
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

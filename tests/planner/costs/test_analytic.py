@@ -84,6 +84,21 @@ def test_a_narrow_product_computes_for_less_of_its_time(cluster: Cluster) -> Non
     assert two == pytest.approx((10 * 2000 / 2 + WEIGHTS / 2 + 10 * (16 + 24 / 2)) / 1e9)
 
 
+def test_half_of_a_products_last_wave_of_tiles_is_empty(cluster: Cluster) -> None:
+    """On two ranks each adds up as many terms of the hidden state, half of others, and all tokens."""
+    few = replace(cluster, device=replace(cluster.device, multiprocessors=10))
+    count = replace(PRODUCTS, hidden_depth=Amount(8, 0), other_depth=Amount(6, 3))
+    layer = part("layer", count)
+
+    def wasted(ranks: int) -> float:
+        costs = [AnalyticCosts(MODEL, each, ranks).product_seconds(layer, count, 10) for each in (cluster, few)]
+        return float(costs[1] - costs[0])
+
+    tile = 2 * 128 * 128 / (1e9 / 10)  # seconds of a term of all a tile's elements on one of ten multiprocessors
+    assert wasted(1) == pytest.approx(tile / 2 * (8 + 6 + 3 * 10))
+    assert wasted(2) == pytest.approx(tile / 2 * (8 + 3 + 3 * 10))
+
+
 def test_heads_take_as_long_as_those_of_the_next_multiple_of_32(cluster: Cluster) -> None:
     wide, narrow = CALL, replace(CALL, key_width=20, value_width=20)
     times = [AnalyticCosts(MODEL, cluster).attention_seconds(call, Op.F, 10, 0) for call in (wide, narrow)]

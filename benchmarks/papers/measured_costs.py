@@ -1,0 +1,173 @@
+"""The costs of the systems whose steps others published, where they differ from Slipstream's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.papers.megatron_experts import EAGER, Recipe
+from benchmarks.papers.unfused_attention import UnfusedCosts
+from slipstream.cost import AnalyticCosts, AttentionCall, OpCount, PartCount, Stage
+from slipstream.schedule import Op
+
+
+@dataclass(frozen=True)
+class MeasuredCosts(AnalyticCosts):
+    """Costs of Megatron and of FSDP: exchanges run behind what computes."""
+
+    gradient_bytes: float = 2.0
+    overlaps_tensor: bool = False
+    length: int = 0
+    num_gathers: int = 1  # of the weights in a step: FSDP's are two for each microbatch
+
+    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns what isn't hidden: the first of as many pieces as there are ranks, and what takes longer than the
+        products beside which it runs."""
+        whole = super()._part_reduce_seconds(part, op, length)
+        if not self.overlaps_tensor or not part.attentions:
+            return whole
+        tokens = self._tokens(length)
+        products = self.product_seconds(part, part.ops[Op.F if op is Op.R else op], tokens)
+        return np.maximum(whole / self.tensor_parallel, whole - products)
+
+    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
+        """Returns the time of exchanges that send a token once to every device that has some of its experts, and once
+        to every node, whose devices pass it on: of k experts on n devices it is n (1 - (1 - 1/n)^k) of them."""
+        if not part.experts_per_token:
+            return 0.0
+        cluster, size = self.cluster, self.expert_parallel
+        num_nodes = max(1, size * self.tensor_parallel // cluster.devices_per_domain)
+        reached = [n * (1 - (1 - 1 / n) ** part.experts_per_token) for n in (size, num_nodes)]
+        token = self._tokens(length) * self.model.hidden_size * self.model.dtype_bytes / self.tensor_parallel
+        inside = token * reached[0] / cluster.inside.rate() * (1 - 1 / size)
+        across = token * reached[1] / cluster.between.rate(cluster.devices_per_node) * (1 - 1 / num_nodes)
+        return 2 * (cluster.between.latency * (num_nodes > 1) + np.maximum(inside, across)) * (size > 1)
+
+    def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
+        whole = self._between_copies(layers, self.gradient_bytes, copies)
+        return self._exposed(layers, Op.B, whole, (self.num_gathers + 1) // 2)
+
+    def gather_seconds(self, layers: Stage, shards: int) -> float:
+        whole = super().gather_seconds(layers, shards)
+        return self.num_gathers * self._exposed(layers, Op.F, whole, 1)
+
+    def _exposed(self, layers: Stage, op: Op, whole: float, times: int) -> float:
+        """Returns the seconds of an exchange beyond the pass of a microbatch beside which it runs, at least those of a
+        layer, which nothing hides."""
+        hidden = float(self.seconds(layers, op, self.length, 0))
+        return times * max(whole / max(1, len(self.parts_of(layers))), whole - hidden)
+
+
+class KorthikantiCosts(UnfusedCosts):
+    """Costs of 2022, whose selective recomputation is that of attention's scores."""
+
+    def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
+        """Returns what isn't hidden. In the backward the sums of input gradients run beside the products of the weight
+        gradient; where ranks share tokens, the gathering of output gradients, half of it all, runs beside nothing."""
+        whole = super()._part_reduce_seconds(part, op, length)
+        if op is not Op.I or not part.attentions:
+            return whole
+        ahead = whole / 2 if self.sequence_parallel else 0.0
+        products = self.product_seconds(part, part.ops[Op.W], self._tokens(length))
+        return ahead + np.maximum(0.0, whole - ahead - products)
+
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        if recompute != "selective":
+            return super().replay_seconds(layers, recompute, length, context)
+        counted = self.model.counted(layers)
+        return sum(n * self.attention_seconds(c, Op.F, length, context) for n, part in counted for c in part.attentions)
+
+
+@dataclass(frozen=True)
+class TorchtitanCosts(MeasuredCosts):
+    """Costs of selective recomputation that computes every second matrix product again."""
+
+    def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
+        if recompute != "selective":
+            return super().replay_seconds(layers, recompute, length, context)
+        counted = self.model.counted(layers)
+        scores = sum(n * self.attention_seconds(c, Op.F, length, context) for n, p in counted for c in p.attentions)
+        kernels = super().replay_seconds(layers, recompute, length, context)
+        return kernels + (self.seconds(layers, Op.F, length, context) - scores - kernels) / 2
+
+
+@dataclass(frozen=True)
+class SpreadHeadCosts(MeasuredCosts):
+    """Costs where every stage has its share of embedding and head, as the vocabulary is spread over them: two more
+    actions forward, and two backward."""
+
+    num_stages: int = 1
+
+    def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
+        return (
+            0.0 if part in (self.model.embedding, self.model.head) else super().part_seconds(part, op, length, context)
+        )
+
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+        ends = (self.model.embedding, self.model.head)
+        ops = (Op.I, Op.W) if op is Op.B else (op,)
+        spread = sum(super(SpreadHeadCosts, self).part_seconds(p, o, length, context) for p in ends for o in ops)
+        seconds = super().seconds(layers, op, length, context) + spread / self.num_stages
+        return seconds + (0 if op is Op.W else 2 * self.cluster.device.action_seconds)
+
+
+class TimedCosts(MeasuredCosts):
+    """Costs of a run whose timers wait for the device before and after each action: the host starts no kernel ahead, so
+    what that takes it adds up."""
+
+    def seconds(self, layers: Stage, op: Op, length: Any, context: Any) -> Any:
+        host = sum(number * self._host_seconds(part, op) for number, part in self.model.counted(layers))
+        return super().seconds(layers, op, length, context) + host
+
+
+# Seconds in which a host starts a layer's kernels where there are experts, forward and backward each, by what CUDA
+# graphs replay, and those of an expert; and how much longer it takes where two microbatches run beside each other.
+LAUNCH_SECONDS = {"none": 3.6e-3, "router": 3.0e-3, "attention": 2.0e-3}
+EXPERT_LAUNCH_SECONDS = 8e-5
+LAUNCHES_OF_OVERLAP = 1.55
+_ROWS = 64  # half a tile, which each expert's rows don't fill
+
+
+@dataclass(frozen=True)
+class ExpertCosts(MeasuredCosts):
+    """Costs of Megatron's runs of models with experts, as their recipe says."""
+
+    recipe: Recipe = EAGER
+    narrow_rate: float = 1.0  # of products of layers, over that of 16 bits
+
+    def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of kernels and exchanges, or that in which the host starts them: it waits for the numbers of
+        rows of each expert, so that it isn't ahead of the device."""
+        seconds = super().part_seconds(part, op, length, context)
+        if op is Op.B or not part.experts_per_token:
+            return seconds
+        passes = 1 if op in (Op.F, Op.R) else 1 / 2  # I and W are half a backward each
+        if self.recipe.overlap:  # exchanges run beside what another microbatch computes
+            exchange = self._part_expert_seconds(part, length)
+            seconds = np.maximum(seconds - (0 if op is Op.W else exchange), passes * exchange)
+        if self.recipe.graphs == "step":
+            return seconds
+        launches = LAUNCH_SECONDS[self.recipe.graphs]
+        launches += EXPERT_LAUNCH_SECONDS * part.num_experts / self.expert_parallel
+        launches *= LAUNCHES_OF_OVERLAP if self.recipe.overlap else 1.0
+        return np.maximum(seconds, passes * launches)
+
+    def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
+        seconds = super().product_seconds(part, count, tokens)
+        if count is part.ops[Op.W]:
+            return seconds
+        rate = self.cluster.device.matmul_flops(self.model.dtype) * self.narrow_rate
+        return seconds + 2 * _ROWS * part.num_in_experts / self.expert_parallel / rate
+
+    def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
+        """Returns the time of scores; in 8 bits their products, whose share of it is the efficiency, take half."""
+        seconds = super().attention_seconds(call, op, length, context)
+        share = self.cluster.device.attention_efficiency if self.recipe.attention_bits == 8 else 0.0
+        return seconds * (1 - share / 2)
+
+    def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
+        if self.recipe.dispatcher == "flex":
+            return super()._part_expert_seconds(part, length)
+        return AnalyticCosts._part_expert_seconds(self, part, length)
