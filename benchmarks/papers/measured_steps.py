@@ -311,12 +311,11 @@ def with_rotations(model: ModelCount) -> ModelCount:
     moved = 2 * ROTATION_PASSES * model.hidden_size * model.dtype_bytes  # of queries and keys
 
     def part(layer: PartCount) -> PartCount:
-        ops = {
-            op: replace(count, other_bytes=Amount(count.other_bytes.constant, count.other_bytes.per_token + moved))
-            for op, count in layer.ops.items()
-            if op is not Op.W
-        }
-        return replace(layer, ops={**layer.ops, **ops})
+        ops = dict(layer.ops)
+        for op in (Op.F, Op.I):
+            other = ops[op].other_bytes
+            ops[op] = replace(ops[op], other_bytes=Amount(other.constant, other.per_token + moved))
+        return replace(layer, ops=ops)
 
     return replace(model, layers=tuple(map(part, model.layers)))
 

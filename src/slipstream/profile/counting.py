@@ -158,7 +158,8 @@ def _count_part(
     ops = {}
     for op, tally in long.ops.items():
         names = ("flops", "matmul_bytes", "hidden_depth", "other_depth", "wide_bytes", "other_bytes")
-        ops[op] = OpCount(*(line(op, name) for name in names), tally.num_matmuls, tally.num_kernels)
+        amounts: dict[str, Any] = {name: line(op, name) for name in names}
+        ops[op] = OpCount(**amounts, num_matmuls=tally.num_matmuls, num_kernels=tally.num_kernels)
     itemsize = long.itemsize
     calls = long.own.attentions
     attended = sum(c.num_heads * (c.value_width * itemsize + 4) for c in calls)  # its output and log-sum-exp
