@@ -64,7 +64,7 @@ def states(parameters: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", states([*first_of(HYBRIDS), *first_of(OWN_ATTENTION, 2), *first_of(CROSSING, 2), *first_of(SPARSE)])
+    "name", states([*first_of(HYBRIDS), *first_of(OWN_ATTENTION, 2), *first_of(CROSSING), *first_of(SPARSE)])
 )
 def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
     assert error_of(name) < BOUND

@@ -69,7 +69,7 @@ class Loop:
         return self.pipe.load(folder, optimizer=self.optimizer, scheduler=self.scheduler)
 
 
-@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS, 2))
+@pytest.mark.parametrize("scheduler", first_of(SCHEDULERS))
 def test_a_loop_goes_on_to_the_bit_and_with_its_rates(scheduler: str, tmp_path: Path) -> None:
     loop = Loop(2, scheduler=scheduler)
     loop.train(1, 2)

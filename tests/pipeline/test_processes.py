@@ -22,8 +22,7 @@ WORKER = WORKERS / "pipeline/processes.py"
             ("llama, tied", 2, "zb-v", 2),
             ("llama", 2, "1f1b", 1),
             ("gpt2", 4, "gpipe", 1),
-        ],
-        2,
+        ]
     ),
 )
 def test_processes_train_as_the_unsplit_model(
@@ -33,9 +32,7 @@ def test_processes_train_as_the_unsplit_model(
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("recompute", "offload"), [("selective", "0.7"), pytest.param("full", "0", marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize(("recompute", "offload"), first_of([("selective", "0.7"), ("full", "0")], 0))
 def test_processes_recompute_and_offload(recompute: str, offload: str) -> None:
     ended = launch(2, WORKER, "exact", "llama, tied", "1f1b", "1", recompute, offload)
     assert ended.returncode == 0, ended.stderr[-3000:]

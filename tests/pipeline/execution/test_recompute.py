@@ -81,7 +81,9 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
             assert gradient_error(gradients(whole), found[1]) < BOUND
 
 
-@pytest.mark.parametrize(("name", "schedule", "num_stages"), first_of([("llama", "1f1b", 3), ("mixtral", "gpipe", 1)]))
+@pytest.mark.parametrize(
+    ("name", "schedule", "num_stages"), first_of([("llama", "1f1b", 3), ("mixtral", "gpipe", 1)], 0)
+)
 def test_nothing_changes_to_the_bit(name: str, schedule: str, num_stages: int) -> None:
     """In float32, whose rounding depends on the order of every sum."""
     model = build(ARCHITECTURES[name]).float()

@@ -56,11 +56,11 @@ ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 def named(
     names: Sequence[str], cuts: Mapping[str, Mapping[str, Any]], num_cuts: int | None = None
 ) -> pytest.MarkDecorator:
-    """Every architecture with every cut; `make test` runs two of the first ones, and of those `make test-more` each."""
+    """Every architecture with every cut; `make test` runs a few, `make test-more` each of the first ones."""
     parts = [*islice(cuts, num_cuts)], [*islice(cuts, num_cuts or len(cuts), None)]
     ids = [f"{name}-{cut}" for part in parts for name in names for cut in part]
     first, rest = ([cuts[each] for each in part] for part in parts)
-    combined = [*each_once(names, first, 2), *each_once(names, rest, 0)]
+    combined = [*each_once(names, first, len(names) // 2), *each_once(names, rest, 0)]
     return pytest.mark.parametrize(("name", "cut"), combined, ids=ids)
 
 
@@ -268,6 +268,7 @@ def test_a_cpu_says_that_it_has_none(caplog: pytest.LogCaptureFixture) -> None:
     assert "CUDA graphs: none, as cpu has none" in repr(pipe)
 
 
+@pytest.mark.more
 def test_an_evaluation_between_replayed_steps(device: str) -> None:
     pipe = Pipeline(build(ARCHITECTURES["llama"]).to(device), **grouped(device=device, **SETTINGS))
     losses = []

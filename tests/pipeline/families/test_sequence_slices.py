@@ -160,6 +160,7 @@ def test_gradients_are_those_of_the_sequence_in_every_way(name: str, schedule: s
                     )
 
 
+@pytest.mark.more
 def test_without_whole_tensors_the_number_of_ranks_changes_no_bit() -> None:
     found = []
     for num_ranks in (1, 2, 3, 4):
