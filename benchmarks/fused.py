@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
-from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
+from benchmarks.harness import interleaved, medians, name_of, restart_in_environment, setting, write
 from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
 from slipstream.profile.stage_bench import StageBench
 from slipstream.schedule import Op
@@ -146,8 +146,8 @@ def main() -> None:
             print(row, flush=True)
     print(verdict(rows))
     if not options.toy:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        report = {"setting": setting(repeats=options.repeats, device=name), "verdict": verdict(rows), "rows": rows}
+        more = setting(repeats=options.repeats, device=name_of(device))
+        report = {"setting": more, "verdict": verdict(rows), "rows": rows}
         print(f"wrote {write(f'fused_{device.type}', report)}")
 
 

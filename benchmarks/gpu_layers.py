@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig
 
-from benchmarks.harness import interleaved, medians, setting, wait_for, write
+from benchmarks.harness import as_graphs, interleaved, is_trial, kernels_of, medians, name_of, setting, wait_for, write
 from slipstream.attention import ContextStore
 from slipstream.model import CausalLMStage, LayerRange, check_compiler, find_anatomy, fuse_kernels, model_for_timing
 from slipstream.model.hooks import TokenSlice
-from slipstream.pipeline.execution.action_graphs import CUDAGraphs
 from slipstream.schedule import slice_lengths
 from slipstream.train.metrics.flops import measure_peak
 
@@ -60,7 +59,6 @@ COMPARED = 8  # slices
 LEAST_RATIO = {8192: 0.90, 32768: 0.98}  # of sliced to unsliced throughput
 LEAST_SHARE = 0.57  # of the peak, at the longest
 MOST_HOST = {"graphs": 1.0, "eager": 2.5}  # milliseconds of a layer and slice
-KERNELS = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 def training_flops(config: LlamaConfig, num_layers: int, length: int) -> float:
@@ -96,15 +94,8 @@ class Layers:
     def recorded(self, lengths: Sequence[int]) -> Callable[[], float]:
         """Returns the same as CUDA graphs, one for each forward and backward of a slice."""
         self.run(lengths)
-        graphs, stream = CUDAGraphs(self.device), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for compute in self._computations(lengths):
-                compute()
-            torch.cuda.synchronize()
-            replays = [graphs.record(compute, num_seeds=0) for compute in self._computations(lengths)]
-        torch.cuda.synchronize()
-        return lambda: self._timed([partial(replay, 0) for replay in replays])  # no seed: they draw nothing
+        repeat = as_graphs(partial(self._computations, lengths), self.device)
+        return lambda: self._timed([repeat])
 
     def unsliced(self, kernel: SDPBackend) -> float:
         """Returns the seconds of the layers as transformers has them."""
@@ -167,11 +158,11 @@ def measure(
     """Measures each number of slices, and the `plain` layers unsliced; returns a row for each."""
     cuts = {count: slice_lengths(count, layers.length) for count in slices}
     contenders: dict[str, Callable[[], float]] = {f"{n} slices": partial(layers.run, cut) for n, cut in cuts.items()}
-    if layers.device.type == "cuda":
-        contenders |= {name: partial(plain.unsliced, kernel) for name, kernel in KERNELS.items()}
-        contenders[f"{COMPARED} slices as graphs"] = layers.recorded(cuts[COMPARED])
+    kernels = kernels_of(layers.device)
+    contenders |= {name: partial(plain.unsliced, kernel) for name, kernel in kernels.items()}
+    contenders[f"{COMPARED} slices as graphs"] = layers.recorded(cuts[COMPARED])
     seconds = medians(interleaved(contenders, repeats, 1, steps=3))
-    best = min(seconds[name] for name in (KERNELS if layers.device.type == "cuda" else ["1 slices"]))
+    best = min(seconds[name] for name in kernels)
     return [
         {
             "tokens": layers.length,
@@ -220,7 +211,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="32768 tokens take about 8 GB for each")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--fused", action="store_true", help="with fused norms and activations, in a file of its own")
-    parser.add_argument("--toy", action="store_true", help="tiny layers, nothing is written: does it run?")
+    parser.add_argument("--toy", action="store_true", help="tiny layers, no record: does it run?")
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -241,13 +232,13 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
         del layers, plain
-    host = {} if device.type == "cpu" else host_milliseconds(config, options.layers, device, options.fused)
+    host = host_milliseconds(config, options.layers, device, options.fused)
     found = verdicts(rows, host)
     print(host, found)
-    if not options.toy:
+    if is_trial() or not options.toy:
         more = setting(
             repeats=options.repeats,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            device=name_of(device),
             layers=options.layers,
             fused=options.fused,
             dtype=str(dtype),

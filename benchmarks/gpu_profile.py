@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from itertools import product
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.harness import setting, write
+from benchmarks.harness import is_trial, name_of, setting, write
 from benchmarks.profile_fit import held_out
 from slipstream.cost import OPS, AnalyticCosts, Profile, load_cluster
 from slipstream.profile import ProfileSettings, count_model, profile_model
@@ -32,7 +33,6 @@ SIZES: dict[str, dict[str, int]] = {
 }
 TOY = {"toy": COMMON | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8}}
 LENGTH, LONGEST, GRANULARITY = 131_072, 8192, 1024  # tokens; shorter slices leave a GPU waiting for its host
-SHOWN = [(length, context) for length in (1024, 4096, 8192) for context in (0, 32_768, 122_880)]
 WORST = 0.03
 
 
@@ -58,13 +58,13 @@ def layer(profile: Profile, analytic: AnalyticCosts, longest: int) -> list[dict[
     rows: list[dict[str, object]] = []
     for op in OPS:
         fitted = profile.part_time(profile.kind_names[0], op)
-        for length, context in SHOWN:
-            if length <= longest and length + context <= profile.seq_len:
-                measured = float(fitted(length, context))
-                described = float(analytic.part_seconds(analytic.model.layers[0], op, length, context))
-                ratio = described / max(measured, 1e-9)  # a toy layer may measure as nothing
-                row = {"op": str(op), "slice": length, "context": context, "measured": 1e3 * measured}
-                rows.append(row | {"described": 1e3 * described, "described over measured": ratio})
+        contexts = (0, profile.seq_len // 4, profile.seq_len - longest)
+        for length, context in product((longest // 8, longest // 2, longest), contexts):
+            measured = float(fitted(length, context))
+            described = float(analytic.part_seconds(analytic.model.layers[0], op, length, context))
+            ratio = described / max(measured, 1e-9)  # a toy layer may measure as nothing
+            row = {"op": str(op), "slice": length, "context": context, "measured": 1e3 * measured}
+            rows.append(row | {"described": 1e3 * described, "described over measured": ratio})
     return rows
 
 
@@ -83,12 +83,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", choices=SIZES, help="of one size alone")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of measuring each size")
-    parser.add_argument("--toy", action="store_true", help="tiny layers, nothing is written: does it run?")
+    parser.add_argument("--toy", action="store_true", help="tiny layers, no record: does it run?")
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --device cpu --toy shows that it runs")
-    length, longest, granularity = (2048, 1024, 128) if options.toy else (LENGTH, LONGEST, GRANULARITY)
+    length, longest, granularity = (512, 256, 64) if options.toy else (LENGTH, LONGEST, GRANULARITY)
     settings = ProfileSettings(
         length, dtype="bfloat16", longest_slice=longest, granularity=granularity, budget=options.budget
     )
@@ -101,10 +101,9 @@ def main() -> None:
     errors = [float(str(each["error at points held out"])) for each in found.values()]
     targets = {f"mean error below {WORST:.0%}": statistics.mean(errors) < WORST}
     print(targets)
-    if not options.toy:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if is_trial() or not options.toy:
         tokens = {"sequence": length, "longest slice": longest, "granularity": granularity}
-        more = setting(device=name, tokens=tokens, budget=options.budget, dtype=settings.dtype)
+        more = setting(device=name_of(device), tokens=tokens, budget=options.budget, dtype=settings.dtype)
         print(f"wrote {write('gpu_profile', {'setting': more, 'targets': targets, 'models': found})}")
 
 

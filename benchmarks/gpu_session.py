@@ -9,9 +9,13 @@
 Each task is a process of its own with a limit. When it ends, or is ended, one file has what it printed and the records
 that it has written, so that a lease cut short has given something; both parts together write at most eight files.
 
-The machine needs a Python with PyTorch and transformers, a copy of the working tree, and no network: Slipstream is
-imported from src, and what that Python lacks from the wheels in .wheels, which git ignores, so it must be copied too. A
-task whose packages are nowhere isn't run: its file says which.
+The machine needs a Python with PyTorch, transformers, and what else is too large to carry (numba, pyarrow, pandas,
+matplotlib), a copy of the working tree, and no network: Slipstream is imported from src, and what that Python lacks
+from the wheels in .wheels, which git ignores, so it must be copied too. A task whose packages are nowhere isn't run:
+its file says which.
+
+A dry run is of the same programs with the same arguments, and those of the toy size after them, on a stand-in for that
+machine (`bare_machine`). What sources use of CUDA's modules is compared with the oldest torch (`tools.oldest_torch`).
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from tools.oldest_torch import lacking, sources
+
 # nothing of Slipstream or its packages, which this Python may lack
+from benchmarks.bare_machine import BareMachine, make_machine
 from benchmarks.records import RESULTS, ROOT, TRIAL
 
 WHEELS = ROOT / ".wheels"
@@ -45,7 +52,7 @@ CARRIED = (
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 TAIL = 20_000  # characters of what a task printed
 MOST_FILES = 8
-NEEDS = ("pytest", "pytest_timeout", "hypothesis", "peft", "accelerate", "pydantic")  # of tests
+NEEDS = ("pytest", "pytest_timeout", "hypothesis", "peft", "accelerate", "pydantic", "datasets", "numba")  # of tests
 ON_A_GPU = (
     "tests/pipeline/execution/test_step_graphs.py",
     "tests/pipeline/execution/test_offload.py",
@@ -61,13 +68,13 @@ ON_A_GPU = (
 
 @dataclass(frozen=True)
 class Task:
-    """A program, by the arguments of Python, and the same at toy size on a CPU."""
+    """A program, by the arguments of Python, and what makes it one of toy size that a CPU runs."""
 
     name: str
     part: int
     seconds: int
     command: tuple[str, ...]
-    dry: tuple[str, ...]
+    toy: tuple[str, ...] = ()  # arguments behind the others, which they outdo
     records: tuple[str, ...] = ()  # in benchmarks/results
     needs: tuple[str, ...] = ()  # packages
 
@@ -82,19 +89,13 @@ def tests(seconds: int, *arguments: str) -> tuple[str, ...]:
 
 
 TASKS = (
-    Task(
-        "doctor",
-        1,
-        20,
-        ("-m", "slipstream", "doctor", "--json"),
-        ("-m", "slipstream", "doctor", "--json"),
-    ),
+    Task("doctor", 1, 20, ("-m", "slipstream", "doctor", "--json")),
     Task(
         "nccl",
         1,
         150,
         tests(150, "-m", "nccl", *NCCL),
-        tests(600, "-k", "unequal or trainer or killed or without_a_gpu", *NCCL),
+        ("-m", "not nccl", "-k", "one_f_one_b or made_up", "--session-timeout=600"),
         needs=NEEDS,
     ),
     Task(
@@ -102,7 +103,7 @@ TASKS = (
         1,
         140,
         tests(140, "-m", "gpu", *ON_A_GPU),
-        tests(140, "-m", "gpu", "--collect-only", "-q", *ON_A_GPU),
+        ("--collect-only", "-qq"),
         needs=NEEDS,
     ),
     Task(
@@ -110,7 +111,7 @@ TASKS = (
         2,
         60,
         ("-m", "benchmarks.host_time", "--device=cuda"),
-        ("-m", "benchmarks.host_time", "--device=cpu", "--repeats=1"),
+        ("--device=cpu", "--repeats=1"),
         ("host_time_cuda",),
     ),
     Task(
@@ -118,7 +119,7 @@ TASKS = (
         2,
         110,
         ("-m", "benchmarks.gpu_attention", "--longest", "8192", "32768", "--repeats=5"),
-        ("-m", "benchmarks.gpu_attention", "--device=cpu", "--toy"),
+        ("--device=cpu", "--toy", "--repeats=1"),
         ("gpu_attention",),
     ),
     Task(
@@ -126,7 +127,7 @@ TASKS = (
         2,
         60,
         ("-m", "benchmarks.gpu_layers", "--fused", "--repeats=5"),
-        ("-m", "benchmarks.gpu_layers", "--device=cpu", "--toy", "--fused", "--repeats=1"),
+        ("--device=cpu", "--toy", "--repeats=1"),
         ("gpu_layers_fused",),
     ),
     Task(
@@ -134,7 +135,7 @@ TASKS = (
         2,
         60,
         ("-m", "benchmarks.gpu_profile", "--model=Llama-3-8B", "--budget=40"),
-        ("-m", "benchmarks.gpu_profile", "--device=cpu", "--toy", "--budget=120"),
+        ("--device=cpu", "--toy", "--budget=20"),
         ("gpu_profile",),
     ),
 )
@@ -171,11 +172,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary) / "found"
         folder.mkdir(parents=True, exist_ok=True)
-        unpack(WHEELS, Path(temporary) / "packages")
-        found = [run(task, folder, options.dry) for task in chosen]
+        if options.dry:
+            stand_in = make_machine(ROOT, Path(temporary), CARRIED)
+        else:
+            unpack(WHEELS, Path(temporary) / "packages")
+        found = [run(task, folder, stand_in if options.dry else None) for task in chosen]
     for each in found:
         print(f"{each['task']:10} {each['outcome']:8} {each['seconds']:6.1f} s  {each['last line']}")
-    if any(each["outcome"] not in ("passed", "lacks") for each in found):
+    newer = lacking(sources()) if options.dry else []
+    for each in newer:
+        print(f"{each} isn't in the oldest torch")
+    if newer or any(each["outcome"] not in ("passed", "lacks") for each in found):
         raise SystemExit(1)
 
 
@@ -224,23 +231,24 @@ def unpack(wheels: Path, folder: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *before])
 
 
-def run(task: Task, folder: Path, dry: bool) -> dict[str, Any]:
-    """Runs a task within its limit, and writes what it found at once; returns that."""
+def run(task: Task, folder: Path, stand_in: BareMachine | None = None) -> dict[str, Any]:
+    """Runs a task within its limit, and writes what it found at once; returns that. On a stand-in for the machine it is
+    of toy size and takes as long as it takes."""
     missing = [name for name in task.needs if importlib.util.find_spec(name) is None]
     if missing:
         return write(task, folder, "lacks", 0.0, f"not run: this machine lacks {', '.join(missing)}", {})
     began, first = time.monotonic(), time.time()
     with tempfile.TemporaryDirectory() as trial, tempfile.TemporaryFile("w+") as log:
-        environment = os.environ | ({TRIAL: trial} if dry else {})
         process = subprocess.Popen(
-            [sys.executable, *(task.dry if dry else task.command)],
+            [sys.executable, *task.command, *(task.toy if stand_in else ())],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**stand_in.environment, TRIAL: trial} if stand_in else None,
+            cwd=stand_in.tree if stand_in else ROOT,
             start_new_session=True,
         )
         try:
-            outcome = "passed" if process.wait(None if dry else task.seconds) == 0 else "failed"
+            outcome = "passed" if process.wait(None if stand_in else task.seconds) == 0 else "failed"
         except subprocess.TimeoutExpired:
             outcome = "too long"
         finally:
@@ -249,12 +257,15 @@ def run(task: Task, folder: Path, dry: bool) -> dict[str, Any]:
         printed = log.read()
         if outcome == "failed":
             printed += f"\nexit code {process.returncode}"
-        written = [(Path(trial) if dry else RESULTS) / f"{name}.json" for name in task.records]
+        results = Path(trial) if stand_in else RESULTS
+        names = {name.replace("_cuda", "_cpu") if stand_in else name for name in task.records}
         records = {
-            path.stem: json.loads(path.read_text())
-            for path in written
-            if path.exists() and path.stat().st_mtime >= first - 1
+            name: json.loads(path.read_text())
+            for name in names
+            if (path := results / f"{name}.json").exists() and path.stat().st_mtime >= first - 1
         }
+    if outcome == "passed" and (unwritten := names - records.keys()):
+        outcome, printed = "failed", f"{printed}\nno record {', '.join(unwritten)}"
     return write(task, folder, outcome, time.monotonic() - began, printed, records)
 
 

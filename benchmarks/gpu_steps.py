@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_layers import LLAMA_3_8B, TOY
-from benchmarks.harness import setting, wait_for, write
+from benchmarks.harness import name_of, setting, wait_for, write
 from slipstream import Pipeline, Runtime
 from slipstream.cost import OPS, Profile
 from slipstream.profile import ProfileSettings, profile_model
@@ -119,8 +119,9 @@ def main() -> None:
     }
     print(targets)
     if not options.toy:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        more = setting(device=name, layers=NUM_LAYERS, tokens=length, slices=NUM_SLICES, budget=options.budget)
+        more = setting(
+            device=name_of(device), layers=NUM_LAYERS, tokens=length, slices=NUM_SLICES, budget=options.budget
+        )
         report = {"setting": more, "targets": targets, "error at points held out": profile.error, "rows": rows}
         print(f"wrote {write('gpu_steps', report)}")
 

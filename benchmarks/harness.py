@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +103,56 @@ def wait_for(device: Any) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def name_of(device: Any) -> str:
+    """Returns what a torch.device calls itself."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def kernels_of(device: Any) -> dict[str, Any]:
+    """Returns PyTorch's fused attention kernels for a torch.device, by name."""
+    from torch.nn.attention import SDPBackend
+
+    found = {"FlashAttention-2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    return found if device.type == "cuda" else {"FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+
+
+def as_graphs(computations: Callable[[], Iterable[Callable[[], None]]], device: Any) -> Callable[[], None]:
+    """Returns a function that repeats computations, which draw nothing, each as a CUDA graph of a torch.device.
+
+    A CPU has no graphs: there the computations run once, and nothing is repeated. So programs can be tried there.
+    """
+    import torch
+
+    from slipstream.pipeline.execution.action_graphs import CUDAGraphs
+
+    of_device = torch.get_device_module(device)
+    stream = of_device.Stream()
+    stream.wait_stream(of_device.current_stream())
+    with of_device.stream(stream):
+        for compute in computations():  # so that kernels are chosen and compiled
+            compute()
+        of_device.synchronize()
+        recorder = CUDAGraphs(device) if device.type == "cuda" else _NoGraphs()
+        replays = [recorder.record(compute, num_seeds=0) for compute in computations()]
+    of_device.synchronize()
+
+    def repeat() -> None:
+        for replay in replays:
+            replay(0)  # no seed, as nothing is drawn
+
+    return repeat
+
+
+class _NoGraphs:
+    """Computes in place of recording."""
+
+    def record(self, compute: Callable[[], None], num_seeds: int) -> Callable[[int], None]:
+        compute()
+        return lambda _: None
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.gpu_layers import COMPARED, TOY, Layers
-from benchmarks.harness import interleaved, medians, restart_in_environment, setting, wait_for, write
+from benchmarks.harness import interleaved, medians, name_of, restart_in_environment, setting, wait_for, write
 from slipstream.model import check_compiler
 
 TOKENS = 8  # of a slice
@@ -119,8 +119,7 @@ def main() -> None:
         print(f"{name:13} {row['microseconds']:7} us, {row['calls']:6} calls of Python functions")
     reached = verdicts(found)
     print(reached)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    more = setting(repeats=options.repeats, device=name, layers=options.layers)
+    more = setting(repeats=options.repeats, device=name_of(device), layers=options.layers)
     report = {"setting": more, "targets": reached, "layer and slice": found}
     print(f"wrote {write(f'host_time_{device.type}', report)}")
 
