@@ -32,7 +32,15 @@ import numpy as np
 
 from slipstream.cost.cluster import Cluster, LinkKind
 from slipstream.cost.operation_counts import Amount, AttentionCall, ModelCount, OpCount, PartCount, StateBytes
-from slipstream.cost.stages import ActionBytes, Stage, all_of, kept_by_layers, layers_with_backward, pipeline_costs
+from slipstream.cost.stages import (
+    EXCHANGES,
+    ActionBytes,
+    Stage,
+    all_of,
+    kept_by_layers,
+    layers_with_backward,
+    pipeline_costs,
+)
 from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost
 
@@ -132,6 +140,8 @@ class AnalyticCosts:
 
     def part_seconds(self, part: PartCount, op: Op, length: Any, context: Any) -> Any:
         """Returns the seconds of one op of one part of the model; B is I and W, R is F."""
+        if op in BACKWARDS and not part.has_backward:
+            return 0.0
         if op is Op.B:
             return sum(self.part_seconds(part, each, length, context) for each in (Op.I, Op.W))
         exchanged = sum(self._part_exchanges(part, op, length))
@@ -210,7 +220,7 @@ class AnalyticCosts:
         """Returns the parts of it that are exchanges of ranks that share layers, slices and experts: see
         `EXCHANGES`."""
         parts = [[n * s for s in self._part_exchanges(p, op, length)] for n, p in self.model.counted(layers)]
-        return tuple(map(sum, zip(*parts, strict=True)))
+        return tuple(map(sum, zip([0.0] * len(EXCHANGES), *parts, strict=True)))
 
     def _part_exchanges(self, part: PartCount, op: Op, length: Any) -> tuple[Any, ...]:
         reduced = self._part_reduce_seconds(part, Op.F if op is Op.R else op, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from slipstream.cost import Degrees
 from slipstream.planner.joint import JointPlan
@@ -61,6 +62,42 @@ class Configuration:
         """Returns the names of the fields in which the two differ."""
         names = [each.name for each in fields(self)]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+class Mesh(NamedTuple):
+    """The degrees of a configuration, and the sequences of its microbatches."""
+
+    degrees: Degrees
+    pipeline_parallel: int
+    data_parallel: int
+    microbatch_size: int
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> Mesh:
+        """Returns the mesh of a configuration."""
+        c = configuration
+        return cls(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.degrees.tensor
+
+    @property
+    def context_parallel(self) -> int:
+        return self.degrees.context
+
+    @property
+    def expert_parallel(self) -> int:
+        return self.degrees.experts
+
+    @property
+    def context_exchange(self) -> str:
+        return self.degrees.exchange
+
+    @property
+    def num_copies(self) -> int:
+        """The number of ranks with the same weights."""
+        return self.data_parallel * self.context_parallel
 
 
 @dataclass(frozen=True, slots=True)

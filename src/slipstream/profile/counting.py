@@ -31,11 +31,13 @@ from slipstream.model import (
     LayerHalf,
     LayerPart,
     ModelAnatomy,
+    ModelEnd,
     SavedStorages,
     causal_cross_entropy,
     copy_with_shared_weights,
     fuse_kernels,
     keep_half,
+    keep_layers,
     meta_model,
     storage_id,
     watched_kernels,
@@ -98,6 +100,8 @@ def _counted(
     structures, names = find_layer_kinds(config, anatomy, model)
     placed = [(kind, places.of_layer(layer)) for layer, kind in enumerate(structures)]
     distinct = list(dict.fromkeys(placed))
+    if anatomy.hidden is None and not anatomy.shared:  # no layer reads another one's tensors or weights
+        keep_layers(model, anatomy, {*map(placed.index, distinct), len(placed) - 1, *ModelEnd})
     calls = [record_calls(model, anatomy, length, seq_len) for length in _LENGTHS]
     width, last = config.get_text_config().hidden_size, len(places.trained) - 1
     layers = {f"{anatomy.layers}.{placed.index(each)}": each for each in distinct}
@@ -308,11 +312,8 @@ def _fresh(value: Any, gets_gradient: bool) -> Any:
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(gets_gradient and value.is_floating_point() and value.dim() == 3)
     if isinstance(value, tuple):
-        fresh = [_fresh(item, gets_gradient) for item in value]
-        return tuple(
-            item.detach() if isinstance(item, Tensor) and len(value) == 2 else new
-            for item, new in zip(value, fresh, strict=True)
-        )
+        is_pair = len(value) == 2
+        return tuple(i.detach() if is_pair and isinstance(i, Tensor) else _fresh(i, gets_gradient) for i in value)
     return {key: _fresh(item, gets_gradient) for key, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -359,7 +360,7 @@ def counting_model(config: PretrainedConfig, dtype: torch.dtype, trained: Traine
 
 
 def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq_len: int) -> ModelCalls:
-    """Runs the whole model once, without computing anything.
+    """Runs the model once, without computing anything.
 
     Raises SlipstreamError where it neither attends through transformers' AttentionInterface nor carries states instead.
     """

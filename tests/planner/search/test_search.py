@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -29,15 +30,15 @@ from slipstream.cost.operation_counts import QUANTISED_BYTES
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.quantised import BasePrecision
-from slipstream.planner.plans import Configuration, Plan
+from slipstream.planner.plans import Configuration, Mesh, Plan
 from slipstream.planner.report import configuration_text, reasons
 from slipstream.planner.search import search_plans
-from slipstream.planner.search.bounds import NewestResults, ScheduleShape
+from slipstream.planner.search.bounds import MemoryBound, NewestResults, ScheduleShape
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_space import Mesh, PlanSpace
+from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
 from slipstream.profile import count_model
-from slipstream.schedule import COMMUNICATION, Op, make_schedule
+from slipstream.schedule import COMMUNICATION, SCHEDULES, Op, make_schedule
 from slipstream.schedule.lowering import add_reductions
 from slipstream.simulator import MemoryKind, StageSlice, memory_of, simulate
 from slipstream.simulator.memory_arrays import order_bytes
@@ -456,6 +457,22 @@ def test_schedules_are_kept_by_their_size() -> None:
     assert kept(small._replace(num_microbatches=45)) is large
     assert kept(small, True) is other
     assert kept(small) is not first
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_few_microbatches_hold_no_more_than_many(offloads: bool) -> None:
+    """And nearly as much, so that the quick test of memory needs no more; unless a schedule holds all of them."""
+    draw = np.random.default_rng(0)
+    for name, num_ranks, num_slices in product(SCHEDULES, (2, 3, 4), (1, 2, 5)):
+        stages = SCHEDULES[name].stages_per_rank
+        for stages_per_rank in {stages[0], stages[min(2, len(stages) - 1)]}:
+            shape = ScheduleShape(name, num_ranks, 44, num_slices, stages_per_rank)
+            sizes = draw.uniform(1, 2, (2, num_ranks * stages_per_rank, num_slices))
+            bound = MemoryBound(sizes[0] + sizes[1], sizes[0], sizes[0].sum(axis=1), 0 * sizes[0, :, 0], offloads)
+            few, many = (bound.peaks(each) for each in (shape.with_few_microbatches, shape))
+            assert (few <= many * (1 + 1e-12)).all()
+            assert few.max() > 0.7 * many.max()
+            assert (shape.with_few_microbatches.num_microbatches < 44) == (name not in ("gpipe", "breadth-first"))
 
 
 def test_a_single_device_is_planned_wherever_something_fits() -> None:

@@ -129,7 +129,7 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
 
     Raises:
         OutOfMemoryError: where nothing fits the memory limit even so.
-        SlipstreamError: where no slices are allowed.
+        SlipstreamError: where no slices are allowed, or nothing was found that takes less than `most_seconds`.
     """
     problem.check()
     least: list[_Least] = []
@@ -139,9 +139,11 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
             searches = _search(replace(problem, effort=problem.effort / len(savings)), recompute, on_progress)
             plan = _best(searches[:_FINALISTS])
             found += [] if plan is None else [plan]
-            least += [_least(searches)] if plan is None else []
+            least += [_least(searches)] if plan is None and problem.most_seconds == inf else []
         if found:
             return min(found, key=lambda plan: plan.seconds)
+    if problem.most_seconds < inf:
+        raise SlipstreamError(f"nothing was found that fits and takes less than {problem.most_seconds:.4g} seconds.")
     fitting = [each for each in least if max(each.bytes) <= (problem.memory_limit or inf)]
     if fitting:
         return fitting[0].search.plan_in(fitting[0].candidate, fitting[0].schedule)
@@ -150,7 +152,7 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
 
 def _best(searches: list[PlacementSearch]) -> JointPlan | None:
     """Returns the best of the placements' plans, or that with the dynamic program's slices where it is better yet."""
-    finals = Finals([search for search in searches if search.best])
+    finals = Finals([search for search in searches if search.is_promising])
     finals.run()
     ordered = [(search.plan(best), search) for search, best in finals.best.items() if best]
     plans = sorted(((plan, search) for plan, search in ordered if plan), key=lambda pair: pair[0].seconds)
@@ -216,7 +218,7 @@ def _search(problem: JointProblem, recompute: str, on_progress: Callable[[float]
 
     choices = placements(problem.num_ranks, problem.num_units)
     searches = [PlacementSearch(problem, placement, recompute, on_effort) for placement in choices]
-    best, left = inf, problem.effort
+    best, left = problem.most_seconds, problem.effort
     for number, search in enumerate(searches):
         share = left / (len(searches) - number)
         left += search.run(best, share) - share

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
 from typing import Any
@@ -12,7 +14,7 @@ import numpy as np
 from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS, partition_of
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, steepest_descent
+from slipstream.planner.joint.problem import Candidate, JointPlan, JointProblem, moved_cuts, steepest_descent
 from slipstream.planner.joint.unit_costs import SlicedUnits
 from slipstream.planner.order.list_scheduling import ListScheduler, PriorityRule, alone_starts
 from slipstream.planner.order.makespan_bounds import rank_bounds
@@ -146,6 +148,7 @@ _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slice
 _STARTS = 5  # improved by local search
 _ORDER_SHARE = 0.1  # of the search's effort, for the best order of a candidate that is left at the end
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
+_WITHIN_REACH = 1.05  # times the seconds that matter: a longer step in a quick order can't be made as short
 _TRIES = 3  # to order a candidate within the memory limit, with less and less room
 _EXACT_CUTS = 256  # places to cut for the dynamic program
 
@@ -174,14 +177,26 @@ class PlacementSearch:
         self._effort = effort
         starts = [*dict.fromkeys(self.starts())]
         self.exact = self._exact_slices(starts[0].bounds)
+        starts.sort(key=self.rough_bound)
+        if min(map(self.rough_bound, (self.exact, starts[0]))) >= self.problem.most_seconds:
+            return effort
         first: list[Candidate] = [self.exact]
-        for candidate in sorted(starts, key=self.rough_bound):
+        for candidate in starts:
             if self.rough_bound(candidate) < min(self.seconds, limit) and self._effort > effort / 2:
                 first.append(candidate)
             self._simulated(first[-1])
         for candidate in sorted(first, key=self._simulated)[:_STARTS]:
-            self._descend(candidate)
+            if self._is_near(self._simulated(candidate)):
+                self._descend(candidate)
         return max(0.0, self._effort)
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether something fits that may be of interest in a better order."""
+        return self.best is not None and self._is_near(self.seconds)
+
+    def _is_near(self, seconds: float) -> bool:
+        return seconds < _WITHIN_REACH * self.problem.most_seconds
 
     def plan(self, candidate: Candidate) -> JointPlan | None:
         """Returns the candidate with its best order; None where none was found that keeps to the memory limit."""
@@ -259,22 +274,23 @@ class PlacementSearch:
         """Bytes that each rank has for activations."""
         return None if self.memory is None else self.memory.room(candidate, self.units(candidate.slices))
 
-    def _rank_bounds(self, candidate: Candidate) -> tuple[float, float]:
-        """The largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones."""
-        units = self.units(candidate.slices)
+    def _rank_bounds(self, slices: tuple[int, ...], cuts: Sequence[tuple[int, ...]]) -> list[tuple[float, float]]:
+        """Returns the largest bound of a rank, and the sum of their squares, which tells even ranks from uneven ones,
+        of each cut."""
+        units, bounds = self.units(slices), np.array(cuts, np.int64)
         found = rank_bounds(
-            {op: units.stage_seconds(op, candidate.bounds) for op in OPS},
+            {op: units.stage_seconds(op, bounds) for op in OPS},
             self.ranks,
             [0],
             units.message_seconds,
             self.problem.num_microbatches,
-            units.frozen_stages(candidate.bounds),
+            (bounds[:, 1:] <= self.problem.costs.num_frozen_units).sum(axis=1),
         )
-        return float(found.max()), float((found**2).sum())
+        return [*zip(found.max(axis=1).tolist(), (found**2).sum(axis=1).tolist(), strict=True)]
 
     def rough_bound(self, candidate: Candidate) -> float:
         """Returns a lower bound of the step, less close than `bound`, in a fraction of its time."""
-        return self._rank_bounds(candidate)[0]
+        return self._rank_bounds(candidate.slices, [candidate.bounds])[0][0]
 
     def _simulated(self, candidate: Candidate) -> float:
         """The seconds of the candidate in a good order; of the rules only the best for its number of slices count."""
@@ -347,7 +363,8 @@ class PlacementSearch:
 
     def _evened(self, candidate: Candidate) -> Candidate:
         """Moves units between neighbours as long as the ranks' bounds get lower or more even."""
-        return steepest_descent(candidate, self._rank_bounds, Candidate.cuts)[0]
+        value = partial(self._rank_bounds, candidate.slices)
+        return replace(candidate, bounds=steepest_descent(candidate.bounds, value, moved_cuts)[0])
 
     def _descend(self, candidate: Candidate) -> None:
         """Changes one thing at a time, until no change makes the simulated step shorter or the effort is used up."""

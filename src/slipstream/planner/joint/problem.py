@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import inf
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +38,7 @@ class JointProblem:
             gradients, optimizer state and activations alone count.
         split: whether backwards may be split into input and weight gradients.
         effort: how many actions list scheduling may place; some 5 million take a second.
+        most_seconds: only a shorter step is of interest.
         tied: whether the head's weight embeds too, so that the embedding is spread where the head is.
     """
 
@@ -51,6 +53,7 @@ class JointProblem:
     account: MemoryAccount | None = None
     split: bool = True
     effort: float = 1.5e8
+    most_seconds: float = inf
     tied: bool = False
 
     def check(self) -> None:
@@ -176,7 +179,7 @@ class Candidate:
 
     def cuts(self) -> Iterator[Candidate]:
         """Yields the candidate with one to three neighbouring cuts moved by one or two units."""
-        yield from (replace(self, bounds=bounds) for bounds in _moved(self.bounds, (-1, 1, -2, 2), most=3))
+        yield from (Candidate(bounds, self.slices) for bounds in moved_cuts(self.bounds))
 
     def slicings(self, problem: JointProblem) -> Iterator[Candidate]:
         """Yields the candidate with tokens moved between slices, a slice halved, or two joined."""
@@ -199,20 +202,23 @@ class Candidate:
 
 
 def steepest_descent(
-    start: Choice, value: Callable[[Choice], Value], changes: Callable[[Choice], Iterable[Choice]], most: float = inf
+    start: Choice,
+    values: Callable[[list[Choice]], Iterable[Value]],
+    changes: Callable[[Choice], Iterable[Choice]],
+    most: float = inf,
 ) -> tuple[Choice, Value]:
     """Returns what is reached by taking the best change again and again while the value falls, and its value.
 
     It ends once `most` changes were tried.
     """
-    best, least = start, value(start)
+    best, (least,) = start, values([start])
     while most > 0:
-        found = {changed: value(changed) for changed in changes(best)}
-        most -= len(found)
-        changed = min(found, key=found.__getitem__, default=best)
-        if changed == best or found[changed] >= least:
+        changed = [*dict.fromkeys(changes(best))]
+        most -= len(changed)
+        found = min(zip(values(changed), changed, strict=True), key=itemgetter(0), default=(least, best))
+        if found[0] >= least:
             break
-        best, least = changed, found[changed]
+        least, best = found
     return best, least
 
 
@@ -241,7 +247,9 @@ class SlowedStep:
         as the step becomes shorter.
         """
         start = self._bounds(partition)
-        best, seconds = steepest_descent(start, self._simulated, lambda each: _moved(each, (-1, 1)), _MOST_SIMULATIONS)
+        best, seconds = steepest_descent(
+            start, partial(map, self._simulated), lambda each: _moved(each, (-1, 1)), _MOST_SIMULATIONS
+        )
         return partition_of(best, self._per_layer), seconds
 
     @cached_property
@@ -257,6 +265,11 @@ class SlowedStep:
     def _slowed(self, table: TableCost) -> TableCost:
         factors = [self.slowness.get(rank, 1.0) for rank in self.schedule.placement]
         return replace(table, times={key: seconds * factors[key[0]] for key, seconds in table.times.items()})
+
+
+def moved_cuts(bounds: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the bounds with one to three neighbouring cuts moved by one or two units."""
+    return _moved(bounds, (-1, 1, -2, 2), most=3)
 
 
 def _moved(bounds: tuple[int, ...], steps: Sequence[int], most: float = inf) -> Iterator[tuple[int, ...]]:

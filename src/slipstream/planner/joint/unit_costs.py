@@ -116,13 +116,14 @@ class SlicedUnits:
         times |= {op: (times[op][0] + again, times[op][1] + besides) for op in (Op.B, Op.I)}
         return {op: _prefix(*each) for op, each in times.items()}
 
-    def stage_seconds(self, op: Op, bounds: Sequence[int]) -> Floats:
-        """Returns the seconds of an op, (stages, slices); stage g has the units bounds[g] to bounds[g+1] - 1."""
+    def stage_seconds(self, op: Op, bounds: Sequence[int] | Ints) -> Floats:
+        """Returns the seconds of an op, (..., stages, slices); stage g has the units bounds[g] to bounds[g+1] - 1."""
+        ends = np.asarray(bounds)[..., 1:]
         seconds = _of_stages(self._prefixes[op], bounds)
         if op in WITH_MESSAGES:
-            seconds = seconds + np.outer(messages_of_stages(len(bounds) - 1), self._handling)
+            seconds = seconds + np.outer(messages_of_stages(ends.shape[-1]), self._handling)
         if op is not Op.F:
-            seconds[: self.frozen_stages(bounds)] = 0.0
+            seconds[ends <= self.costs.num_frozen_units] = 0.0
         return seconds
 
     def frozen_stages(self, bounds: Sequence[int]) -> int:
@@ -219,11 +220,10 @@ def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:
     return np.concatenate([np.zeros((1, units.shape[1])), np.cumsum(units, axis=0)]), fixed
 
 
-def _of_stages(prefix: tuple[Floats, Floats], bounds: Sequence[int]) -> Floats:
-    """Returns the sums over the units of each stage, (stages, slices)."""
+def _of_stages(prefix: tuple[Floats, Floats], bounds: Sequence[int] | Ints) -> Floats:
+    """Returns the sums over the units of each stage, (..., stages, slices)."""
     sums, fixed = prefix
-    rows = sums[np.array(bounds, np.int64)]
-    total: Floats = rows[1:] - rows[:-1] + fixed
+    total: Floats = np.diff(sums[np.asarray(bounds)], axis=-2) + fixed
     return total
 
 

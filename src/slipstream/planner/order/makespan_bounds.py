@@ -57,34 +57,34 @@ def rank_bounds(
     firsts: Sequence[int] | Ints,
     link_seconds: Floats,
     num_microbatches: int = 1,
-    num_frozen: int = 0,
+    num_frozen: int | Ints = 0,
     split: bool = True,
 ) -> Floats:
-    """Returns, for each rank, seconds that no order of the actions beats, in a fraction of `makespan_bound`'s time.
+    """Returns, (..., ranks), seconds that no order of the actions beats, in a fraction of `makespan_bound`'s time.
 
     A rank begins once the first slice of some microbatch has reached it, does all its work, and its last input gradient
     has yet to travel through the stages before, while weight gradients may follow at the very end.
 
     Args:
-        seconds: of F, B, I and W, (stages, slices).
+        seconds: of F, B, I and W, (..., stages, slices).
         ranks: of the stages.
         firsts: the first slice of each microbatch.
         link_seconds: of each slice's message.
         num_microbatches: like those that the slices are of.
-        num_frozen: the first stages, to which no gradient is sent.
+        num_frozen: the first stages, to which no gradient is sent; (...).
         split: whether backwards may be split.
     """
     forward, whole, inputs, weights = (seconds[op] for op in (Op.F, Op.B, Op.I, Op.W))
     back, both = (np.minimum(whole, inputs), np.minimum(whole, inputs + weights)) if split else (whole, whole)
-    number = int(ranks.max()) + 1
+    own, first_stages = np.unique(ranks, return_index=True)
+    of_rank = (ranks[:, None] == own).astype(float)
     link = link_seconds[firsts] * (np.diff(ranks, prepend=ranks[0]) != 0)[:, None]
-    ahead, behind = forward[:, firsts], back[:, firsts]
-    head, tail = np.full(number, np.inf), np.full(number, np.inf)
-    np.minimum.at(head, ranks, (np.cumsum(ahead + link, axis=0) - ahead).min(axis=1))
-    sent = link * (np.arange(len(ranks)) > num_frozen)[:, None]
-    np.minimum.at(tail, ranks, (np.cumsum(behind + sent, axis=0) - behind).min(axis=1))
-    until_sent = num_microbatches * np.bincount(ranks, (forward + back).sum(axis=1), minlength=number) + tail
-    work = num_microbatches * np.bincount(ranks, (forward + both).sum(axis=1), minlength=number)
+    ahead, behind = forward[..., firsts], back[..., firsts]
+    sent = link * (np.arange(len(ranks)) > np.expand_dims(num_frozen, -1))[..., None]
+    head = (np.cumsum(ahead + link, axis=-2) - ahead).min(axis=-1)[..., first_stages]
+    tail = (np.cumsum(behind + sent, axis=-2) - behind).min(axis=-1)[..., first_stages]
+    until_sent = num_microbatches * (forward + back).sum(axis=-1) @ of_rank + tail
+    work = num_microbatches * (forward + both).sum(axis=-1) @ of_rank
     bounds: Floats = head + np.maximum(work, until_sent)
     return bounds
 

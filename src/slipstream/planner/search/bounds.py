@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from math import prod
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import pairwise, product
+from math import inf, prod
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,10 @@ from slipstream.simulator.memory_arrays import row_peaks
 _Result = TypeVar("_Result")
 
 
+_HOLD_ALL = ("gpipe", "breadth-first")
+_FILLED = 3  # times the slices that a pipeline has ranks: a schedule that bounds its memory has no more under way
+
+
 class ScheduleShape(NamedTuple):
     """The arguments of `slipstream.make_schedule`, and how many stages have no backwards."""
 
@@ -45,6 +49,15 @@ class ScheduleShape(NamedTuple):
     def counts(self) -> tuple[int, int, int, int]:
         """The ranks, microbatches, slices and stages per rank."""
         return self.num_ranks, self.num_microbatches, self.num_slices, self.stages_per_rank
+
+    @property
+    def with_few_microbatches(self) -> ScheduleShape:
+        """The shape with fewer microbatches, of which a rank has no more at the same time: a few groups of as many as
+        pass interleaved stages together. Where a rank has all of them, they stay."""
+        group = -(-self.num_ranks // self.num_slices)
+        if self.name in _HOLD_ALL:
+            return self
+        return self._replace(num_microbatches=min(self.num_microbatches, _FILLED * group))
 
 
 class NewestResults(Generic[_Result]):
@@ -82,7 +95,7 @@ def _make_schedule(shape: ScheduleShape, recompute: bool = False, offload: float
 
 
 # With what follows from it a schedule takes up to two kilobytes for each slice of a stage.
-cached_schedule = NewestResults(250_000, _make_schedule)
+cached_schedule = NewestResults(60_000, _make_schedule)
 
 
 def with_savings(schedule: Schedule, recompute: bool = False, offload: float = 0.0) -> ActionArrays:
@@ -104,6 +117,15 @@ class PlacedPartition:
         return StageParts.of_units(self.bounds)
 
     @cached_property
+    def part_counts(self) -> Floats:
+        """What each stage has once besides its parts, and how many parts of each kind, (stage, 1 + kinds)."""
+        counts = np.zeros((len(self.stages), 2 + max(self.costs.parts)))
+        counts[:, 0] = 1
+        stages = np.repeat(np.arange(len(self.stages)), np.diff(self.bounds))
+        np.add.at(counts, (stages, 1 + np.array(self.costs.parts)), 1)
+        return counts
+
+    @cached_property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
 
@@ -122,13 +144,26 @@ class PlacedPartition:
         """Marks the stages that send their input gradient to another rank."""
         return np.array([False, *(a != b for a, b in pairwise(self.placement))])
 
+    @cached_property
+    def _alike(self) -> tuple[list[StageParts], Ints]:
+        """A stage of each kind, and the place among them of every stage's: stages of equal parts cost the same."""
+        _, firsts, places = np.unique(self.part_counts, axis=0, return_index=True, return_inverse=True)
+        return [self.stages[first] for first in firsts], places.ravel()
+
     def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
         """Returns the value of each stage."""
-        return np.array([value(stage) for stage in self.stages])
+        different, places = self._alike
+        found: Floats = np.array([value(stage) for stage in different], float)[places]
+        return found
 
-    def per_rank(self, values: Sequence[float] | Floats) -> Floats:
-        """Returns the sum over the stages of each rank."""
-        return np.bincount(self.placement, values, self.num_ranks).astype(np.float64)
+    @cached_property
+    def _of_rank(self) -> Floats:
+        """Which stages a rank has, (stage, rank)."""
+        return np.eye(self.num_ranks)[list(self.placement)]
+
+    def per_rank(self, values: Floats) -> Floats:
+        """Returns the sums over the stages of each rank, (..., rank) of (..., stage)."""
+        return values @ self._of_rank
 
 
 @dataclass(frozen=True)
@@ -164,87 +199,180 @@ class StageTimes:
         return found | ({Op.R: self.replay[recompute]} if recompute in REPLAYED else {})
 
 
-@dataclass(frozen=True, eq=False)
-class ConfigurationGroup:
-    """The bounds of configurations that differ only in how they save memory.
+class Savings(NamedTuple):
+    """The ways to save memory that a search may combine, of each those that cost least first."""
 
-    That no simulation beats the bounds is tested (`test_no_simulation_beats_a_bound`).
+    recompute: tuple[str, ...]
+    offload: tuple[float, ...]
+    shard: tuple[str, ...]
+
+    @property
+    def every(self) -> list[tuple[str, float, str]]:
+        """All combinations."""
+        return list(product(*self))
+
+
+Slicing = tuple[int, ...]  # tokens of each slice; () for any slices
+
+
+@dataclass(frozen=True, eq=False)
+class GroupBounds:
+    """The bounds of configurations with the same cut, which differ in their slices and in how they save memory.
+
+    That no simulation beats them is tested (`test_no_simulation_beats_a_bound`).
     """
 
     cut: PlacedPartition
-    make_times: Callable[[], StageTimes]  # once they are asked for
+    times: StageTimes  # of a sequence's first slice, of all others, and of its last: (slicing, stage, 3)
     sizes: StageSizes
     source: CostSource
     num_microbatches: int
+    num_copies: int  # ranks with the same weights
     splits_all: bool  # whether all backwards are I and W, or only those that send their result to another rank
-    slices: tuple[int, ...]  # empty where any number will do, for memory
+    slicings: Sequence[Slicing]
+    savings: Savings
 
-    @cached_property
-    def times(self) -> StageTimes:
-        return self.make_times()
-
-    def least_seconds(self, configuration: Configuration, tail: Floats) -> float:
-        """Returns a lower bound of the step, where each rank's last action is followed by `tail` seconds.
+    def least_seconds(self, tails: Floats) -> Floats:
+        """Returns lower bounds of the step, (slicing, saving), where each rank's last action is followed by its tail.
 
         It is the longest of the ranks' times: what precedes their first stage's first forward, their work, what follows
         their first stage's last backward, and the optimizer; or the copies to the host and back, if longer. Where a
         backward is split, what follows overlaps with late weight gradients: the larger counts.
+
+        Args:
+            tails: seconds, (what is sharded, rank).
         """
-        ends = float((self._last_action_ends[configuration.recompute] + tail).max())
-        return max(ends, self._copy_seconds(configuration))
+        ends = (self._last_action_ends[:, None] + tails[:, None]).max(axis=-1)
+        return self._by_slicing(np.maximum(ends[:, None], self._copy_seconds[:, :, None]))
+
+    def _by_slicing(self, bounds: Floats) -> Floats:
+        """Returns bounds by recomputation, offload, sharding and slicing as (slicing, saving)."""
+        return bounds.reshape(-1, len(self.slicings)).T
 
     @cached_property
-    def _last_action_ends(self) -> dict[str, Floats]:
-        """The earliest end of each rank's last action, by kind of recomputation.
+    def _by_layer(self) -> Flags:
+        return np.array([what in BY_LAYER for what in self.savings.recompute])
+
+    @cached_property
+    def _last_action_ends(self) -> Floats:
+        """The earliest end of each rank's last action, (recomputation, slicing, rank).
 
         The last slice of a microbatch isn't recomputed where its backward directly follows its forward, but then the
         rank waits in between for the stages after: the shorter of the two counts.
         """
-        return {what: self._ends(what) for what in self.times.replay}
+        times, cut, kinds, number = self.times, self.cut, self.savings.recompute, self.num_microbatches
+        forward = np.broadcast_to(times.compute[Op.F], (len(kinds), *times.compute[Op.F].shape))
+        again, replay = np.zeros(forward.shape), np.zeros(forward.shape)
+        for index, what in enumerate(kinds):
+            again[index] = times.within_backwards(what)
+            replay[index] = times.replay[what] if what in REPLAYED else 0.0
+        split = (self.splits_all | (cut.sends_back & ~self._by_layer[:, None]))[:, None, :, None]
+        back = np.where(split, times.compute[Op.I], times.compute[Op.B]) + again
+        weights = np.where(split, times.compute[Op.W], 0.0)
+        computed = {Op.F: forward, Op.B: back + weights, Op.I: back, Op.W: weights}
+        of_slices = {op: each[..., :2] for op, each in computed.items()}
+        ends = rank_bounds(of_slices, np.array(cut.placement), [0], np.zeros(2), number)
+        around = (forward + back)[..., ::-1, 2]
+        waits = (np.cumsum(around, axis=-1) - around)[..., ::-1]
+        first, others, last = np.moveaxis(replay, -1, 0)
+        return ends + number * cut.per_rank(first + others - last + np.minimum(last, waits))
 
-    def _ends(self, recompute: str) -> Floats:
-        seconds, cut, number = self.times.seconds(recompute), self.cut, self.num_microbatches
-        split = (self.splits_all | (cut.sends_back & (recompute not in BY_LAYER)))[:, None]
-        back = np.where(split, seconds[Op.I], seconds[Op.B])
-        weights = np.where(split, seconds[Op.W], 0.0)
-        computed = {Op.F: seconds[Op.F], Op.B: back + weights, Op.I: back, Op.W: weights}
-        ends = rank_bounds(computed, np.array(cut.placement), [0], np.zeros(1), number)
-        if Op.R not in seconds:
-            return ends
-        around = seconds[Op.F][:, -1] + back[:, -1]
-        waits = np.append(np.cumsum(around[:0:-1])[::-1], 0.0)
-        again = seconds[Op.R][:, :-1].sum(axis=1) + np.minimum(seconds[Op.R][:, -1], waits)
-        return ends + number * cut.per_rank(again)
+    @cached_property
+    def _copy_seconds(self) -> Floats:
+        """The seconds of a rank's copies to the host, (recomputation, offload, slicing); a slice or two of a microbatch
+        may stay on the device."""
+        host, shares = self.source.host, np.array(self.savings.offload)
+        away = np.array([sum(sorted(slices)[:-2]) / max(1, sum(slices)) for slices in self.slicings])
+        sent = self._kept.min(axis=1)[:, None] * shares * self.num_microbatches
+        found: Floats = (sent / (host.bandwidth if host else inf))[:, :, None] * away
+        return found
 
-    def _copy_seconds(self, configuration: Configuration) -> float:
-        """Returns the seconds of a rank's copies to the host; a slice or two of a microbatch may stay on the device."""
-        c, host, slices = configuration, self.source.host, self.slices
-        if not c.offload or host is None:
-            return 0.0
-        sent = c.offload * self.num_microbatches * self.cut.per_rank(self.sizes.kept[c.recompute]).min()
-        return float(sent * sum(sorted(slices)[:-2]) / sum(slices) / host.bandwidth)
+    @cached_property
+    def _kept(self) -> Floats:
+        """What a microbatch keeps on each rank, (recomputation, rank)."""
+        return np.stack([self.cut.per_rank(self.sizes.kept[what]) for what in self.savings.recompute])
 
-    def least_bytes(self, configuration: Configuration) -> float:
-        """Returns a lower bound of the fullest rank's bytes: its state and one microbatch.
+    def least_bytes(self) -> Floats:
+        """Returns lower bounds of the fullest rank's bytes, (slicing, saving): its state and one microbatch.
 
         Between its forwards and its backwards every rank holds a microbatch whole, on the device or on its host. For
         the first microbatch there are no gradients yet.
         """
-        sizes, per_rank = self.sizes, self.cut.per_rank
-        state = self.source.state.of_shards(configuration.shard)
+        sizes, state, per_rank = self.sizes, self.source.state, self.cut.per_rank
+        by_layer = self._by_layer[:, None, None]
         gradients = state.gradients if self.num_microbatches > 1 else 0
-        slices, recompute = self.slices, configuration.recompute
-        by_layer = recompute in BY_LAYER
+        optimized = [
+            state.of_shards(shard).optimizer * sizes.optimized(1 if shard == "none" else self.num_copies)
+            for shard in self.savings.shard
+        ]
+        kept = per_rank(sizes.weights + gradients * sizes.trained + np.stack(optimized))
         # a backward has all of its slice's activations, or a layer's, whatever was dropped or offloaded before
-        activations = sizes.largest * (max(slices) / sum(slices) if slices and not by_layer else 0.0)
-        if not configuration.offload:
-            activations = np.maximum(activations, per_rank(sizes.kept[recompute]))
-        context = per_rank(sizes.context * self.cut.trains)  # a stage without backwards frees it after its forwards
-        if by_layer and len(slices) < 2:
-            context = np.zeros_like(context)
-        kept = per_rank(sizes.weights) + gradients * per_rank(sizes.trained)
-        kept = kept + state.optimizer * per_rank(sizes.optimized(configuration.optimizer_shards))
-        return float((kept + context + activations).max())
+        longest = np.array([max(slices, default=0) / max(1, sum(slices)) for slices in self.slicings])
+        working = sizes.largest * longest[:, None] * ~by_layer
+        whole = np.maximum(working, self._kept[:, None])
+        activations = np.stack([working if share else whole for share in self.savings.offload], axis=1)
+        # a stage without backwards frees it after its forwards
+        is_lone = np.array([len(slices) < 2 for slices in self.slicings])
+        context = per_rank(sizes.context * self.cut.trains) * ~(by_layer & is_lone[:, None])
+        held = (activations + context[:, None])[:, :, None] + kept[:, None]
+        return self._by_slicing(held.max(axis=-1))
+
+
+Promise = tuple[float, float, int, bool]  # least seconds of the step, then what saves memory at little cost first
+
+
+@dataclass(frozen=True, eq=False)
+class ConfigurationGroup:
+    """Configurations of a mesh with the same cut, and what their steps and memory take at least.
+
+    Args:
+        first: what they have in common.
+        names: of their schedules.
+        slicings: (number of slices, slicing) of each.
+        savings: how they save memory.
+        seconds: of the step, (slicing, saving); 0 for what is too large.
+        sizes: bytes of the fullest rank, (slicing, saving).
+        least_seconds: of the step with any slices; infinite where that is too large.
+    """
+
+    VARIED: ClassVar = ("schedule", "num_slices", "slicing", *Savings._fields)
+
+    first: Configuration
+    names: tuple[str, ...]
+    slicings: list[tuple[int, str]]
+    savings: Savings
+    seconds: Floats
+    sizes: Floats
+    least_seconds: float
+
+    def bounded(self) -> Iterator[tuple[float, float, Configuration]]:
+        """Yields (least seconds of the step, least bytes of the fullest rank, configuration)."""
+        seconds, sizes = self.seconds.tolist(), self.sizes.tolist()
+        for name, slicing, saving in product(*map(range, (len(self.names), *self.seconds.shape))):
+            yield seconds[slicing][saving], sizes[slicing][saving], self._at(name, slicing, saving)
+
+    def in_order(self, memory: float) -> Iterator[tuple[Promise, Configuration]]:
+        """Yields those that may fit, the most promising first."""
+        index = {what: number for number, what in enumerate(self.savings.recompute)}
+        costs = [(offload, index[what], shard == "none") for what, offload, shard in self.savings.every]
+        seconds, fits = self.seconds, self.sizes <= memory
+        keys = *np.broadcast_to(np.transpose(costs)[::-1, None], (3, *seconds.shape)), seconds
+        places = np.flatnonzero(fits)[np.lexsort([each[fits] for each in keys])]
+        for slicing, saving in np.transpose(np.unravel_index(places, fits.shape)).tolist():
+            promise = (float(seconds[slicing, saving]), *costs[saving])
+            yield from ((promise, self._at(name, slicing, saving)) for name in range(len(self.names)))
+
+    def _at(self, name: int, slicing: int, saving: int) -> Configuration:
+        (count, kind), (recompute, offload, shard) = self.slicings[slicing], self.savings.every[saving]
+        return replace(
+            self.first,
+            schedule=self.names[name],
+            num_slices=count,
+            slicing=kind,
+            recompute=recompute,
+            offload=offload,
+            shard=shard,
+        )
 
 
 _F, _B, _I, _W = (OPS.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -272,7 +400,7 @@ def _mark_actions(shape: ScheduleShape) -> MarkedActions:
     return MarkedActions(arrays.firsts, op, stage, arrays.slice, opens, closes, reduces)
 
 
-marked_actions = NewestResults(2_000_000, _mark_actions)
+marked_actions = NewestResults(500_000, _mark_actions)
 
 
 @dataclass(frozen=True)

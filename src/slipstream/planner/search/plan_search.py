@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from heapq import heapify, heappop, heappush, nsmallest
-from itertools import count, islice, product
+from heapq import nsmallest
+from itertools import islice, product
 from math import ceil, inf, prod
 from operator import itemgetter
 from typing import Any
@@ -24,19 +24,16 @@ from typing import Any
 from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import AnalyticUnits, JointPlan, JointProblem, ProfileUnits, UnitCosts, find_joint_plan
-from slipstream.planner.plans import AUTO, Alternative, Configuration, Plan, Prediction
+from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
 from slipstream.planner.search.bounds import PlacedPartition, cached_schedule, marked_actions
+from slipstream.planner.search.frontier import Frontier, ProgressReport
 from slipstream.planner.search.plan_options import PlanOptions
-from slipstream.planner.search.plan_space import FoundPlan, Mesh, PlanSpace
+from slipstream.planner.search.plan_space import FoundPlan, PlanSpace
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration, may_fit, predict
-from slipstream.planner.slicing.equal_stage_slicing import search_compiled
 from slipstream.schedule import Schedule, split_backwards
 from slipstream.simulator import simulate
 from slipstream.units import bytes_text, plural
-
-ProgressReport = Callable[[str, int, int], None]  # what is done, how many are done, out of how many (0: unknown)
-BoundedConfiguration = tuple[float, Configuration]  # a lower bound of its step, in seconds
 
 # Kinds of recomputation by how little they hold, each with those that are never slower.
 _SAVINGS = {
@@ -143,82 +140,6 @@ def search_plans(
     )
 
 
-_EVERY = 5000  # configurations between two reports of progress
-_Waiting = tuple[tuple[float, float, int, bool], int, Configuration]
-
-
-class Frontier:
-    """The configurations that may fit by lower bounds of their steps, as far as they have been asked for.
-
-    Of equally promising ones, those that save memory at the least cost come first. Meshes that no configuration fits
-    are left out.
-    """
-
-    def __init__(self, space: PlanSpace, report: ProgressReport) -> None:
-        self._space, self._report, self._number = space, report, count()
-        every = list(space.meshes())
-        fitting = [mesh for mesh in every if space.mean_state(mesh) <= space.memory]
-        self.num_meshes = len(every)
-        self.num_bounded = self.num_too_large = 0
-        self._meshes = [(space.least_seconds(mesh), next(self._number), mesh) for mesh in fitting]
-        heapify(self._meshes)
-        self._waiting: list[_Waiting] = []
-        self._ordered: list[BoundedConfiguration] = []
-
-    @property
-    def num_bounded_meshes(self) -> int:
-        """The meshes whose configurations have been bounded, or all of which are too large."""
-        return self.num_meshes - len(self._meshes)
-
-    def starting(self, index: int) -> Iterator[BoundedConfiguration]:
-        """Yields the configurations from this place on, the most promising first."""
-        while index < len(self._ordered) or self._extend():
-            yield self._ordered[index]
-            index += 1
-
-    def others(self, choice: str, value: object) -> Iterator[Configuration]:
-        """Yields configurations with another value of a choice: those of other meshes are bounded once the known ones
-        are used up, and none where the choice allows no other."""
-        values = getattr(self._space.options, choice)
-        if values is not None and {*values} <= {value}:
-            return
-        of_mesh = hasattr(Mesh, choice)
-        known = [c for _, c in self._ordered] + [c for *_, c in sorted(self._waiting)]
-        yield from (c for c in known if getattr(c, choice) != value)
-        self._meshes.sort()  # and so still a heap, whichever are taken out
-        for each in list(self._meshes):
-            if not of_mesh or getattr(each[2], choice) != value:
-                self._meshes.remove(each)
-                yield from (c for *_, c in sorted(self._bound(each[2])) if getattr(c, choice) != value)
-
-    def _extend(self) -> bool:
-        """Puts the next configuration in its place; False where there is none."""
-        while self._meshes and (not self._waiting or self._meshes[0][0] <= self._waiting[0][0][0]):
-            self._bound(heappop(self._meshes)[2])
-        if not self._waiting:
-            return False
-        (seconds, *_), _, configuration = heappop(self._waiting)
-        self._ordered.append((seconds, configuration))
-        return True
-
-    def _bound(self, mesh: Mesh) -> list[_Waiting]:
-        """Bounds a mesh's configurations, which then wait for their turn, and returns those that may fit."""
-        found: list[_Waiting] = []
-        for seconds, size, c in self._space.of_mesh(mesh):
-            self.num_bounded += 1
-            if self.num_bounded % _EVERY == 0:
-                search_compiled()  # which pays now
-                self._report("bounds", self.num_bounded, 0)
-            if size > self._space.memory:
-                self.num_too_large += 1
-                continue
-            order = seconds, c.offload, [*_SAVINGS].index(c.recompute), c.shard == "none"
-            found.append((order, next(self._number), c))
-        for each in found:
-            heappush(self._waiting, each)
-        return found
-
-
 @dataclass
 class _PlanSearch:
     space: PlanSpace
@@ -258,7 +179,8 @@ class _PlanSearch:
         if not is_wanted(self.space.options):
             return
         for start in promising(sorted(self.seconds, key=self.seconds.__getitem__)):
-            for found in joint_candidates(self.space, start, self.report):
+            best = min(map(self.seconds.__getitem__, self._allowed()), default=inf)
+            for found in joint_candidates(self.space, start, best, self.report):
                 candidate = SimulatedConfiguration.of(self.space, found)
                 if candidate.fits():
                     self.num_simulated += 1
@@ -300,8 +222,11 @@ class _PlanSearch:
 
     def predictions(self) -> Iterator[Prediction]:
         """Yields the simulated ones, best first."""
-        allowed = [c for c in self.seconds if self.space.options.allows("schedule", c.schedule)]
-        yield from map(self.prediction, sorted(allowed, key=self.seconds.__getitem__))
+        yield from map(self.prediction, sorted(self._allowed(), key=self.seconds.__getitem__))
+
+    def _allowed(self) -> list[Configuration]:
+        """Returns the simulated ones whose schedule may be chosen: joint searches start from any."""
+        return [c for c in self.seconds if self.space.options.allows("schedule", c.schedule)]
 
     def prediction(self, configuration: Configuration) -> Prediction:
         """Returns what a simulated configuration does."""
@@ -459,8 +384,12 @@ def promising(configurations: Iterable[Configuration]) -> list[Configuration]:
     return list(of_mesh.values())[:_MOST_MESHES]
 
 
-def joint_candidates(space: PlanSpace, start: Configuration, report: ProgressReport) -> Iterator[Configuration]:
+def joint_candidates(
+    space: PlanSpace, start: Configuration, best: float, report: ProgressReport
+) -> Iterator[Configuration]:
     """Yields what is found on the mesh of `start`, with less and less memory, and adds it to the space.
+
+    Where it can't take less than `best` seconds, nothing is.
 
     First without a limit of memory, as it is and then with `start`'s offloading; then, unless that helps, within the
     device's memory, by the full account of it; then the first again with all of `start`'s ways to save memory. With
@@ -468,12 +397,13 @@ def joint_candidates(space: PlanSpace, start: Configuration, report: ProgressRep
     recomputed one by one.
     """
     allows = space.options.allows
-    free = _find(space, start, report, limited=False)
+    find = partial(_find, space, start, best, report)
+    free = find(limited=False)
     plans = (free, *free.rejected) if free else ()
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
             yield _added(space, start, _split(plan) if _saves(start) else plan, "none", offload)
-    limited = None if start.offload or not allows("offload", 0.0) else _find(space, start, report, limited=True)
+    limited = None if start.offload or not allows("offload", 0.0) else find(limited=True)
     if limited and allows("recompute", limited.recompute):
         yield _added(space, start, limited, limited.recompute, 0.0)
     if start.recompute != "none":
@@ -486,8 +416,10 @@ def _saves(start: Configuration) -> bool:
     return start.offload > 0 or start.recompute != "none"
 
 
-def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limited: bool) -> JointPlan | None:
-    """Returns the joint plan; None where nothing fits, or there is no memory limit to keep to."""
+def _find(
+    space: PlanSpace, start: Configuration, best: float, report: ProgressReport, limited: bool
+) -> JointPlan | None:
+    """Returns the joint plan; None where nothing fits or is as fast, or there is no memory limit to keep to."""
     num_microbatches = space.shape(start).num_microbatches
     if limited and space.memory == inf:
         return None
@@ -505,6 +437,7 @@ def _find(space: PlanSpace, start: Configuration, report: ProgressReport, limite
         account=partial(_most_bytes, space, start) if limited else None,
         split=split,
         effort=_EFFORT,
+        most_seconds=best - float(space.tails(start).sum(axis=0).min()),
     )
     try:
         return find_joint_plan(problem, lambda share: report("cuts and orders, percent", round(100 * share), 100))

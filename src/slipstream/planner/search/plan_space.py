@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import product, starmap
 from math import gcd, inf
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from slipstream.cost import (
     Degrees,
     Stage,
     StageCosts,
+    StageParts,
     messages_of_stages,
     parts_of,
     unit_bounds,
@@ -29,11 +29,14 @@ from slipstream.cost import (
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan
 from slipstream.planner.partition import partition_layers
-from slipstream.planner.plans import AUTO, Configuration
+from slipstream.planner.plans import AUTO, Configuration, Mesh
 from slipstream.planner.search.bounds import (
     ConfigurationGroup,
+    GroupBounds,
     PlacedPartition,
+    Savings,
     ScheduleShape,
+    Slicing,
     StageSizes,
     StageTimes,
     cached_schedule,
@@ -42,7 +45,7 @@ from slipstream.planner.search.bounds import (
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.planner.slicing.equal_stage_slicing import between_cuts
-from slipstream.schedule import SCHEDULES, Op, ScheduleKind, make_schedule
+from slipstream.schedule import BACKWARDS, SCHEDULES, Op, ScheduleKind, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and what isn't counted take the rest
@@ -59,42 +62,6 @@ class FoundPlan:
     plan: JointPlan
 
 
-class Mesh(NamedTuple):
-    """The degrees of a configuration, and the sequences of its microbatches."""
-
-    degrees: Degrees
-    pipeline_parallel: int
-    data_parallel: int
-    microbatch_size: int
-
-    @classmethod
-    def of(cls, configuration: Configuration) -> Mesh:
-        """Returns the mesh of a configuration."""
-        c = configuration
-        return cls(c.degrees, c.pipeline_parallel, c.data_parallel, c.microbatch_size)
-
-    @property
-    def tensor_parallel(self) -> int:
-        return self.degrees.tensor
-
-    @property
-    def context_parallel(self) -> int:
-        return self.degrees.context
-
-    @property
-    def expert_parallel(self) -> int:
-        return self.degrees.experts
-
-    @property
-    def context_exchange(self) -> str:
-        return self.degrees.exchange
-
-    @property
-    def num_copies(self) -> int:
-        """The number of ranks with the same weights."""
-        return self.data_parallel * self.context_parallel
-
-
 class PlanSpace:
     """The configurations of one search and their stages' costs; costs that many share are computed once."""
 
@@ -107,9 +74,10 @@ class PlanSpace:
         self.longest = self.choices.longest
         self.alike, self._slowest = cache(self._first_alike), cache(self._find_slowest)
         self._partition, self._times = cache(self._compute_partition), cache(self._compute_times)
-        self._row, self._tails, self.sizes = cache(self._compute_row), cache(self._compute_tails), cache(self._sizes)
-        self._gradients = cache(self._compute_gradients)
-        self._whole = cache(self._whole_seconds)
+        self._tails, self.sizes = cache(self._compute_tails), cache(self._sizes)
+        self._gradients, self._whole = cache(self._compute_gradients), cache(self._whole_seconds)
+        self._columns, self._work = cache(self._part_columns), cache(self._whole_work)
+        self._state = cache(self._state_bytes)
         self._alike: dict[tuple[int, ...], Stage] = {}
         self.found: dict[Configuration, FoundPlan] = {}  # by the joint search
 
@@ -181,28 +149,6 @@ class PlanSpace:
             if found:
                 yield stages, found
 
-    def slicings(self, unsliced: Configuration, may_fit: bool = True) -> list[tuple[int, str]]:
-        """Returns (number of slices, slicing) for a configuration; of two equal slicings only the first.
-
-        An exact slicing is one for a pipeline: with one rank nothing is gained by cutting. Of what can't fit it isn't
-        sought, unless no other is allowed.
-        """
-        c, found, counts = unsliced, list[tuple[int, str]](), list[int]()
-        if self.options.allows("slicing", "equal-time"):
-            counts = self.choices.counts(c.pipeline_parallel, c.context_parallel)
-            found = [(count, "equal-time") for count in counts]
-        if c.pipeline_parallel > 1 and self.options.allows("slicing", "exact") and (may_fit or not found):
-            exact = self._exact(c)
-            if (
-                exact
-                and self.options.allows("num_slices", len(exact))
-                and not (
-                    len(exact) in counts and exact == self.choices.equal_time(c.degrees, c.microbatch_size, len(exact))
-                )
-            ):
-                found.append((len(exact), "exact"))
-        return found
-
     def shape(self, configuration: Configuration) -> ScheduleShape:
         c, number = configuration, self.num_microbatches(configuration)
         counts = c.pipeline_parallel, number, c.num_slices, c.stages_per_rank
@@ -265,29 +211,54 @@ class PlanSpace:
         c = configuration
         return self._times(c.degrees, c.microbatch_size, self.cut(c), self.slices(c))
 
-    def _compute_times(self, degrees: Degrees, size: int, cut: PlacedPartition, slices: tuple[int, ...]) -> StageTimes:
-        rows = [self._row(degrees, size, self.alike(layers), slices) for layers in cut.stages]
-        ends = len(_COMPUTE), len(_COMPUTE) + len(_EXCHANGED) * len(EXCHANGES)
-        compute, exchanged, replay = np.split(np.stack(rows, axis=1), ends)
-        handling = self.costs(degrees, size).handling_seconds(np.array(slices))
-        messages = np.outer(messages_of_stages(len(cut.stages)), handling)
+    def _compute_times(self, degrees: Degrees, size: int, cut: PlacedPartition, slices: Slicing) -> StageTimes:
+        return self._times_of(cut, self._part_times(degrees, size, (slices,)), slices)
+
+    def _times_of(self, cut: PlacedPartition, parts: Floats, slices: Slicing) -> StageTimes:
+        """Returns the times of a cut's stages, (..., stage, slice), from those of their parts."""
+        rows = np.moveaxis(np.tensordot(cut.part_counts, parts, 1), 0, -2)
+        ends = np.cumsum([len(_COMPUTE), len(_EXCHANGED) * len(EXCHANGES), len(self.source.recomputations)])
+        compute, exchanged, replay, handling = np.split(rows, ends)
+        messages = messages_of_stages(len(cut.stages))[:, None] * handling[0]
+        trains = cut.trains[:, None]
+        of_op = {
+            op: each * (trains if op in BACKWARDS else 1) + (op in WITH_MESSAGES) * messages
+            for op, each in zip(_COMPUTE, compute, strict=True)
+        }
         return StageTimes(
-            compute={op: each + (op in WITH_MESSAGES) * messages for op, each in zip(_COMPUTE, compute, strict=True)},
-            replay=dict(zip(self.source.recomputations, replay, strict=True)),
+            compute=of_op,
+            replay=dict(zip(self.source.recomputations, replay * trains, strict=True)),
             exchanged=dict(zip(_EXCHANGED, np.split(exchanged, len(_EXCHANGED)), strict=True)),
             slices=slices,
         )
 
-    def _compute_row(self, degrees: Degrees, size: int, layers: Stage, slices: tuple[int, ...]) -> Floats:
-        """Returns the times of one stage: F, B, I, W, the exchanges in F and in I, and each recomputation."""
-        costs, length = self.costs(degrees, size), np.array(slices)
-        context = np.cumsum(length) - length
-        rows = [costs.seconds(layers, op, length, context) for op in _COMPUTE]
-        rows += [each for op in _EXCHANGED for each in costs.exchange_seconds(layers, op, length)]
-        for what in self.source.recomputations:
-            replays = what != "none" and costs.has_backward(layers)
-            rows.append(costs.replay_seconds(layers, what, length, context) if replays else 0.0)
-        return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in rows])
+    def _part_times(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
+        """Returns the times of what a stage has besides its parts, and of a part of each kind, (1 + kinds, time,
+        slice), of the slices of one slicing after the other: F, B, I, W, the exchanges in F and in I, each
+        recomputation, and the handling of a message."""
+        costs, parts = self.costs(degrees, size), self.source.parts
+        length = np.concatenate(slicings)
+        context = np.concatenate([np.cumsum(slices) - slices for slices in slicings])
+
+        def times(stage: StageParts) -> Floats:
+            rows = [costs.seconds(stage, op, length, context) for op in _COMPUTE]
+            rows += [each for op in _EXCHANGED for each in costs.exchange_seconds(stage, op, length)]
+            kinds = self.source.recomputations
+            rows += [0.0 if k == "none" else costs.replay_seconds(stage, k, length, context) for k in kinds]
+            return np.stack([np.broadcast_to(np.asarray(row, float), length.shape) for row in (*rows, 0.0)])
+
+        besides = times(StageParts(len(parts), len(parts)))
+        found = [besides]
+        for part in map(parts.index, range(max(parts) + 1)):
+            own = times(StageParts(part, part + 1)) - besides
+            if not costs.has_backward(StageParts(part, part + 1)):
+                own[[_COMPUTE.index(op) for op in _COMPUTE if op in BACKWARDS]] = 0.0
+            found.append(own)
+        besides[-1] = costs.handling_seconds(length)
+        return np.stack(found)
+
+    def _part_columns(self, degrees: Degrees, size: int, slicings: tuple[Slicing, ...]) -> Floats:
+        return _columns(self._part_times(degrees, size, slicings), slicings)
 
     def _first_alike(self, stage: Stage) -> Stage:
         """Returns the first stage asked for that costs the same."""
@@ -316,12 +287,7 @@ class PlanSpace:
         return np.stack([gradients, cut.per_rank(gathered), cut.per_rank(optimizer)])
 
     def _sizes(self, cut: PlacedPartition) -> StageSizes:
-        costs, length, alike = cut.costs, self.seq_len, [self.alike(stage) for stage in cut.stages]
-
-        def per_stage(value: Callable[[Stage], float]) -> Floats:
-            of_each = {stage: value(stage) for stage in dict.fromkeys(alike)}
-            return np.array([of_each[stage] for stage in alike])
-
+        costs, length, per_stage = cut.costs, self.seq_len, cut.per_stage
         kept = {
             what: per_stage(partial(costs.kept_bytes, recompute=what, length=length))
             for what in self.source.recomputations
@@ -348,79 +314,105 @@ class PlanSpace:
         costs, whole = self.costs(mesh.degrees, mesh.microbatch_size), range(len(self.source.kinds))
         if not isinstance(costs, AnalyticCosts):
             return 0.0
-        # where keys are gathered, slices only make the last rank's attention less uneven
-        excess = costs.uneven_seconds(whole, self.seq_len)
-        seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in _COMPUTE}
-        work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
         num_microbatches = self.global_batch // (mesh.data_parallel * mesh.microbatch_size)
         optimizer = costs.optimizer_step_seconds(whole, mesh.num_copies)
-        return (max(0.0, work - excess) * num_microbatches + optimizer) / mesh.pipeline_parallel
+        work = self._work(mesh.degrees, mesh.microbatch_size)
+        return (work * num_microbatches + optimizer) / mesh.pipeline_parallel
+
+    def _whole_work(self, degrees: Degrees, size: int) -> float:
+        """Returns the seconds of a microbatch's forward and backward on one rank with all layers."""
+        costs, whole = self.costs(degrees, size), range(len(self.source.kinds))
+        seconds = {op: float(costs.seconds(whole, op, self.seq_len, 0)) for op in _COMPUTE}
+        work = seconds[Op.F] + min(seconds[Op.B], seconds[Op.I] + seconds[Op.W])
+        # where keys are gathered, slices only make the last rank's attention less uneven
+        return max(0.0, work - costs.uneven_seconds(whole, self.seq_len)) if isinstance(costs, AnalyticCosts) else work
 
     def of_mesh(self, mesh: Mesh) -> Iterator[tuple[float, float, Configuration]]:
         """Yields (least seconds of the step, least bytes of the fullest rank, configuration) of all on a mesh.
 
-        What is too large has no time, 0. Where everything is, whatever the slices, no exact slicing is sought.
+        What is too large has no time, 0.
         """
+        for group in self.groups(mesh):
+            yield from group.bounded()
+            if exact := self.with_exact_slices(group):
+                yield from exact.bounded()
+
+    def groups(self, mesh: Mesh) -> Iterator[ConfigurationGroup]:
+        """Yields the configurations of a mesh whose slices take equal time, those with the same cut together."""
         degrees, pipeline, data, size = mesh
         savings = self._savings(mesh)
-        mean = [self._mean_state(mesh, shard) for _, _, shard in savings]
-        has_room = min(mean, default=inf) <= self.memory
+        if not savings.every:
+            return
+        counts = self.choices.counts(pipeline, degrees.context) if self.options.allows("slicing", "equal-time") else []
+        slicings = [(count, "equal-time") for count in counts]
         for stages_per_rank, names in self.shapes(pipeline, self.global_batch // (data * size)):
-            known: dict[tuple[PlacedPartition, int, str, bool], list[tuple[float, float]]] = {}
-            for name in names if savings else ():
-                first = degrees.tensor, pipeline, data, stages_per_rank, name, size
-                others = degrees[1:]
-                unsliced = Configuration(*first, 1, *savings[0], "equal-time", *others)
-                fits = has_room and self._may_fit(unsliced, savings)
-                for count, slicing in self.slicings(unsliced, fits):
-                    alike = [Configuration(*first, count, *saving, slicing, *others) for saving in savings]
-                    if not has_room:
-                        yield from ((0.0, least, each) for least, each in zip(mean, alike, strict=True))
-                        continue
-                    key = (self.cut(alike[0]), count, slicing, SCHEDULES[name].splits)
-                    if key not in known:
-                        known[key] = self._bounds(alike)
-                    for configuration, bounds in zip(alike, known[key], strict=True):
-                        yield *bounds, configuration
+            alike: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+            for name in names:
+                alike.setdefault((_placement(name, pipeline, stages_per_rank), SCHEDULES[name].splits), []).append(name)
+            for same in alike.values():
+                first = degrees.tensor, pipeline, data, stages_per_rank, same[0], size
+                unsliced = Configuration(*first, 1, *savings.every[0], "equal-time", *degrees[1:])
+                yield self._group(unsliced, tuple(same), slicings, savings)
+
+    def with_exact_slices(self, group: ConfigurationGroup) -> ConfigurationGroup | None:
+        """Returns a group's configurations with slices that are the best for a pipeline of equal stages.
+
+        With one rank nothing is gained by cutting. Of what can't fit they aren't sought, unless no others are allowed.
+        """
+        c, allows = group.first, self.options.allows
+        if c.pipeline_parallel == 1 or not allows("slicing", "exact"):
+            return None
+        if (group.least_seconds < inf or not group.slicings) and (found := self._exact(c)):
+            is_known = (len(found), "equal-time") in group.slicings
+            is_known = is_known and found == self.choices.equal_time(c.degrees, c.microbatch_size, len(found))
+            if allows("num_slices", len(found)) and not is_known:
+                return self._group(c, group.names, [(len(found), "exact")], group.savings)
+        return None
+
+    def _group(
+        self, first: Configuration, names: tuple[str, ...], slicings: list[tuple[int, str]], savings: Savings
+    ) -> ConfigurationGroup:
+        degrees, size, cut = first.degrees, first.microbatch_size, self.cut(first)
+        shapes = [replace(first, num_slices=count, slicing=slicing) for count, slicing in slicings]
+        lengths = tuple(map(self.slices, shapes))
+        timed = (*lengths, (min(self.seq_len, self.longest),), (self.choices.least_first(degrees),))
+        bounds = GroupBounds(
+            cut=cut,
+            times=self._times_of(cut, self._columns(degrees, size, timed), ()),
+            sizes=self.sizes(cut),
+            source=self.source,
+            num_microbatches=self.num_microbatches(first),
+            num_copies=first.num_copies,
+            splits_all=SCHEDULES[first.schedule].splits,
+            slicings=(*lengths, ()),
+            savings=savings,
+        )
+        tails = [self.tails(replace(first, shard=shard)).sum(axis=0) for shard in savings.shard]
+        sizes, seconds = bounds.least_bytes(), bounds.least_seconds(np.stack(tails))
+        if not isinstance(cut.costs, AnalyticCosts) or first.context_exchange == "keys":
+            seconds[-1] = self.least_seconds(Mesh.of(first))  # slices may be faster than a whole sequence
+        is_large = sizes > self.memory
+        (*_, least), seconds = np.where(is_large, inf, seconds).min(axis=1), np.where(is_large, 0.0, seconds)
+        return ConfigurationGroup(first, names, slicings, savings, seconds[:-1], sizes[:-1], float(least))
 
     def mean_state(self, mesh: Mesh) -> float:
         """Returns the least weights, gradients and optimizer state that a rank of a mesh may have, if all had as
         much; infinite where no way to save memory is allowed."""
-        shards = {each for _, _, each in self._savings(mesh)}
-        return min((self._mean_state(mesh, each) for each in shards), default=inf)
-
-    def _mean_state(self, mesh: Mesh, shard: str) -> float:
-        """Returns the weights, gradients and optimizer state of a rank, if all had as much."""
         degrees, pipeline, data, size = mesh
+        has_more = self.global_batch > data * size
+        shards = {(shard, mesh.num_copies if shard != "none" else 1) for _, _, shard in self._savings(mesh).every}
+        return min((self._state(degrees, size, *each, has_more) for each in shards), default=inf) / pipeline
+
+    def _state_bytes(self, degrees: Degrees, size: int, shard: str, number: int, has_more: bool) -> float:
+        """Returns the weights, gradients and optimizer state of one rank with all layers; without gradients where they
+        aren't there before the only microbatch's end."""
         costs, layers = self.costs(degrees, size), range(len(self.source.kinds))
         state = self.source.state.of_shards(shard)
-        gradients = state.gradients if self.global_batch > data * size else 0
-        held = costs.weight_bytes(layers, state.weights) + gradients * costs.num_trained(layers)
-        optimized = costs.num_optimized(layers, mesh.num_copies if shard != "none" else 1)
-        return (held + state.optimizer * optimized) / pipeline
+        held = costs.weight_bytes(layers, state.weights) + has_more * state.gradients * costs.num_trained(layers)
+        return held + state.optimizer * costs.num_optimized(layers, number)
 
-    def _may_fit(self, unsliced: Configuration, savings: list[tuple[str, float, str]]) -> bool:
-        """Returns False only where each way to save memory is too little, however many slices there are."""
-        group = self._group(unsliced, ())
-        shapes = (replace(unsliced, recompute=r, offload=o, shard=s) for r, o, s in savings)
-        return any(group.least_bytes(each) <= self.memory for each in shapes)
-
-    def _group(self, first: Configuration, slices: tuple[int, ...]) -> ConfigurationGroup:
-        cut = self.cut(first)
-        of_step = self.num_microbatches(first), SCHEDULES[first.schedule].splits
-        return ConfigurationGroup(cut, partial(self.times, first), self.sizes(cut), self.source, *of_step, slices)
-
-    def _bounds(self, alike: list[Configuration]) -> list[tuple[float, float]]:
-        """Returns the least seconds and bytes of configurations that differ only in how they save memory."""
-        group = self._group(alike[0], self.slices(alike[0]))
-        sizes = [group.least_bytes(each) for each in alike]
-        return [
-            (group.least_seconds(each, self.tails(each).sum(axis=0)) if size <= self.memory else 0.0, size)
-            for each, size in zip(alike, sizes, strict=True)
-        ]
-
-    def _savings(self, mesh: Mesh) -> list[tuple[str, float, str]]:
-        """Returns the ways to save memory as (recompute, offload, shard), those that cost nothing first.
+    def _savings(self, mesh: Mesh) -> Savings:
+        """Returns the ways to save memory, those that cost nothing first.
 
         A run gathers sharded parameters once a step, which takes as long and holds as much as ZeRO-1 does at its
         fullest: so they are tried only where they are asked for, and where training doesn't refuse them.
@@ -431,7 +423,19 @@ class PlanSpace:
         shards = [each for each in shards if self.options.allows("shard", each)]
         if "parameters" in (self.options.shard or ()) and mesh.num_copies > 1 and mesh.tensor_parallel == 1:
             shards.append("parameters")
-        return list(product(recomputations, offloads, shards))
+        return Savings(tuple(recomputations), offloads, tuple(shards))
+
+
+def _columns(row: Floats, slicings: tuple[Slicing, ...]) -> Floats:
+    """Returns the times of each slicing's first slice, of all others, and of its last, (..., slicing, 3).
+
+    Of the last two slicings, a whole sequence and a short slice, comes what any slices take at least.
+    """
+    stops = np.cumsum([len(slices) for slices in slicings])
+    starts = np.append(0, stops[:-1])
+    every, first, last = np.add.reduceat(row, starts, axis=-1), row[..., starts], row[..., stops - 1]
+    first[..., -2] = first[..., -1]
+    return np.stack([first, every - first, last], axis=-1)[..., :-1, :]
 
 
 def _allows(kind: ScheduleKind, stages: int) -> bool:
@@ -470,8 +474,9 @@ def _placement(schedule: str, pipeline: int, stages_per_rank: int) -> tuple[int,
     return make_schedule(schedule, pipeline, 1, 1, stages_per_rank).placement
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -531,6 +536,15 @@ class SliceChoices:
         whole, half = (sequence_seconds(costs, tokens, middle) for tokens in (length, length // 2))
         return min(1.0, max(0.0, 2 * (1 - 2 * half / whole)))
 
+    def _least(self, degrees: Degrees) -> int:
+        """Returns the tokens of the shortest slice of an exact slicing: of slices that take equal time the last ones
+        may also be half as long as the mean."""
+        return max(self.shortest, degrees.context * self.least_tokens // 2, self.seq_len // _MOST_EXACT)
+
+    def least_first(self, degrees: Degrees) -> int:
+        """Returns the tokens of the shortest first slice of an exact slicing."""
+        return min(self.seq_len, self.longest, max(self._least(degrees), self.granularity))
+
     def _compute_exact(
         self, degrees: Degrees, size: int, stage: Stage, num_ranks: int, num_passes: int
     ) -> tuple[int, ...] | None:
@@ -539,9 +553,7 @@ class SliceChoices:
         The pipeline is filled once, by a slice on each rank (TeraPipe, Eq. 5). In all, a rank runs `num_passes` whole
         sequences of microbatches through one stage: as many as its microbatches times its stages.
         """
-        # of slices that take equal time the last ones may also be half as long as the mean
-        own = degrees.context * self.least_tokens
-        least = max(self.shortest, own // 2, self.seq_len // _MOST_EXACT)
+        least = self._least(degrees)
         forward, backward = (partial(self._slice_seconds, degrees, size, stage, op) for op in (Op.F, Op.B))
         between = self.granularity
         try:
