@@ -99,7 +99,7 @@ def counted_rows(number: int = 22, unlabelled: tuple[int, ...] = ()) -> list[dic
     ]
 
 
-@pytest.mark.parametrize(("name", "is_known"), [("gpt2", False), ("llama", True)])
+@pytest.mark.parametrize(("name", "is_known"), first_of([("gpt2", False), ("llama", True)]))
 def test_losses_are_divided_as_by_a_trainer(
     name: str, is_known: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
