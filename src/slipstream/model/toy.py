@@ -105,6 +105,8 @@ class full_precision(float64_masks):  # noqa: N801  used as a context
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # an attribute is read, as in most calls
+            return func(*args)
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Tensor) and first.dtype == torch.float64:

@@ -151,7 +151,8 @@ def assign_layers(
     if cut := [edge.layer for stage in layers for edge in stage if isinstance(edge, HalfLayer)]:
         if reason := model.anatomy.obstacle(f"{model.anatomy.layers}.{layer}" for layer in cut):
             raise SlipstreamError(f"partition={list(counts)} cuts a layer in half: {reason}. Give whole layers there.")
-        halves = halves or find_halves(model.config, model.anatomy)
+        # Where there are none, looking for them again says why.
+        halves = halves or model.halves_or_none() or find_halves(model.config, model.anatomy)
     elif model.uses_randomness:
         halves = halves or model.halves_or_none()
     separate_ends = frozenset(edge for stage in layers for edge in stage if isinstance(edge, ModelEnd))
