@@ -343,18 +343,23 @@ def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> 
 
 
 @pytest.mark.more
-def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(cluster: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("vocabulary", ["whole", "spread"])
+def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(
+    cluster: Path, tmp_path: Path, vocabulary: str
+) -> None:
     """By two processes: the cut in halves, the slices and the order of the plan are those of the run."""
     settings, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     cluster.write_text(yaml.safe_dump(CLUSTER | {"num_nodes": 1}))
     degrees = {"pipeline_parallel": "2", "schedule": "auto", "recompute": "none", "offload": "0"}
-    written = plan_file(settings, cluster, output, **degrees, global_batch=1)["pipeline"]
+    written = plan_file(settings, cluster, output, **degrees, global_batch=1, vocabulary=vocabulary)["pipeline"]
+    assert written.get("vocabulary", "whole") == vocabulary
     assert written["schedule"] == "plan.txt"
     output = tmp_path.rename(tmp_path.with_name("moved")) / "plan.yaml"
     tmp_path, text = output.parent, output.parent / text.name
     order = Schedule.parse(output.with_name("plan.txt").read_text())
-    assert any(layers != int(layers) for layers in written["partition"])
+    assert order.spreads_vocabulary == (vocabulary == "spread")
+    assert order.spreads_vocabulary or any(layers != int(layers) for layers in written["partition"])
     assert len(written["partition"]) == order.num_stages
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     trained = launch(

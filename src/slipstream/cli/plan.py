@@ -64,6 +64,7 @@ def plan(
     slicing: Annotated[_List, _choices("Where slices are cut: equal-time, exact, auto")] = None,
     recompute: Annotated[_List, _choices("Recomputation: none, selective, full, stage, stage+full")] = None,
     offload: Annotated[_List, _choices("Share of slices whose activations go to host memory, 0 to 1")] = None,
+    vocabulary: Annotated[_List, _choices("The head's rows: whole, or spread over the ranks of a pipeline")] = None,
     shard: Annotated[_List, _choices("What is sharded over the pipelines: none, optimizer, parameters")] = None,
     fused: Annotated[
         bool, Option("--fused", help="Plan with fused norms, activations and rotary embeddings (runtime.fused).")
@@ -98,7 +99,7 @@ def plan(
         **_parse(int, data_parallel=data_parallel, stages_per_rank=stages_per_rank),
         **_parse(int, context_parallel=context_parallel, expert_parallel=expert_parallel),
         **_parse(int, microbatch_size=microbatch_size, num_slices=num_slices),
-        **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard),
+        **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
         **_parse(float, offload=offload),
     }
     found = _run(model, cluster, output, report, overwrite, **settings)

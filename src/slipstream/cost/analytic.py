@@ -356,6 +356,23 @@ class AnalyticCosts:
         counted = self.model.counted(layers)
         return sum(n * self._held(part.num_parameters, part.num_in_experts) for n, part in counted)
 
+    @property
+    def vocab_size(self) -> int:
+        """The rows of the head."""
+        return self.model.head_weight // self.model.hidden_size
+
+    @property
+    def dtype_bytes(self) -> int:
+        """The bytes of a number that is sent between stages."""
+        return self.model.dtype_bytes
+
+    def without_lookups(self) -> AnalyticCosts:
+        """Returns the costs of the model whose embedding has no weight for its tokens, as the rows of the head have
+        it."""
+        embedding = self.model.embedding
+        left = replace(embedding, num_parameters=embedding.num_parameters - self.model.head_weight)
+        return replace(self, model=replace(self.model, embedding=left))
+
     def weight_bytes(self, layers: Stage, each: float) -> float:
         """Returns the bytes of a stage's parameters, of which those that aren't quantised take `each`."""
         saved = sum(n * part.saved_bytes(each) for n, part in self.model.counted(layers))

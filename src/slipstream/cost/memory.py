@@ -9,7 +9,6 @@ from itertools import product
 from typing import NamedTuple
 
 from slipstream.cost.operation_counts import StateBytes
-from slipstream.cost.profile import Profile
 from slipstream.cost.sources import StageCosts
 from slipstream.cost.stages import BY_LAYER, Stage, StageParts, layers_with_backward
 from slipstream.schedule import Op, Schedule
@@ -137,47 +136,47 @@ _NORM = 3  # hidden states in float32 that the last stage keeps, with the head's
 
 
 def head_part_memory(
-    profile: Profile,
+    costs: StageCosts,
     stages: Sequence[StageParts],
     schedule: Schedule,
     slices: tuple[int, ...],
     recompute: str,
     state: StateBytes,
+    optimizer_shards: int = 1,
 ) -> MemoryTable:
     """Returns the bytes of all actions of a schedule that spreads the head: those of `memory_table` for the stages
     without it, and of the parts next to the last stage of each rank. Of tied weights the rows embed, too.
 
     Arguments are those of `memory_table`; the last of the stages has the head.
     """
-    costs = _without_lookups(profile) if schedule.spreads_embedding else profile
+    own = costs.without_lookups() if schedule.spreads_embedding else costs
     cut = [*stages[:-1], stages[-1]._replace(stop=stages[-1].stop - 1)]
-    return _with_parts(memory_table(costs, cut, schedule, slices, recompute, state), profile, schedule, slices, state)
-
-
-def _without_lookups(profile: Profile) -> Profile:
-    """Returns the profile of a model whose embedding has no weight."""
-    rows = profile.model.vocab_size * profile.model.hidden_size
-    stages = (
-        replace(each, num_parameters=each.num_parameters - rows) if each.first == 0 else each for each in profile.stages
-    )
-    return replace(profile, stages=tuple(stages))
+    table = memory_table(own, cut, schedule, slices, recompute, state, optimizer_shards)
+    return _with_parts(table, costs, schedule, slices, state, optimizer_shards)
 
 
 def _with_parts(
-    table: MemoryTable, profile: Profile, schedule: Schedule, slices: tuple[int, ...], state: StateBytes
+    table: MemoryTable,
+    costs: StageCosts,
+    schedule: Schedule,
+    slices: tuple[int, ...],
+    state: StateBytes,
+    optimizer_shards: int,
 ) -> MemoryTable:
-    last, stages, head = schedule.num_stages - 1, schedule.vocabulary_stages, len(profile.parts) - 1
-    rows = -(-profile.model.vocab_size // schedule.num_ranks)
-    numbers = profile.num_parameters(StageParts(head, head + 1)) / schedule.num_ranks
+    last, stages = schedule.num_stages - 1, schedule.vocabulary_stages
+    head = StageParts(len(costs.parts) - 1, len(costs.parts))
+    rows = -(-costs.vocab_size // schedule.num_ranks)
+    numbers = costs.num_parameters(head) / schedule.num_ranks
+    optimized = costs.num_optimized(head, optimizer_shards) / schedule.num_ranks
     made = state.gradients * numbers
     footprints = {
         (StageSlice(g, s, *how), op): each
         for g, (s, length) in product(stages, enumerate(slices))
-        for op, each in _part_footprints(profile, rows, schedule, length, g == last).items()
+        for op, each in _part_footprints(costs, rows, schedule, length, g == last).items()
         for how in product({False, Op.R in schedule.ops}, {False, Op.OFFLOAD in schedule.ops})
     }
     own = {
-        (unit, op): _at_ends(unit, op, each, profile, schedule, slices) for (unit, op), each in table.footprints.items()
+        (unit, op): _at_ends(unit, op, each, costs, schedule, slices) for (unit, op), each in table.footprints.items()
     }
     first: dict[tuple[StageSlice, Op], float] = {
         (unit, op): each.peak + made for (unit, op), each in footprints.items() if op is Op.VW
@@ -188,21 +187,19 @@ def _with_parts(
         first={**table.first, **first},
         gradients={**table.gradients, **{(g, Op.VW): made for g in stages}},
         parameters=_added(table.parameters, dict.fromkeys(stages, state.weights * numbers)),
-        optimizer=_added(table.optimizer, dict.fromkeys(stages, state.optimizer * numbers)),
-        vocabulary_bytes={
-            (op, s): _sent(profile, op, length) for op in (Op.V, Op.L) for s, length in enumerate(slices)
-        },
+        optimizer=_added(table.optimizer, dict.fromkeys(stages, state.optimizer * optimized)),
+        vocabulary_bytes={(op, s): _sent(costs, op, length) for op in (Op.V, Op.L) for s, length in enumerate(slices)},
     )
 
 
 def _at_ends(
-    unit: StageSlice, op: Op, own: Footprint, profile: Profile, schedule: Schedule, slices: tuple[int, ...]
+    unit: StageSlice, op: Op, own: Footprint, costs: StageCosts, schedule: Schedule, slices: tuple[int, ...]
 ) -> Footprint:
     """Returns the bytes of a stage's action with what lies between its layers and the spread head, and what its rows'
     lookups add up to, which a forward that is run again starts from."""
-    hidden = float(profile.message_bytes(slices[unit.slice]))
+    hidden = float(costs.message_bytes(slices[unit.slice]))
     if unit.stage == schedule.num_stages - 1:
-        more = _NORM * hidden * max(1.0, _WIDE / profile.dtype_bytes)
+        more = _NORM * hidden * max(1.0, _WIDE / costs.dtype_bytes)
         made = Op.R if unit.recomputed else Op.F
         if op is made:
             own = Footprint(own.leaves + more, own.peak + more)
@@ -217,15 +214,15 @@ def _at_ends(
 
 
 def _part_footprints(
-    profile: Profile, rows: int, schedule: Schedule, length: int, is_last: bool
+    costs: StageCosts, rows: int, schedule: Schedule, length: int, is_last: bool
 ) -> dict[Op, Footprint]:
     """Returns the bytes of the actions; see `slipstream.model.vocabulary` for what HeadRows make."""
-    wide = max(_WIDE, profile.dtype_bytes)
-    tokens = profile.microbatch_size * length
-    hidden, number, small = float(profile.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)
-    wide_hidden = hidden * wide / profile.dtype_bytes
+    wide = max(_WIDE, costs.dtype_bytes)
+    tokens = costs.microbatch_size * length
+    hidden, number, small = float(costs.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)
+    wide_hidden = hidden * wide / costs.dtype_bytes
     probabilities = number * rows
-    narrow = probabilities if profile.dtype_bytes < _WIDE else 0.0  # a copy in the weights' dtype, and one to add up
+    narrow = probabilities if costs.dtype_bytes < _WIDE else 0.0  # a copy in the weights' dtype, and one to add up
     kept = probabilities + 2 * number
     found = {
         Op.V: Footprint(kept, max(2 * probabilities, probabilities + narrow + 2 * hidden) + small),
@@ -237,14 +234,14 @@ def _part_footprints(
         found[Op.VW] = replace(found[Op.VW], leaves=-kept - hidden - number)
     if schedule.spreads_embedding:
         found[Op.E] = Footprint(0.0, 2 * hidden + small)
-        found[Op.EW] = Footprint(0.0, hidden + (wide_hidden if profile.dtype_bytes < _WIDE else 0.0) + small)
+        found[Op.EW] = Footprint(0.0, hidden + (wide_hidden if costs.dtype_bytes < _WIDE else 0.0) + small)
     return found
 
 
-def _sent(profile: Profile, op: Op, length: int) -> float:
+def _sent(costs: StageCosts, op: Op, length: int) -> float:
     """Returns the bytes of a message with V's part of a slice, or L's sums."""
-    number = max(_WIDE, profile.dtype_bytes) * profile.microbatch_size * length
-    return _HEADER + (2 * number + 2 * float(profile.message_bytes(length)) if op is Op.V else number)
+    number = max(_WIDE, costs.dtype_bytes) * costs.microbatch_size * length
+    return _HEADER + (2 * number + 2 * float(costs.message_bytes(length)) if op is Op.V else number)
 
 
 def _added(there: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -289,6 +289,18 @@ class Profile:
 
     def num_trained(self, layers: Stage) -> int:
         return self.num_parameters(layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    def without_lookups(self) -> Profile:
+        rows = self.model.vocab_size * self.model.hidden_size
+        stages = (
+            replace(each, num_parameters=each.num_parameters - rows) if each.first == 0 else each
+            for each in self.stages
+        )
+        return replace(self, stages=tuple(stages))
 
     def weight_bytes(self, layers: Stage, each: float) -> float:
         return each * self.num_parameters(layers)

@@ -14,7 +14,9 @@ from slipstream.cost.profile import Profile
 from slipstream.errors import SlipstreamError
 
 StageCosts: TypeAlias = AnalyticCosts | Profile
-_EMPTY: Mapping[str, str] = MappingProxyType({})
+_COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
+    {"vocabulary": "Whether its head can be spread, its configuration would tell, not its counts."}
+)
 
 
 class Degrees(NamedTuple):
@@ -50,11 +52,11 @@ class AnalyticSource:
         name: str,
         sequence_parallel: bool = False,
         fused: bool = False,
-        refusals: Mapping[str, str] = _EMPTY,
+        refusals: Mapping[str, str] = _COUNTED_ALONE,
     ) -> None:
         """`sequence_parallel`: whether ranks that share layers also share tokens; `fused`: whether the model was
         counted with fused kernels; `refusals`: why training refuses a `context_parallel` or an `expert_parallel`
-        above 1, or sharded parameters as `shard`."""
+        above 1, sharded parameters as `shard`, or a spread `vocabulary`."""
         self.model, self.cluster, self.name, self.hardware = model, cluster, name, cluster.name
         self.sequence_parallel, self.fused = sequence_parallel, fused
         self.kinds = model.kinds  # the kind of every layer; equal layers have equal numbers
@@ -182,7 +184,7 @@ class ProfileSource:
         again = "Its times weren't measured: profile again with"
         measured = {"context_parallel": (context, f"{again} --cp."), "expert_parallel": (experts, f"{again} --ep.")}
         self.refusals = {choice: reason for choice, (ranks, reason) in measured.items() if ranks == 1}
-        self.refusals["shard"] = "Its times weren't measured."
+        self.refusals |= dict.fromkeys(("shard", "vocabulary"), "Its times weren't measured.")
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
         self.dtype, self.state = profile.dtype, StateBytes.of("float32")

@@ -38,6 +38,7 @@ class Configuration:
     context_parallel: int = 1
     expert_parallel: int = 1
     context_exchange: str = "heads"  # what ranks that share slices exchange around attention, these or "keys"
+    vocabulary: str = "whole"  # the head's rows, on the last stage's rank; or "spread" over the ranks of the pipeline
 
     @property
     def degrees(self) -> Degrees:

@@ -52,6 +52,7 @@ def configuration_text(configuration: Configuration) -> str:
         f"{plural(c.microbatch_size, 'sequence')} per microbatch",
         f"recompute {c.recompute}" if c.recompute != "none" else "",
         f"{c.offload:.0%} offloaded" if c.offload else "",
+        "vocabulary spread" if c.vocabulary == "spread" else "",
         {"optimizer": "optimizer state sharded", "parameters": "parameters sharded"}.get(c.shard, ""),
     ]
     return ", ".join(filter(None, parts))
@@ -102,6 +103,7 @@ COLUMNS: Mapping[str, Callable[[Prediction], str]] = {
     "microbatches": lambda p: f"{p.num_microbatches} of {p.configuration.microbatch_size}",
     "recompute": lambda p: choice_text("recompute", p.configuration),
     "offload": lambda p: choice_text("offload", p.configuration),
+    "vocabulary": lambda p: choice_text("vocabulary", p.configuration),
     "sharded": lambda p: choice_text("shard", p.configuration),
     "step": lambda p: seconds_text(p.step_seconds),
     "tokens/s": lambda p: count_text(p.tokens_per_second),
@@ -120,6 +122,7 @@ _LEGEND = {
     "slices": "parts of a sequence",
     "slicing": "how their lengths were found",
     "microbatches": "of a pipeline's step, each of so many sequences",
+    "vocabulary": "whether the head's rows are spread over the ranks of a pipeline",
     "sharded": "what is spread over ranks with the same weights",
     "step": "seconds of an optimizer step",
     "tokens/s": "of all devices together",
@@ -134,7 +137,7 @@ def legend_text(left_out: Container[str] = ()) -> str:
     return "; ".join(f"{name}: {what}" for name, what in _LEGEND.items() if name not in left_out) + "."
 
 
-_NUM_CHOSEN = 11  # the first columns are choices, the others predictions
+_NUM_CHOSEN = 12  # the first columns are choices, the others predictions
 
 
 def memory_text(prediction: Prediction) -> str:

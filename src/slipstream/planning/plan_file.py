@@ -61,6 +61,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
             "num_microbatches": best.num_microbatches,
             "slices": [int(length) for length in best.slices],
             "partition": partition_setting(best.partition),
+            **({"vocabulary": "spread"} if chosen.vocabulary == "spread" else {}),
         },
         "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
         "parallel": {

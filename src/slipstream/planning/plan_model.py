@@ -34,6 +34,7 @@ from slipstream.model import (
 )
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
 from slipstream.model.quantised import BasePrecision, check_base_precision, check_quantisable
+from slipstream.model.vocabulary import find_spreadable_head
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
 from slipstream.planning.model_report import context_ranks, expert_ranks
@@ -218,9 +219,22 @@ def _analytic_source(
     if described.num_devices > 1:
         degrees = {"context_parallel": context_ranks(config), "expert_parallel": expert_ranks(config)}
         refusals = {choice: reason for choice, (_, reason) in degrees.items() if reason}
+        if refused := _why_head_stays_whole(config, bool(freeze) or lora is not None):
+            refusals["vocabulary"] = refused
     if lora is not None:
         refusals["shard"] = "Sharded parameters haven't been shown to be exact with adapters."
     return AnalyticSource(count, described, model_name(model, config), shares_tokens, fused, refusals)
+
+
+def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
+    """Returns why the rows of a model's head can't be spread over the ranks of a pipeline; "" where they can."""
+    if trains_a_part:
+        return "It is planned for models all of whose weights train."
+    try:
+        find_spreadable_head(config, find_anatomy(config))
+    except SlipstreamError as error:
+        return str(error)
+    return ""
 
 
 _NORM_AND_HEAD = 2  # what runs after the layers of a model whose tensor-parallel ranks can share tokens

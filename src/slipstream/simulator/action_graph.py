@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.array_types import Flags, Floats, Ints
-from slipstream.schedule import Action, Channel, Op, Schedule, channel, predecessors, sending
+from slipstream.schedule import VOCABULARY, Action, Channel, Op, Schedule, channel, predecessors, sending
 from slipstream.simulator.costs import CostModel
 
-OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD)
+OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD, *sorted(VOCABULARY))
 NUMBERS = {op: number for number, op in enumerate(OPS)}
 _PLACES = 2**20  # slices of a stage that are told apart
 

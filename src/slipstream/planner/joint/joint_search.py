@@ -249,7 +249,8 @@ def find_vocabulary_plan(problem: JointProblem, vocabulary: Vocabulary, on_progr
     try:
         whole = find_joint_plan(problem, on_progress)
     except SlipstreamError as nothing_fits:
-        if problem.memory_limit is None:
+        lacks_room = problem.memory_limit is not None and problem.most_seconds == inf
+        if not lacks_room and not _is_heavy(problem, SlicedUnits(problem.costs, problem.fewest_slices)):
             raise
         return _spread_if_it_fits(problem, on_progress, nothing_fits)
     if not _is_worth_a_search(problem, whole):
@@ -283,8 +284,13 @@ def find_spread_plan(problem: JointProblem, on_progress: Progress = lambda share
 
 def _is_worth_a_search(problem: JointProblem, whole: JointPlan) -> bool:
     """Returns whether the head is heavy, and the step with a whole one is far from the ideal."""
-    head = float(SlicedUnits(problem.costs, whole.slices).unit_work()[-1]) * problem.num_microbatches
-    return whole.seconds > _VOCABULARY_CHOICE_NEAR * whole.ideal and head > _HEAVY * whole.ideal
+    is_far = whole.seconds > _VOCABULARY_CHOICE_NEAR * whole.ideal
+    return is_far and _is_heavy(problem, SlicedUnits(problem.costs, whole.slices), whole.ideal)
+
+
+def _is_heavy(problem: JointProblem, units: SlicedUnits, ideal: float | None = None) -> bool:
+    head = float(units.unit_work()[-1]) * problem.num_microbatches
+    return head > _HEAVY * (problem.ideal(units) if ideal is None else ideal)
 
 
 def _spread(problem: JointProblem, plan: JointPlan) -> JointPlan:

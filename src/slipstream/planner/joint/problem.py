@@ -82,10 +82,15 @@ class JointProblem:
         """The embedding, the layers or their halves, and the head."""
         return self.costs.num_layers * self.costs.units_per_layer + 2
 
+    @property
+    def fewest_slices(self) -> tuple[int, ...]:
+        """The longest slices that are allowed."""
+        full, rest = divmod(self.seq_len, self.longest)
+        return (self.longest,) * full + (rest,) * (rest > 0)
+
     def ideal(self, units: SlicedUnits) -> float:
         """Returns all work on these slices, or on as few as are allowed where that is less, divided by the ranks."""
-        full, rest = divmod(self.seq_len, self.longest)
-        few = SlicedUnits(self.costs, (self.longest,) * full + (rest,) * (rest > 0))
+        few = SlicedUnits(self.costs, self.fewest_slices)
         # Measured costs may rise faster than the tokens, so that shorter slices are less work.
         least = min(float(each.unit_work().sum()) for each in (few, units))
         return least * self.num_microbatches / self.num_ranks

@@ -111,10 +111,13 @@ class PlacedPartition:
     costs: StageCosts
     placement: tuple[int, ...]
     bounds: tuple[int, ...]  # the first part of each stage, and the number of parts
+    spreads_head: bool = False
 
     @cached_property
     def stages(self) -> list[StageParts]:
-        return StageParts.of_units(self.bounds)
+        """The parts of each stage, without a head that is spread."""
+        found = StageParts.of_units(self.bounds)
+        return [*found[:-1], found[-1]._replace(stop=found[-1].stop - 1)] if self.spreads_head else found
 
     @cached_property
     def part_counts(self) -> Floats:
@@ -123,6 +126,7 @@ class PlacedPartition:
         counts[:, 0] = 1
         stages = np.repeat(np.arange(len(self.stages)), np.diff(self.bounds))
         np.add.at(counts, (stages, 1 + np.array(self.costs.parts)), 1)
+        counts[-1, 1 + self.costs.parts[-1]] -= self.spreads_head
         return counts
 
     @cached_property
@@ -151,9 +155,13 @@ class PlacedPartition:
         return [self.stages[first] for first in firsts], places.ravel()
 
     def per_stage(self, value: Callable[[StageParts], float]) -> Floats:
-        """Returns the value of each stage."""
+        """Returns the value of each stage; of a spread head a rank's last one has a share."""
         different, places = self._alike
         found: Floats = np.array([value(stage) for stage in different], float)[places]
+        if self.spreads_head:
+            head = StageParts(self.bounds[-1] - 1, self.bounds[-1])
+            lasts = [len(found) - 1 - self.placement[::-1].index(rank) for rank in range(self.num_ranks)]
+            found[lasts] += value(head) / self.num_ranks
         return found
 
     @cached_property

@@ -56,7 +56,7 @@ class Frontier:
         """Yields configurations with another value of a choice: others are bounded once the known ones are used up, and
         none where the choice allows no other."""
         values = getattr(self._space.options, choice)
-        if values is not None and {*values} <= {value}:
+        if (values is not None and {*values} <= {value}) or choice == "vocabulary":  # which the joint search spreads
             return
         yield from self._with_other(self._groups, choice, value)
         for each in sorted(self._unopened, key=self._unopened.__getitem__):

@@ -15,6 +15,7 @@ _NAMES = {
     "schedule": (*SCHEDULES, AUTO),
     "recompute": ("none", "selective", "full", "stage", "stage+full"),
     "shard": ("none", "optimizer", "parameters"),
+    "vocabulary": ("whole", "spread"),
     "slicing": ("equal-time", "exact", AUTO),
     "context_exchange": ("heads", "keys"),
 }
@@ -38,6 +39,7 @@ class PlanOptions:
     context_parallel: tuple[int, ...] | None = None
     expert_parallel: tuple[int, ...] | None = None
     context_exchange: tuple[str, ...] | None = None
+    vocabulary: tuple[str, ...] | None = None
     memory_limit: float | None = None  # bytes that may be used of a device; None: 95%
     num_simulated: int = 50  # configurations that are simulated, at most
     num_best: int = 5  # configurations that are reported

@@ -21,9 +21,17 @@ from math import ceil, inf, prod
 from operator import itemgetter
 from typing import Any
 
-from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, unit_bounds
+from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, Degrees, unit_bounds
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import AnalyticUnits, JointPlan, JointProblem, ProfileUnits, UnitCosts, find_joint_plan
+from slipstream.planner.joint import (
+    AnalyticUnits,
+    JointPlan,
+    JointProblem,
+    ProfileUnits,
+    UnitCosts,
+    Vocabulary,
+    find_vocabulary_plan,
+)
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
 from slipstream.planner.search.bounds import PlacedPartition, cached_schedule, marked_actions
@@ -101,6 +109,8 @@ def search_plans(
     run.settle()
     run.search_jointly()
     best, alternatives = run.settle()
+    if not best and options.vocabulary == ("spread",):
+        raise SlipstreamError(_NOTHING_SPREAD)
     if not best:
         if not (few := _smallest(space)):
             raise _nothing_divides(space)
@@ -138,6 +148,13 @@ def search_plans(
         sequence_parallel=source.sequence_parallel and best[0].configuration.tensor_parallel > 1,
         fused=source.fused,
     )
+
+
+_NOTHING_SPREAD = (
+    "vocabulary=spread: it is planned together with cuts, slices and order, for pipelines whose ranks share nothing "
+    "else, and none was found that fits. Allow schedule=auto and slicing=auto, tensor, context and expert parallelism "
+    "of 1, and any stages_per_rank and num_slices; or vocabulary=whole too."
+)
 
 
 @dataclass
@@ -225,8 +242,9 @@ class _PlanSearch:
         yield from map(self.prediction, sorted(self._allowed(), key=self.seconds.__getitem__))
 
     def _allowed(self) -> list[Configuration]:
-        """Returns the simulated ones whose schedule may be chosen: joint searches start from any."""
-        return [c for c in self.seconds if self.space.options.allows("schedule", c.schedule)]
+        """Returns the simulated ones whose schedule and head may be chosen: joint searches start from any."""
+        allows = self.space.options.allows
+        return [c for c in self.seconds if allows("schedule", c.schedule) and allows("vocabulary", c.vocabulary)]
 
     def prediction(self, configuration: Configuration) -> Prediction:
         """Returns what a simulated configuration does."""
@@ -396,19 +414,23 @@ def joint_candidates(
     these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers are
     recomputed one by one.
     """
-    allows = space.options.allows
-    find = partial(_find, space, start, best, report)
-    free = find(limited=False)
-    plans = (free, *free.rejected) if free else ()
+    allows, problem = space.options.allows, _problem(space, start, best)
+    added = partial(_added, space, start, problem)
+    free = _find(space, start, problem, report)
+    kinds = (free, free.other_head) if free else ()
+    plans = sorted((plan for each in kinds if each for plan in (each, *each.rejected)), key=lambda plan: plan.seconds)
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
-            yield _added(space, start, _split(plan) if _saves(start) else plan, "none", offload)
-    limited = None if start.offload or not allows("offload", 0.0) else find(limited=True)
-    if limited and allows("recompute", limited.recompute):
-        yield _added(space, start, limited, limited.recompute, 0.0)
+            yield added(_split(plan) if _saves(start) else plan, "none", offload)
+    if not start.offload and allows("offload", 0.0) and space.memory < inf:
+        account = partial(_most_bytes, space, start, problem)
+        within = replace(problem, memory_limit=space.memory, account=account, split=True)
+        limited = _find(space, start, within, report)
+        if limited and allows("recompute", limited.recompute):
+            yield added(limited, limited.recompute, 0.0)
     if start.recompute != "none":
         own = plans if start.recompute in BY_LAYER else map(_split, plans)
-        yield from (_added(space, start, plan, start.recompute, start.offload) for plan in own)
+        yield from (added(plan, start.recompute, start.offload) for plan in own)
 
 
 def _saves(start: Configuration) -> bool:
@@ -416,15 +438,10 @@ def _saves(start: Configuration) -> bool:
     return start.offload > 0 or start.recompute != "none"
 
 
-def _find(
-    space: PlanSpace, start: Configuration, best: float, report: ProgressReport, limited: bool
-) -> JointPlan | None:
-    """Returns the joint plan; None where nothing fits or is as fast, or there is no memory limit to keep to."""
-    num_microbatches = space.shape(start).num_microbatches
-    if limited and space.memory == inf:
-        return None
-    split = limited or not _saves(start)  # what weight gradients need stays on the device until they are made
-    problem = JointProblem(
+def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProblem:
+    """Returns what is asked for the mesh of a configuration, without a limit of memory: what takes less than `best`."""
+    num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
+    return JointProblem(
         costs=_units(space, start),
         seq_len=space.seq_len,
         num_ranks=start.pipeline_parallel,
@@ -433,21 +450,38 @@ def _find(
         most_slices=max(1, min(_MOST_SLICES, _MOST_JOINT_UNITS // num_microbatches)),
         # a slice is whole on the device while it runs, so where memory is scarce none is longer than those that fit
         longest_slice=max(space.slices(start)) if _saves(start) else space.longest,
-        memory_limit=space.memory if limited else None,
-        account=partial(_most_bytes, space, start) if limited else None,
-        split=split,
+        split=not _saves(start),  # what weight gradients need stays on the device until they are made
         effort=_EFFORT,
         most_seconds=best - float(space.tails(start).sum(axis=0).min()),
+        tied=isinstance(costs, AnalyticCosts) and costs.model.tied,
     )
+
+
+def _find(space: PlanSpace, start: Configuration, problem: JointProblem, report: ProgressReport) -> JointPlan | None:
+    """Returns the joint plan; None where nothing fits or is as fast."""
+
+    def show(share: float) -> None:
+        report("cuts and orders, percent", round(100 * share), 100)
+
     try:
-        return find_joint_plan(problem, lambda share: report("cuts and orders, percent", round(100 * share), 100))
+        return find_vocabulary_plan(problem, _vocabulary(space, start), show)
     except SlipstreamError:
         return None
+
+
+def _vocabulary(space: PlanSpace, start: Configuration) -> Vocabulary:
+    """Returns how a plan may have the head: spread where training does it, for ranks that share nothing else."""
+    allows, rows = space.options.allows, space.costs(start.degrees, start.microbatch_size).vocab_size
+    can_be = "vocabulary" not in space.source.refusals and start.degrees == Degrees() and start.shard != "parameters"
+    if not can_be or not allows("vocabulary", "spread") or rows < start.pipeline_parallel:
+        return "whole"
+    return "auto" if allows("vocabulary", "whole") else "spread"
 
 
 def _most_bytes(
     space: PlanSpace,
     start: Configuration,
+    problem: JointProblem,
     partition: tuple[float, ...],
     slices: tuple[int, ...],
     schedule: Schedule,
@@ -455,7 +489,7 @@ def _most_bytes(
 ) -> list[float]:
     """Returns the most bytes that each rank holds."""
     plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
-    tried = _added(space, start, plan, recompute, 0.0)
+    tried = _added(space, start, problem, plan, recompute, 0.0)
     return SimulatedConfiguration.of(space, tried).peaks()
 
 
@@ -480,7 +514,9 @@ def _granularity(space: PlanSpace) -> int:
     return next(each for each in range(least, length + 1) if length % each == 0 or length % each >= shortest)
 
 
-def _added(space: PlanSpace, start: Configuration, plan: JointPlan, recompute: str, offload: float) -> Configuration:
+def _added(
+    space: PlanSpace, start: Configuration, problem: JointProblem, plan: JointPlan, recompute: str, offload: float
+) -> Configuration:
     placement = plan.schedule.placement
     configuration = replace(
         start,
@@ -490,9 +526,11 @@ def _added(space: PlanSpace, start: Configuration, plan: JointPlan, recompute: s
         num_slices=len(plan.slices),
         recompute=recompute,
         offload=offload,
+        vocabulary=plan.head,
     )
     source = space.source
     costs = space.costs(start.degrees, start.microbatch_size)
     bounds = unit_bounds(plan.partition, len(source.kinds), source.units_per_layer)
-    space.found[configuration] = FoundPlan(PlacedPartition(costs, placement, bounds), plan)
+    cut = PlacedPartition(costs, placement, bounds, plan.head == "spread")
+    space.found[configuration] = FoundPlan(cut, plan, problem)
     return configuration

@@ -27,7 +27,7 @@ from slipstream.cost import (
     unit_bounds,
 )
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import JointPlan
+from slipstream.planner.joint import JointPlan, JointProblem, spread_costs
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import AUTO, Configuration, Mesh
 from slipstream.planner.search.bounds import (
@@ -45,7 +45,7 @@ from slipstream.planner.search.bounds import (
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.slicing import equal_time_slices, slice_tokens
 from slipstream.planner.slicing.equal_stage_slicing import between_cuts
-from slipstream.schedule import BACKWARDS, SCHEDULES, Op, ScheduleKind, make_schedule
+from slipstream.schedule import BACKWARDS, SCHEDULES, VOCABULARY, Op, ScheduleKind, make_schedule
 from slipstream.simulator.action_graph import ActionArrays
 
 USABLE = 0.95  # of a device's memory: fragments, libraries and what isn't counted take the rest
@@ -56,10 +56,19 @@ _MOST_LAYERS = 16  # of a model whose ranks, not only its stages, are balanced; 
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """A cut, slices and an order that were found together."""
+    """A cut, slices and an order that were found together, as what was asked."""
 
     cut: PlacedPartition
     plan: JointPlan
+    problem: JointProblem
+
+    @cached_property
+    def of_head(self) -> dict[tuple[int, int, Op], float]:
+        """The seconds of a spread head's actions by (stage, slice, op)."""
+        if not self.cut.spreads_head:
+            return {}
+        times = spread_costs(self.problem, self.plan.partition, self.plan.slices).times
+        return {key: seconds for key, seconds in times.items() if key[2] in VOCABULARY}
 
 
 class PlanSpace:
@@ -447,13 +456,11 @@ def _is_dominated(kind: ScheduleKind, num_microbatches: int) -> bool:
     return kind.dominated_by is not None and num_microbatches <= kind.dominated_up_to
 
 
-_NEVER_REFUSED = (1, "none", "optimizer")  # a degree, and what may be sharded
-
-
 def _check_known(source: CostSource, options: PlanOptions) -> None:
     """Refuses choices that the model doesn't allow, or whose times the source doesn't know."""
     for choice, reason in source.refusals.items():
-        refused = [value for value in getattr(options, choice) or () if value not in _NEVER_REFUSED]
+        harmless = 1, "none", "optimizer", "whole"  # a degree, what may be sharded, and a head
+        refused = [value for value in getattr(options, choice) or () if value not in harmless]
         if refused:
             raise SlipstreamError(f"{choice}={max(refused)} can't be planned for {source.name}. {reason}")
     unknown = [what for what in options.recompute or () if what not in source.recomputations]

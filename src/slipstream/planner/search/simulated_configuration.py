@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.cost import BY_LAYER, EXCHANGES, memory_table, partition_of
+from slipstream.cost import BY_LAYER, EXCHANGES, StageParts, head_part_memory, memory_table, partition_of
 from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
@@ -39,6 +39,7 @@ class SimulatedConfiguration:
         tables = times.seconds(c.recompute)
         ran = [op for op in tables if op in arrays.schedule.ops]
         seconds = {(g, s, op): float(tables[op][g, s]) for op in ran for g, s in units}
+        seconds |= space.found[c].of_head if c.schedule == AUTO else {}
         cost = cut.costs.action_costs(seconds, times.slices, c.data_parallel)
         return cls(space, c, cut, times, arrays, cost)
 
@@ -52,6 +53,9 @@ class SimulatedConfiguration:
         """The bytes of its actions."""
         c = self.configuration
         saved = c.recompute, self.space.source.state.of_shards(c.shard), c.optimizer_shards
+        if self.cut.spreads_head:
+            whole = StageParts.of_units(self.cut.bounds)
+            return head_part_memory(self.cut.costs, whole, self.schedule, self.times.slices, *saved)
         return memory_table(
             self.cut.costs, self.cut.stages, self.schedule, self.times.slices, *saved, alike=self.space.alike
         )
@@ -68,6 +72,8 @@ class SimulatedConfiguration:
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""
+        if self.cut.spreads_head:
+            return [rank.peak for rank in memory_of(self.schedule, self.table)]
         peaks: list[float] = self._bytes.rank_peaks().tolist()
         return peaks
 
@@ -100,7 +106,7 @@ class SimulatedConfiguration:
         done: Floats = self.run[0][arrays.firsts[1:] - 1].copy()
         if not seconds.any():
             return done
-        backward = np.isin(arrays.op, [OPS.index(op) for op in (Op.B, Op.I, Op.W)])
+        backward = np.isin(arrays.op, [OPS.index(op) for op in (Op.B, Op.I, Op.W, Op.VW, Op.EW)])
         last = np.zeros(len(seconds))
         np.maximum.at(last, arrays.stage[backward], self.run[0][backward])
         free = np.zeros(len(done))
