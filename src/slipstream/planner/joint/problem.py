@@ -217,10 +217,9 @@ def steepest_descent(
     It ends once `most` changes were tried.
     """
     best, (least,) = start, values([start])
-    while most > 0:
-        changed = [*dict.fromkeys(changes(best))]
+    while most > 0 and (changed := [*dict.fromkeys(changes(best))]):
         most -= len(changed)
-        found = min(zip(values(changed), changed, strict=True), key=itemgetter(0), default=(least, best))
+        found = min(zip(values(changed), changed, strict=True), key=itemgetter(0))
         if found[0] >= least:
             break
         least, best = found
