@@ -148,7 +148,9 @@ _SHARES = (0.0, 0.25, 0.5)  # attention's share of the time, for the first slice
 _STARTS = 5  # improved by local search
 _ORDER_SHARE = 0.1  # of the search's effort, for the best order of a candidate that is left at the end
 _RULES = 6  # of list scheduling, for all but the first candidate of each number of slices
-_WITHIN_REACH = 1.05  # times the seconds that matter: a longer step in a quick order can't be made as short
+# Times the seconds that matter: a longer step in a quick order can't be made as short. Within a memory limit, quick
+# orders are farther from the best ones.
+_WITHIN_REACH, _WITHIN_REACH_OF_LIMITED = 1.05, 1.1
 _TRIES = 3  # to order a candidate within the memory limit, with less and less room
 _EXACT_CUTS = 256  # places to cut for the dynamic program
 
@@ -196,7 +198,8 @@ class PlacementSearch:
         return self.best is not None and self._is_near(self.seconds)
 
     def _is_near(self, seconds: float) -> bool:
-        return seconds < _WITHIN_REACH * self.problem.most_seconds
+        reach = _WITHIN_REACH if self.memory is None else _WITHIN_REACH_OF_LIMITED
+        return seconds < reach * self.problem.most_seconds
 
     def plan(self, candidate: Candidate) -> JointPlan | None:
         """Returns the candidate with its best order; None where none was found that keeps to the memory limit."""
