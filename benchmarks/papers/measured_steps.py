@@ -205,8 +205,10 @@ class Row:
             shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
             kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
             kind = "gpt with dropout" if self.source == "Korthikanti 2022" else kind
-            rest = self.number("vocab", VOCABULARY), self.number("seq"), is_fused, "LoRA" in self.text["use"]
+            rest = self.number("vocab", VOCABULARY), self.number("seq"), is_fused
             model = counted(kind, *shape, *rest)
+            if "LoRA" in self.text["use"]:
+                model = with_adapters(model, counted(kind, *shape, *rest, True))
             model = with_rotations(model) if self.source == "Seq1F1B" else model
         model = model if self.source == "torchtitan" else with_sums_in_products(model)
         if self.bits == 16:
@@ -303,7 +305,27 @@ def with_sums_in_products(model: ModelCount) -> ModelCount:
     return replace(model, layers=tuple(map(part, model.layers)), head=part(model.head))
 
 
-ROTATION_PASSES = 10  # t cos + rotated(t) sin, each of whose five kernels reads and writes: some read two
+ADAPTER_PASSES = 3  # over outputs forward, over inputs backward: two read, one written
+
+
+def with_adapters(plain: ModelCount, adapted: ModelCount) -> ModelCount:
+    """Returns the model with adapters, counted with PEFT's, and what Megatron's move: in 16 bits, on each of four
+    products, whose output and whose input's gradient one kernel each adds to what is there."""
+    layer = plain.layers[0]
+    widths = layer.ops[Op.F].matmul_bytes.per_token  # inputs and outputs of the products, once each
+
+    def part(counted: PartCount) -> PartCount:
+        ops = dict(counted.ops)
+        for op in (Op.F, Op.I):
+            own = layer.ops[op]
+            added = Amount(own.other_bytes.constant, own.other_bytes.per_token + ADAPTER_PASSES / 2 * widths)
+            ops[op] = replace(own, flops=ops[op].flops, other_bytes=added)
+        return replace(counted, ops=ops)
+
+    return replace(adapted, layers=tuple(map(part, adapted.layers)))
+
+
+ROTATION_PASSES = 10  # t cos + rotated(t) sin, in five kernels
 
 
 def with_rotations(model: ModelCount) -> ModelCount:
