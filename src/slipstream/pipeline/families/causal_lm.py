@@ -214,6 +214,12 @@ class CausalLMFamily(ModelFamily):
         again = setting if setting in ("full", "stage", "stage+full") else "none"
         return measure_rates(self.config, request, partition, self._ranks, self._device, say, again)
 
+    def begin_step(self) -> None:
+        """Does nothing: a causal LM has no statistics of a mini-batch."""
+
+    def end_step(self) -> None:
+        """Does nothing, as `begin_step`."""
+
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
         if (slices != 1 or self._ranks.context.size > 1) and not self._may_cut:
             self._check_cut()

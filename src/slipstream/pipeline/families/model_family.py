@@ -63,13 +63,13 @@ class ModelFamily(ABC):
         """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
         self._options = options
 
+    @abstractmethod
     def begin_step(self) -> None:
         """Is called before the forwards of a step."""
-        return
 
+    @abstractmethod
     def end_step(self) -> None:
         """Is called after the last action of a step. Collective."""
-        return
 
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
