@@ -355,7 +355,7 @@ def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(
     written = plan_file(settings, cluster, output, **degrees, global_batch=1, vocabulary=vocabulary)["pipeline"]
     assert written.get("vocabulary", "whole") == vocabulary
     assert written["schedule"] == "plan.txt"
-    output = tmp_path.rename(tmp_path.with_name("moved")) / "plan.yaml"
+    output = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved")) / "plan.yaml"
     tmp_path, text = output.parent, output.parent / text.name
     order = Schedule.parse(output.with_name("plan.txt").read_text())
     assert order.spreads_vocabulary == (vocabulary == "spread")
@@ -512,12 +512,12 @@ def test_without_a_cluster_the_kept_costs_of_this_machine_are_used(
         slipstream.plan(llama(), **settings, tensor_parallel=2)
     hardware = replace(profile.hardware, processes=4)
     spread = replace(profile, hardware=hardware, tensor_parallel=2)
-    CostCache(llama(), asked, device, 4, tensor_ranks=2).keep(spread, print)
+    CostCache(llama(), asked, device, 4, Degrees(2, 1, 1)).keep(spread, print)
     for plan in (slipstream.plan(llama(), **settings), slipstream.plan(llama(), **settings, tensor_parallel=2)):
         degrees = plan.best.configuration
         assert (plan.num_devices, degrees.tensor_parallel, degrees.pipeline_parallel) == (4, 2, 2)
     assert slipstream.plan(llama(), **settings, tensor_parallel=1).num_devices == 1
-    CostCache(llama(), asked, device, 4, tensor_ranks=2).keep(replace(spread, sequence_parallel=True), print)
+    CostCache(llama(), asked, device, 4, Degrees(2, 1, 1)).keep(replace(spread, sequence_parallel=True), print)
     assert slipstream.plan(llama(), **settings).num_devices == 1
     with pytest.raises(SlipstreamError, match="a counted model needs a cluster"):
         slipstream.plan(MODEL, **settings)

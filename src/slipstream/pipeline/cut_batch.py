@@ -168,7 +168,11 @@ def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int,
     position_ids: Tensor | None = batch.position_ids  # type: ignore[assignment]
     document_ids: Tensor | None = batch.document_ids  # type: ignore[assignment]
     starts = _document_starts(inputs, position_ids, document_ids)  # (B, L) or None
-    targets = _shift(targets, starts)
+    # The label of a token is the next one, unless another document begins there.
+    following = torch.full_like(targets, IGNORED)
+    following[:, :-1] = targets[:, 1:]
+    if starts is not None:
+        following[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
     if position_ids is None:
         position_ids = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         position_ids = position_ids if starts is None else position_ids - starts
@@ -194,8 +198,8 @@ def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int,
                 seed=seed,
             )
             pieces[-1].append(piece)
-            labels[-1].append(targets[row, a:b])
-    return SplitBatch(pieces, labels, int((targets != IGNORED).sum()), microbatches)
+            labels[-1].append(following[row, a:b])
+    return SplitBatch(pieces, labels, int((following != IGNORED).sum()), microbatches)
 
 
 def _largest_positions(position_ids: Tensor, lengths: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
@@ -240,15 +244,6 @@ def _document_starts(inputs: Tensor, position_ids: Tensor | None, document_ids: 
         return None
     index = torch.arange(inputs.shape[1], device=inputs.device)
     return (index * begins).cummax(dim=1).values
-
-
-def _shift(targets: Tensor, starts: Tensor | None) -> Tensor:
-    """Returns each token's label (B, L): that of the next token, unless another document begins there."""
-    shifted = torch.full_like(targets, IGNORED)
-    shifted[:, :-1] = targets[:, 1:]
-    if starts is not None:
-        shifted[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
-    return shifted
 
 
 def even_microbatches(num_rows: int, num_microbatches: int, slices: Sequence[int]) -> list[SlicedMicrobatch]:

@@ -289,7 +289,7 @@ class PipelineRuntime:
             else:
                 batch = self.family.split(whole, plan.microbatches, self._seed(), plan.groups)
                 order = plan.schedule
-            if len(self.layout.layers) - 1 in self.stages:
+            if self._losses.may_say_divisor and len(self.layout.layers) - 1 in self.stages:
                 self._losses.try_on(batch, self.family.output_forms, has_backward)
             return batch, order.checksum
 

@@ -346,10 +346,18 @@ class CausalLMFamily(ModelFamily):
         self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
     ) -> SplitBatch:
         """Returns the microbatches and slices of a batch; of one whose sequences differ in length these groups of what
-        a step plans as one sequence are a row each."""
+        a step plans as one sequence are a row each. Raises SlipstreamError where slices or documents can't be exact."""
         loss = self._sequence_loss
         groups = ungrouped(loss, groups) if groups else ()
-        found = self._checked(cut_batch(batch, microbatches, seed, groups))
+        found = cut_batch(batch, microbatches, seed, groups)
+        if self._changed is not None and self._restricts_pieces:
+            self._changed.check_batch(found)
+        for first, *others in found.slices:
+            has_documents = first.document_start is not None
+            if not self._may_cut and (others or has_documents):
+                self._check_cut()
+            if self._self_check is not None and has_documents:
+                self._self_check.check_packed(first.length)
         if loss is None:
             return found
         if not groups:
@@ -367,18 +375,6 @@ class CausalLMFamily(ModelFamily):
         has_head = not layout.spreads_vocabulary
         model = FlopEstimate(self.config, self._anatomy, None, has_head, self._outline)
         return flop_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
-
-    def _checked(self, batch: SplitBatch) -> SplitBatch:
-        """Returns the batch. Raises SlipstreamError where its slices or its documents can't be exact."""
-        if self._changed is not None and self._restricts_pieces:
-            self._changed.check_batch(batch)
-        for first, *others in batch.slices:
-            has_documents = first.document_start is not None
-            if not self._may_cut and (others or has_documents):
-                self._check_cut()
-            if self._self_check is not None and has_documents:
-                self._self_check.check_packed(first.length)
-        return batch
 
     def _check_positions(self, inputs: Tensor) -> None:
         """Raises SlipstreamError for tokens (b, T) whose positions a slice can't know."""

@@ -111,6 +111,8 @@ def search_plans(
     best, alternatives = run.settle()
     if not best and options.vocabulary == ("spread",):
         raise SlipstreamError(_NOTHING_SPREAD)
+    if not best and run.seconds:
+        raise run.nothing_joint()
     if not best:
         if not (few := _smallest(space)):
             raise _nothing_divides(space)
@@ -203,6 +205,14 @@ class _PlanSearch:
                     self.num_simulated += 1
                     self.seconds[found], _ = candidate.step()
                     break
+
+    def nothing_joint(self) -> SlipstreamError:
+        """Returns the error where a named schedule fits, but isn't allowed, and the joint search finds nothing."""
+        fastest = min(self.seconds, key=self.seconds.__getitem__)
+        return SlipstreamError(
+            "schedule=auto: no cut, slices and order that were found together fit the memory, but "
+            f"{configuration_text(fastest)} does. Allow schedule={fastest.schedule} and slicing={fastest.slicing} too."
+        )
 
     @property
     def _is_limited(self) -> bool:
@@ -409,8 +419,9 @@ def joint_candidates(
 
     Where it can't take less than `best` seconds, nothing is.
 
-    First without a limit of memory, as it is and then with `start`'s offloading; then, unless that helps, within the
-    device's memory, by the full account of it; then the first again with all of `start`'s ways to save memory. With
+    First without a limit of memory, as it is and then with `start`'s offloading; then, unless that helps, with that
+    offloading within the device's memory, by the full account of it (beside offloading only where nothing else is
+    known to fit); then the first again with all of `start`'s ways to save memory. With
     these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers are
     recomputed one by one.
     """
@@ -422,12 +433,13 @@ def joint_candidates(
     for offload, plan in product(dict.fromkeys((0.0, start.offload)), plans):
         if allows("recompute", "none") and allows("offload", offload):
             yield added(_split(plan) if _saves(start) else plan, "none", offload)
-    if not start.offload and allows("offload", 0.0) and space.memory < inf:
+    # Beside offloading it takes seconds and hardly ever finds the best.
+    if (not start.offload or best == inf) and allows("offload", start.offload) and space.memory < inf:
         account = partial(_most_bytes, space, start, problem)
         within = replace(problem, memory_limit=space.memory, account=account, split=True)
         limited = _find(space, start, within, report)
         if limited and allows("recompute", limited.recompute):
-            yield added(limited, limited.recompute, 0.0)
+            yield added(limited, limited.recompute, start.offload)
     if start.recompute != "none":
         own = plans if start.recompute in BY_LAYER else map(_split, plans)
         yield from (added(plan, start.recompute, start.offload) for plan in own)
@@ -489,7 +501,7 @@ def _most_bytes(
 ) -> list[float]:
     """Returns the most bytes that each rank holds."""
     plan = JointPlan(schedule, partition, slices, seconds=0.0, bound=0.0, ideal=0.0)
-    tried = _added(space, start, problem, plan, recompute, 0.0)
+    tried = _added(space, start, problem, plan, recompute, start.offload)
     return SimulatedConfiguration.of(space, tried).peaks()
 
 
