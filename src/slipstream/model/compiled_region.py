@@ -15,11 +15,12 @@ is saved.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -124,7 +125,7 @@ class _Region:
         for each in known:
             if each.takes(inputs):
                 return each
-        known.append(_in_new_thread(partial(_compile, self._plain, inputs, needed), inputs[0].device))
+        known.append(_in_other_thread(partial(_compile, self._plain, inputs, needed), inputs[0].device))
         return known[-1]
 
 
@@ -182,7 +183,20 @@ def _free(each: Tensor) -> tuple[int | None, ...]:
     return *[1 if size == 1 else None for size in each.shape[:-1]], each.shape[-1]
 
 
-def _in_new_thread(compute: Callable[[], _SizedKernel], device: torch.device) -> _SizedKernel:
+@cache
+def _other_thread() -> ThreadPoolExecutor:
+    """Returns the thread of the process that compiles.
+
+    It lasts: of a thread that has ended, PyTorch keeps a pointer to what its fake tensors were guarded by, where it is
+    built for CUDA but there is no GPU, and the next thread's would end the process.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="compiler")
+
+
+os.register_at_fork(after_in_child=_other_thread.cache_clear)
+
+
+def _in_other_thread(compute: Callable[[], _SizedKernel], device: torch.device) -> _SizedKernel:
     """Computes where no hooks see what is saved, as they do where activations are recomputed or offloaded: torch.func
     differentiates nothing under them."""
 
@@ -190,8 +204,7 @@ def _in_new_thread(compute: Callable[[], _SizedKernel], device: torch.device) ->
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return compute()
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(call).result()
+    return _other_thread().submit(call).result()
 
 
 def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...] | None) -> _SizedKernel:
