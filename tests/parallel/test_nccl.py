@@ -18,7 +18,6 @@ from support.forked import SHOWS_GPU
 from support.parallel.standing_pair import StandingPair
 from support.paths import WORKERS
 from support.trainers import accuracy, arguments, history, unsplit_model, unsplit_trainer
-from support.versions import since
 
 PROGRAM = WORKERS / "parallel/nccl.py"
 NAMES = (
@@ -27,7 +26,7 @@ NAMES = (
     "replicas_with_a_sharded_optimizer",
     "tensor_ranks",
     "context_exchanges_heads",
-    pytest.param("experts_apart", marks=since("5.23")),
+    "experts_apart",
     "replicas_with_sharded_parameters",
     "trainer_logs",
     "context_exchanges_keys",
