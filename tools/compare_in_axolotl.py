@@ -21,10 +21,12 @@ def trained(settings: dict[str, Any], folder: Path) -> list[float]:
     from axolotl.cli.config import load_cfg
     from axolotl.common.datasets import load_datasets
     from axolotl.train import train
+    from transformers import set_seed
 
     file = folder / "train.yaml"
     file.write_text(yaml.safe_dump(settings | {"output_dir": str(folder / "out"), "logging_steps": 1}))
     cfg = load_cfg(str(file))
+    set_seed(settings.get("seed", 42))  # axolotl makes adapters without one
     *_, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
     steps = [line for line in trainer.state.log_history if "loss" in line]
     return [float(step[name]) for step in steps for name in ("loss", "grad_norm")]
