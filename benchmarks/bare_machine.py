@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +55,9 @@ def make_machine(root: Path, folder: Path, carried: Iterable[str]) -> BareMachin
     _copy(root, tree)
     site.mkdir()
     present = {*_required(THERE), *map(_canonical, carried)}
+    # What setuptools brings is found as packages by those who have imported it.
+    brought = (each for each in distributions() if "_vendor" in Path(str(each.locate_file(""))).parts)
+    present |= {_canonical(each.metadata["Name"]) for each in brought}
     hidden = [
         module
         for module, packages in packages_distributions().items()
