@@ -15,7 +15,7 @@ from slipstream.errors import SlipstreamError
 
 StageCosts: TypeAlias = AnalyticCosts | Profile
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
-    {"vocabulary": "Whether its head can be spread, its configuration would tell, not its counts."}
+    {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
 )
 
 

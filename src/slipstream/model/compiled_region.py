@@ -185,10 +185,10 @@ def _free(each: Tensor) -> tuple[int | None, ...]:
 
 @cache
 def _other_thread() -> ThreadPoolExecutor:
-    """Returns the thread of the process that compiles.
+    """Returns the thread that compiles, the same one as long as the process lasts.
 
-    It lasts: of a thread that has ended, PyTorch keeps a pointer to what its fake tensors were guarded by, where it is
-    built for CUDA but there is no GPU, and the next thread's would end the process.
+    PyTorch built for CUDA, on a machine without a GPU, keeps a pointer into the thread that first made fake tensors. A
+    second thread follows it and crashes once the first has ended.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="compiler")
 

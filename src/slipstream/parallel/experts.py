@@ -175,15 +175,15 @@ class _Exchange:
         of_ranks = group.all_to_all(counts, [1] * size, [1] * size)
         sent, received = torch.stack([counts.sum(1), of_ranks.sum(1)]).tolist()
 
-        def go(rows: Tensor) -> Tensor:
+        def dispatched(rows: Tensor) -> Tensor:
             return group.all_to_all(rows, sent, received)
 
-        def come(rows: Tensor) -> Tensor:
+        def returned(rows: Tensor) -> Tensor:
             return group.all_to_all(rows, received, sent)[place]
 
         (rows,) = exchanged(
-            lambda each: (go(each[order // per_token]),),
-            lambda gradient: (torch.unflatten(come(gradient), 0, index.shape).sum(1),),
+            lambda each: (dispatched(each[order // per_token]),),
+            lambda gradient: (torch.unflatten(returned(gradient), 0, index.shape).sum(1),),
             hidden,
         )
         numbers = torch.arange(self._num_experts, device=order.device).repeat(size)
@@ -192,6 +192,6 @@ class _Exchange:
             rows, numbers = functional.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
         output = self._forward(rows, numbers[:, None], torch.ones_like(numbers[:, None], dtype=rows.dtype))
         (mine,) = exchanged(
-            lambda each: (come(each),), lambda gradient: (go(gradient[order]),), output[: sum(received)]
+            lambda each: (returned(each),), lambda gradient: (dispatched(gradient[order]),), output[: sum(received)]
         )
         return (torch.unflatten(mine, 0, index.shape) * weights[..., None]).sum(1)

@@ -461,14 +461,18 @@ class ScheduleKind(NamedTuple):
     dominated_by: str | None = None
     """Another schedule that is as fast with as much memory or less, for up to `dominated_up_to` microbatches."""
     dominated_up_to: int = sys.maxsize
+    holds_all: bool = False
+    """Whether a rank has the forwards of all microbatches before its first backward."""
 
 
 _ANY, _TWO = range(1, sys.maxsize), range(2, 3)
 SCHEDULES: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(gpipe, dominated_by="1f1b"),
+    "gpipe": ScheduleKind(gpipe, dominated_by="1f1b", holds_all=True),
     "1f1b": ScheduleKind(one_f_one_b),
     "interleaved-1f1b": ScheduleKind(interleaved_one_f_one_b, _ANY),
-    "breadth-first": ScheduleKind(breadth_first, _ANY, dominated_by="interleaved-1f1b", dominated_up_to=1),
+    "breadth-first": ScheduleKind(
+        breadth_first, _ANY, dominated_by="interleaved-1f1b", dominated_up_to=1, holds_all=True
+    ),
     "zb-h1": ScheduleKind(zb_h1, splits=True),
     "zb-h2": ScheduleKind(zb_h2, splits=True),
     "zb-v": ScheduleKind(zb_v, _TWO, splits=True),
@@ -525,8 +529,8 @@ def make_schedule(
     microbatches, with the largest number of slices in flight where that number matters.
 
     Raises:
-        ScheduleError: the name is unknown (the message has the nearest one), its kind doesn't allow the
-            number of stages per rank (it has what is allowed), or a count is below 1.
+        ScheduleError: the name is unknown (the message has the nearest one), the schedule doesn't allow the number of
+            stages per rank (it has what is allowed), or a count is below 1.
     """
     check_name(name)
     _check_stages(name, name, stages_per_rank)

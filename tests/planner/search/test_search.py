@@ -697,6 +697,13 @@ def test_a_joint_plan_keeps_to_the_memory_of_the_device() -> None:
     assert best.peak_memory <= limit < free.peak_memory
 
 
+def test_where_only_named_schedules_fit_the_error_says_which() -> None:
+    """A pipeline of one rank has nothing to search together."""
+    options = replace(TWO_RANKS, pipeline_parallel=(1,), data_parallel=(2,), schedule=("auto",))
+    with pytest.raises(SlipstreamError, match=r"found together that fit, but .* does\. Allow schedule=1f1b and"):
+        search_plans(counted_llama(), SEQ_LEN, 2, options=options)
+
+
 @pytest.mark.more
 def test_given_counts_leave_nothing_to_the_joint_search() -> None:
     some: tuple[PlanOptions, ...] = (

@@ -67,7 +67,7 @@ def test_it_is_pinned_or_open() -> None:
     assert whole.best.step_seconds > found.best.step_seconds
     with pytest.raises(SlipstreamError, match="vocabulary=spread: it is planned together with cuts"):
         planned(vocabulary=("spread",), schedule=("1f1b",))
-    with pytest.raises(SlipstreamError, match=r"vocabulary=spread can't be planned for small\. Whether its head"):
+    with pytest.raises(SlipstreamError, match=r"vocabulary=spread can't be planned for small\. Counts don't say"):
         search_plans(source(HEAVY), SEQ_LEN, 4, options=replace(OPTIONS, vocabulary=("spread",)))
 
 

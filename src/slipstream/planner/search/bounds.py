@@ -16,6 +16,7 @@ from slipstream.cost import BY_LAYER, REPLAYED, CostSource, StageCosts, StagePar
 from slipstream.planner.order.makespan_bounds import rank_bounds
 from slipstream.planner.plans import Configuration
 from slipstream.schedule import (
+    SCHEDULES,
     Op,
     Schedule,
     add_offload,
@@ -29,8 +30,6 @@ from slipstream.simulator.memory_arrays import row_peaks
 
 _Result = TypeVar("_Result")
 
-
-_HOLD_ALL = ("gpipe", "breadth-first")
 _FILLED = 3  # times the slices that a pipeline has ranks: a schedule that bounds its memory has no more under way
 
 
@@ -54,9 +53,9 @@ class ScheduleShape(NamedTuple):
     def with_few_microbatches(self) -> ScheduleShape:
         """The shape with fewer microbatches, of which a rank has no more at the same time: a few groups of as many as
         pass interleaved stages together. Where a rank has all of them, they stay."""
-        group = -(-self.num_ranks // self.num_slices)
-        if self.name in _HOLD_ALL:
+        if SCHEDULES[self.name].holds_all:
             return self
+        group = -(-self.num_ranks // self.num_slices)
         return self._replace(num_microbatches=min(self.num_microbatches, _FILLED * group))
 
 

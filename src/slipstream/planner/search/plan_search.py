@@ -210,7 +210,7 @@ class _PlanSearch:
         """Returns the error where a named schedule fits, but isn't allowed, and the joint search finds nothing."""
         fastest = min(self.seconds, key=self.seconds.__getitem__)
         return SlipstreamError(
-            "schedule=auto: no cut, slices and order that were found together fit the memory, but "
+            "schedule=auto: no cut, slices and order were found together that fit, but "
             f"{configuration_text(fastest)} does. Allow schedule={fastest.schedule} and slicing={fastest.slicing} too."
         )
 
@@ -417,13 +417,15 @@ def joint_candidates(
 ) -> Iterator[Configuration]:
     """Yields what is found on the mesh of `start`, with less and less memory, and adds it to the space.
 
-    Where it can't take less than `best` seconds, nothing is.
+    Nothing is sought that takes `best` seconds or more. These are tried in turn:
 
-    First without a limit of memory, as it is and then with `start`'s offloading; then, unless that helps, with that
-    offloading within the device's memory, by the full account of it (beside offloading only where nothing else is
-    known to fit); then the first again with all of `start`'s ways to save memory. With
-    these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers are
-    recomputed one by one.
+    1. What is best without a limit of memory, as it is and with `start`'s offloading.
+    2. What is best within the device's memory, by the full account of it; with `start`'s offloading only where nothing
+       else is known to fit.
+    3. The first again, with all of `start`'s ways to save memory.
+
+    With these, weight gradients directly follow input gradients, as in named schedules, or belong to them where layers
+    are recomputed one by one.
     """
     allows, problem = space.options.allows, _problem(space, start, best)
     added = partial(_added, space, start, problem)
