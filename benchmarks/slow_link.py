@@ -8,7 +8,8 @@ computed, and the other host waits for all of it. In eight, the next slices are 
 Interleaved, with two stages on each host, they wait less for each other and send three times as much.
 
 Each of these has separate processes. They take steps alternately, link by link, so that other load on the machine
-affects all of them alike. A step is forward and backward; its time is the slower rank's.
+affects all of them alike. A step is forward and backward; its time is the slower rank's. Beside it stands what the
+simulator predicts from the times of actions on the fast link and the bandwidth of the slow one.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.action_times import ActionTimes
 from benchmarks.harness import interleaved, medians, restart_in_environment, setting, write
 from benchmarks.hosts import Hosts
 from benchmarks.peers import VOCABULARY, model_config
-from slipstream import Pipeline, Runtime
+from slipstream import Pipeline, Runtime, Schedule, make_schedule, simulate
 
-CONTENDERS: dict[str, dict[str, Any]] = {
-    "1 slice": {"slices": 1},
-    "2 slices": {"slices": 2},
-    "2 slices, interleaved": {"slices": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
-    "8 slices": {"slices": 8},
-    "8 slices, interleaved": {"slices": 8, "schedule": "interleaved-1f1b", "stages_per_rank": 2},
+# Each with one microbatch: the schedule, its slices, and the stages of each rank.
+CONTENDERS = {
+    "1 slice": ("1f1b", 1, 1),
+    "2 slices": ("1f1b", 2, 1),
+    "2 slices, interleaved": ("interleaved-1f1b", 2, 2),
+    "8 slices": ("1f1b", 8, 1),
+    "8 slices, interleaved": ("interleaved-1f1b", 8, 2),
 }
 FAST = "as fast as the machine"
 _FIRST_PORT = 29600
@@ -65,15 +68,22 @@ class Pair:
         """Waits until both are built. The pairs start side by side, and none runs before all are built."""
         self._answers()
 
-    def run(self) -> float:
+    def run(self, megabits: float | None) -> float:
         """Takes a step; returns the slower rank's seconds."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write("step\n")
-            process.stdin.flush()
-        answers = self._answers()
+        answers = self._ask(f"step {json.dumps(megabits)}")
         self.losses |= {answer["loss"] for answer in answers}
         return max(answer["seconds"] for answer in answers)
+
+    def predict(self, megabits: float | None) -> float:
+        """Returns the seconds of a step on this link by the simulator, from the steps on the fast link so far."""
+        return self._ask(f"predict {json.dumps(megabits)}")[0]["seconds"]
+
+    def _ask(self, request: str) -> list[dict[str, float]]:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{request}\n")
+            process.stdin.flush()
+        return self._answers()
 
     def _answers(self) -> list[dict[str, float]]:
         lines = [process.stdout.readline() for process in self._processes]  # type: ignore[union-attr]
@@ -88,26 +98,53 @@ class Pair:
 
 
 def serve(contender: str, length: int) -> None:
-    """Serves as one rank of a pair: takes a step for every line on standard input."""
+    """Serves as one rank of a pair: answers every line on standard input, "step" or "predict" and a link."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    pipe = Pipeline.from_config(
-        model_config(length), seed=0, runtime=Runtime(self_check=False), seq_len=length, **CONTENDERS[contender]
-    )
+    name, num_slices, stages_per_rank = CONTENDERS[contender]
+    schedule = make_schedule(name, 2, 1, num_slices, stages_per_rank)
+    pipe = Pipeline.from_config(model_config(length), seed=0, schedule=schedule, runtime=Runtime(self_check=False))
     inputs = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+    times, num_fast_steps = ActionTimes(), 0
     print(json.dumps({}), flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        request, link = line.split()
+        megabits = json.loads(link)
+        if request == "predict":
+            print(json.dumps({"seconds": predicted(schedule, times, length, megabits)}), flush=True)
+            continue
         for parameter in pipe.parameters():
             parameter.grad = None
         dist.barrier()
         began = time.perf_counter()
         loss = float(pipe.step(inputs, inputs))
-        print(json.dumps({"seconds": time.perf_counter() - began, "loss": loss}), flush=True)
+        seconds = time.perf_counter() - began
+        timeline = pipe.timeline()
+        if megabits is None:
+            num_fast_steps += 1
+            if num_fast_steps > _WARM_UPS:
+                times.add(timeline)
+        print(json.dumps({"seconds": seconds, "loss": loss}), flush=True)
+
+
+def predicted(schedule: Schedule, times: ActionTimes, length: int, megabits: float | None) -> float:
+    """Returns the seconds of a step by the simulator, where messages share a link of this many megabits a second."""
+    cost = times.cost()
+    if megabits is not None:
+        slice_bytes = message_bytes(length) / schedule.num_slices
+        sizes = [slice_bytes] * schedule.num_slices
+        cost = replace(cost, message_bytes=sizes, bandwidth=megabits * 1e6 / 8)
+    return simulate(schedule, cost).makespan
+
+
+def message_bytes(length: int) -> int:
+    """Returns the bytes of a sequence's float32 activations between two stages, or of their gradients."""
+    return 4 * length * int(model_config(length).hidden_size)
 
 
 def over_link(hosts: Hosts, pair: Pair, megabits: float | None) -> float:
     hosts.limit(megabits)
-    return pair.run()
+    return pair.run(megabits)
 
 
 def name_link(megabits: float | None) -> str:
@@ -125,15 +162,23 @@ def measure(hosts: Hosts, length: int, links: list[float | None], repeats: int) 
             for contender, pair in pairs.items()
         }
         seconds = interleaved(contenders, repeats, warmups=_WARM_UPS)
+        predictions = {link: {name: pair.predict(link) for name, pair in pairs.items()} for link in links}
     finally:
         for pair in pairs.values():
             pair.close()
     losses = [loss for pair in pairs.values() for loss in pair.losses]
     assert max(losses) - min(losses) < 1e-3, losses  # both computed the same thing
     middle = medians(seconds)
-    rows = [{"link": name_link(link), **compare(middle, name_link(link))} for link in links]
-    sent = 4 * length * model_config(length).hidden_size  # float32 activations, and as many gradients back
-    return {"tokens": length, "bytes_each_way": sent, "seconds": seconds, "medians": middle, "links": rows}
+    rows = [
+        {"link": name_link(link), **compare(middle, name_link(link)), "predicted": predictions[link]} for link in links
+    ]
+    return {
+        "tokens": length,
+        "bytes_each_way": message_bytes(length),
+        "seconds": seconds,
+        "medians": middle,
+        "links": rows,
+    }
 
 
 def compare(middle: dict[str, float], link: str) -> dict[str, float]:
@@ -145,11 +190,14 @@ def compare(middle: dict[str, float], link: str) -> dict[str, float]:
 
 def show(report: dict[str, object]) -> None:
     print(f"\none sequence of {report['tokens']} tokens, {report['bytes_each_way']:,} bytes each way")
-    print("seconds a step (over the same on the fast link)")
+    print("seconds a step (over the same on the fast link; by the simulator)")
     for row in report["links"]:  # type: ignore[attr-defined]
         print(
             f"  {row['link']:>22}: "
-            + ", ".join(f"{each} {row[each]:.3f} ({row[f'{each} over the fast link']:.2f}x)" for each in CONTENDERS)
+            + ", ".join(
+                f"{each} {row[each]:.3f} ({row[f'{each} over the fast link']:.2f}x; {row['predicted'][each]:.3f})"
+                for each in CONTENDERS
+            )
         )
 
 
