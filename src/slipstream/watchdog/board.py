@@ -1,4 +1,4 @@
-"""What a rank does now, in memory that its watcher reads: to write it costs a step less than a microsecond an action.
+"""A rank's current action, in memory that its watcher reads: writing it takes less than a microsecond per action.
 
 The rank writes and never waits; the watcher reads whenever it likes, also while the rank's interpreter is held.
 """
@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _COUNTER = struct.Struct("<Q")
-_FIELDS = struct.Struct("<iIBB96s160s")  # action, step, silence, state, phase, what is waited for
+_FIELDS = struct.Struct("<iIBB96s160s")  # action, step, silence, state, phase, the awaited message
 _START = _COUNTER.size
 _SIZE = mmap.PAGESIZE
 _ACTION = struct.Struct("<i")
@@ -30,7 +30,7 @@ class State(IntEnum):
 
 
 class Silence(IntEnum):
-    """What it means that a rank doesn't get on."""
+    """How to judge a rank that makes no progress."""
 
     ANY_LENGTH, COUNTED, LONG = range(3)  # nothing; that it stalls; the same, but only after ten times the limit
 
@@ -44,7 +44,7 @@ class Sight(NamedTuple):
     silence: Silence
     state: State
     phase: str
-    waits: str  # what the rank waits for in a collective or a message; empty where it doesn't
+    waits: str  # the collective or message that the rank waits for; empty where it doesn't
 
 
 def anonymous_file(name: str) -> int:
@@ -59,7 +59,7 @@ class Board:
     """The memory. The rank's main thread writes; any process that has the descriptor reads."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Makes the memory, or opens what another process has made."""
+        """Makes the memory, or opens another process's."""
         self.descriptor = anonymous_file("slipstream-board") if descriptor is None else descriptor
         if descriptor is None:
             os.truncate(self.descriptor, _SIZE)
@@ -77,20 +77,20 @@ class Board:
         self._beat()
 
     def set_state(self, state: State, silence: Silence = Silence.COUNTED) -> None:
-        """Says how far the rank's life has come, and what silence means from now on."""
+        """Writes the state of the rank's life, and how to judge its silence from now on."""
         _BYTES.pack_into(self._memory, _START + 8, silence, state)
         self._beat()
 
     def set_phase(self, phase: str) -> None:
-        """Says what the rank does outside of a schedule's actions."""
+        """Writes the rank's phase outside of a schedule's actions."""
         self._write(_PHASE_AT, phase.encode()[: _PHASE_BYTES - 1].ljust(_PHASE_BYTES, b"\0"))
 
     def set_wait(self, text: bytes) -> None:
-        """Says what the rank waits for; empty: nothing. At most 159 bytes count."""
+        """Writes the message or collective that the rank waits for; empty: none. At most 159 bytes count."""
         self._write(_WAIT_AT, text[: _WAIT_BYTES - 1] + b"\0")
 
     def look(self) -> Sight:
-        """Returns what is written."""
+        """Returns the status as it is written now."""
         (counter,) = _COUNTER.unpack_from(self._memory, 0)
         action, step, silence, state, phase, waits = _FIELDS.unpack_from(self._memory, _START)
         return Sight(counter, action, step, Silence(silence), State(state), _text(phase), _text(waits))

@@ -1,4 +1,4 @@
-"""Collects what all watchers report, in a process of its own, and tells them all where the run can't go on.
+"""Collects the reports of all watchers, in a process of its own, and tells them where the run can't go on.
 
 Each rank has two lines to it, its own and its watcher's. A rank that has ended said so on one of them, or its watcher
 did; where both are closed without a word, the two were killed together.
@@ -42,7 +42,7 @@ class Hub:
         self._closed: dict[int, float] = {}  # ranks that have closed their own line, and when both were closed
         memory = memory or {"ranks": {}, "verdict": None}  # of the hub before this one
         now = time.monotonic()
-        self._reports = {int(rank): Report(came=now, **each) for rank, each in memory["ranks"].items()}
+        self._reports = {int(rank): Report(came=now, **report) for rank, report in memory["ranks"].items()}
         self._verdict: dict[str, Any] | None = memory["verdict"]
         self._verdict_at = 0.0
         self._remembered: Any = None
@@ -67,7 +67,7 @@ class Hub:
         return bool(is_told) or not (self._watchers or self._ranks)
 
     def _exchange(self, seconds: float) -> None:
-        """Takes what has come within some seconds, and says every second that this process is there."""
+        """Takes the messages of the next seconds, and says every second that this process is alive."""
         wait_for(
             [self._listening, self._supervisor, *self._strangers, *self._watchers.values(), *self._ranks.values()],
             seconds,
@@ -153,8 +153,8 @@ class Hub:
             line.send({"bye": True})
 
     def _remember(self) -> None:
-        """Says that this process is there, and what the next one has to know, where that has changed."""
-        ranks = {rank: each.lasting() for rank, each in self._reports.items()}
+        """Says that this process is alive, and hands on the state that its successor needs, where it has changed."""
+        ranks = {rank: report.lasting() for rank, report in self._reports.items()}
         memory = {"ranks": ranks, "verdict": self._verdict}
         self._supervisor.send({} if memory == self._remembered else {"memory": memory})
         self._remembered = memory
@@ -178,13 +178,13 @@ class Hub:
                 report.ending = "gone" if report.was_watched else "dead"
         if any(not report.is_counted and not report.ending for report in self._reports.values()):
             self._paused_at = now
-        if len(self._reports) < self._num_ranks and not any(each.ending for each in self._reports.values()):
+        if len(self._reports) < self._num_ranks and not any(report.ending for report in self._reports.values()):
             return None, 0.0
         limit = stall_limit(self._limit, self._reports)
         return find_fault(self._reports, limit, now, now - self._paused_at), limit
 
     def _tell(self, fault: Fault, limit: float) -> None:
-        """Asks all watchers what their ranks wait for, and sends the verdict."""
+        """Asks all watchers for the waits of their ranks, and sends the verdict."""
         if fault.is_death:
             deadline = time.monotonic() + _SECONDS_TO_SETTLE
             while time.monotonic() < deadline:

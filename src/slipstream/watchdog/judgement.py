@@ -1,4 +1,4 @@
-"""Decides from what all watchers report whether the run can go on, and says which ranks keep it from that."""
+"""Decides from the reports of all watchers whether the run can go on, and says which ranks keep it from that."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _TIMES_THE_LONGEST = 5
 _BEFORE_THE_SECOND_STEP = 600.0  # nothing is known of how long an action takes, but that it computes
 UNREACHABLE_AFTER = 5.0
 """Seconds after the limit from which on a machine, or the hub, counts as gone or out of reach."""
-_SECONDS_UNHEARD = 2.5  # since a watcher that reports every second: others may wait for what has happened there
+_SECONDS_UNHEARD = 2.5  # since a watcher that reports every second: others may wait for an event there
 _TIMES_THE_LIMIT = 10  # for a run that stands still while ranks load or save
 _MOST_LINES = 24  # ranks that a verdict describes; of a thousand that wait alike a few are enough
 
 
 @dataclass
 class Report:
-    """What one rank's watcher has said last, and when.
+    """The latest report of one rank's watcher, and its time.
 
     Attributes:
         host: of the rank.
@@ -45,7 +45,7 @@ class Report:
             by which it failed.
         doing: where it is, as the end of a sentence.
         waits: whether it waits for others.
-        detail: lines about what it waits for, or where its interpreter is.
+        detail: lines about its wait, or where its interpreter is.
     """
 
     host: str
@@ -69,7 +69,7 @@ class Report:
     detail: Sequence[str] = ()
 
     def update(self, message: Mapping[str, Any], now: float) -> None:
-        """Takes over what a message says."""
+        """Takes over the fields of a message."""
         self.came = now
         for name, value in message.items():
             if name in _TOLD and isinstance(value, type(getattr(self, name))):
@@ -78,7 +78,7 @@ class Report:
             self.detail = [str(line) for line in message["detail"]]
 
     def lasting(self) -> dict[str, Any]:
-        """Returns what its watcher can't tell once more: who the rank is, and how it has ended."""
+        """Returns the facts that its watcher can't repeat: who the rank is, and how it has ended."""
         who = {"host": self.host, "process": self.process, "ending": self.ending}
         return who | ({"doing": self.doing} if self.ending else {})
 
@@ -89,7 +89,7 @@ _TOLD |= {"doing", "waits"}
 
 @dataclass(frozen=True)
 class Fault:
-    """A run that can't go on: `reasons` has the ranks to blame, each with what is wrong with it."""
+    """A run that can't go on: `reasons` has the ranks at fault, each with its problem."""
 
     reasons: Mapping[int, str]
     is_death: bool = False
@@ -120,33 +120,33 @@ def find_fault(reports: Mapping[int, Report], limit: float, now: float, since_pa
     """
     if dead := {rank: _DEATHS[report.ending] for rank, report in reports.items() if report.ending in _DEATHS}:
         return Fault(dead, is_death=True)
-    failed = {rank: f"has failed ({each.ending})" for rank, each in reports.items() if each.ending not in _FINE}
+    failed = {rank: f"has failed ({report.ending})" for rank, report in reports.items() if report.ending not in _FINE}
     if failed:
         return Fault(failed, is_failure=True)
     alive = {rank: report for rank, report in reports.items() if not report.ending}
-    stopped = {rank: each for rank, each in alive.items() if each.stopped > limit}
+    stopped = {rank: report for rank, report in alive.items() if report.stopped > limit}
     if stopped:
-        return Fault({rank: _stopped(each) for rank, each in stopped.items()})
-    lost = {rank: each for rank, each in alive.items() if now - each.came > limit + UNREACHABLE_AFTER}
+        return Fault({rank: _stopped(report) for rank, report in stopped.items()})
+    lost = {rank: report for rank, report in alive.items() if now - report.came > limit + UNREACHABLE_AFTER}
     if lost:
-        return Fault({rank: _lost(each, now - each.came) for rank, each in lost.items()})
-    if all(each.is_counted or each.may_be_long for each in alive.values()):
-        idle = min((each.idle for each in alive.values()), default=0.0)
+        return Fault({rank: _lost(report, now - report.came) for rank, report in lost.items()})
+    if all(report.is_counted or report.may_be_long for report in alive.values()):
+        idle = min((report.idle for report in alive.values()), default=0.0)
         if idle > _TIMES_THE_LIMIT * limit:
-            blamed = {rank: each for rank, each in alive.items() if each.may_be_long and not each.waits} or alive
-            return Fault({rank: _stalled(each) for rank, each in blamed.items()}, is_long=True)
-    if any(now - each.came > _SECONDS_UNHEARD for each in alive.values()):
+            blamed = {rank: item for rank, item in alive.items() if item.may_be_long and not item.waits} or alive
+            return Fault({rank: _stalled(report) for rank, report in blamed.items()}, is_long=True)
+    if any(now - report.came > _SECONDS_UNHEARD for report in alive.values()):
         return None  # soon it is heard again, or lost
-    silences = {rank: min(each.silent, since_pause) for rank, each in alive.items()}
-    if not all(each.is_counted for each in alive.values()) or max(silences.values(), default=0.0) <= limit:
+    silences = {rank: min(report.silent, since_pause) for rank, report in alive.items()}
+    if not all(report.is_counted for report in alive.values()) or max(silences.values(), default=0.0) <= limit:
         return None
     # The one that others wait for may have fallen silent after them.
     stalled = {rank: alive[rank] for rank, silence in silences.items() if silence > limit / 2}
-    blamed = {rank: each for rank, each in stalled.items() if not each.waits or each.stopped}
-    ended = {rank: "has ended well, and others wait for it" for rank, each in reports.items() if each.ending}
+    blamed = {rank: report for rank, report in stalled.items() if not report.waits or report.stopped}
+    ended = {rank: "has ended well, and others wait for it" for rank, report in reports.items() if report.ending}
     if ended and not blamed and len(stalled) == len(alive):
         return Fault(ended)
-    return Fault({rank: _stalled(each) for rank, each in (blamed or stalled).items()})
+    return Fault({rank: _stalled(report) for rank, report in (blamed or stalled).items()})
 
 
 _FINE = ("", "finished")
@@ -180,8 +180,8 @@ def _stalled(report: Report) -> str:
 
 
 def describe_fault(fault: Fault, reports: Mapping[int, Report], limit: float, setting: str = "") -> str:
-    """Returns the verdict: which ranks are to blame, where each rank was, and what is missing. The limit of a wait is
-    that of a `setting`."""
+    """Returns the verdict: which ranks are at fault, where each rank was, and which actions are missing. The limit of a
+    wait is that of a `setting`."""
     lines = [f"{_name(rank, reports[rank])} {reason}; {reports[rank].doing}" for rank, reason in fault.reasons.items()]
     if not fault.is_death and not fault.is_failure:
         while_loading = f", {_TIMES_THE_LIMIT} times while ranks load or save" if fault.is_long else ""

@@ -4,7 +4,7 @@
                              ^-------------------'
 
 A stopped process and a killed one are one case: whoever is silent is killed. Nothing is lost with a watcher, as it
-reads all that it says; what a hub has to remember it tells its supervisor, which tells it the next.
+reads all its facts anew; the state that a hub has to remember it tells its supervisor, which tells it the next.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Supervised:
         """Starts nothing yet.
 
         Args:
-            name: what messages call it.
+            name: in messages.
             module: of the watchdog, whose `main` runs.
             settings: for its first line; a command line could be read by other users.
             descriptors: that it inherits.
@@ -100,7 +100,7 @@ class Supervised:
         self.line.send(self._settings | {"parent": os.getpid(), "memory": self._memory})
 
     def look(self, pause: float) -> None:
-        """Hears what the process says; kills it where it is silent, and starts it where it has ended. Its silence in
+        """Reads the process's messages; kills it where it is silent, and starts it where it has ended. Its silence in
         the last `pause` seconds doesn't count."""
         self._heard += pause
         if self.line is not None and self.process is not None:
@@ -182,7 +182,7 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         looked = time.monotonic()
         while not self._is_over:
-            lines = [None if self._link is None else self._link.line, *(each.source for each in self._helpers)]
+            lines = [None if self._link is None else self._link.line, *(helper.source for helper in self._helpers)]
             wait_for([self._ending, *lines], LOOK_SECONDS)
             self._is_over = bool(_readable(self._ending))
             now = time.monotonic()
@@ -190,14 +190,14 @@ class Supervisor(threading.Thread):
             if self._link is not None and not self._is_over:
                 self._link.receive()
                 self._link.keep()
-            for each in [] if self._is_over else self._helpers:
-                each.look(pause)
+            for helper in [] if self._is_over else self._helpers:
+                helper.look(pause)
         if self._link is not None:
             self._link.send({"ending": "finished"})
             if self._link.line is not None:
                 self._link.line.close()
-        for each in self._helpers:
-            each.close(self._kills)
+        for helper in self._helpers:
+            helper.close(self._kills)
 
     def stop(self, kills: bool = False) -> None:
         """Lets the helpers end by themselves, or kills them."""
@@ -207,20 +207,20 @@ class Supervisor(threading.Thread):
         self._ending.close()
 
     def leave_to_parent(self) -> None:
-        """Closes what a fork has inherited, so that the parent's end is noticed while the fork lives."""
-        lines = [None if self._link is None else self._link.line, *(each.line for each in self._helpers)]
+        """Closes the lines that a fork has inherited, so that the parent's end is noticed while the fork lives."""
+        lines = [None if self._link is None else self._link.line, *(helper.line for helper in self._helpers)]
         for line in lines:
             if line is not None:
                 line.connection.close()
-        for each in self._helpers:
-            if each.listening is not None:
-                each.listening.close()
+        for helper in self._helpers:
+            if helper.listening is not None:
+                helper.listening.close()
 
 
 @dataclass(frozen=True)
 class WatchSettings:
-    """What the watchers of a run share: where the hub listens, the token by which it knows them, and who has started
-    it, "rank 0" or "the launcher"."""
+    """The settings that the watchers of a run share: where the hub listens, the token by which it knows them, and who
+    has started it, "rank 0" or "the launcher"."""
 
     address: str
     port: int
@@ -229,12 +229,12 @@ class WatchSettings:
 
 
 def open_hub(address: str, starter: str = "rank 0") -> tuple[Supervised, WatchSettings]:
-    """Returns a hub for the watchers at an address of this machine, which starts when the first one comes, and what
-    they have to know."""
+    """Returns a hub for the watchers at an address of this machine, which starts when the first one connects, and their
+    settings."""
     listening = listen_at(address)
     settings = WatchSettings(address, listening.getsockname()[1], secrets.token_hex(16), starter)
-    given = {"listening": listening.fileno(), "token": settings.token}
-    return Supervised("the watchers' hub", "hub", given, [], listening, starter != "rank 0"), settings
+    options = {"listening": listening.fileno(), "token": settings.token}
+    return Supervised("the watchers' hub", "hub", options, [], listening, starter != "rank 0"), settings
 
 
 @contextmanager
@@ -251,8 +251,8 @@ def supervised_hub(address: str) -> Iterator[WatchSettings]:
 
 def accept_settings() -> tuple[dict[str, Any], Line]:
     """Returns, in a helper process, its settings and the line to its supervisor."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(each, signal.SIG_IGN)  # meant for the supervisor, with which this ends
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(signal_number, signal.SIG_IGN)  # meant for the supervisor, with which this ends
     if sys.platform == "linux":
         # A helper that is stopped when its supervisor ends goes on then, so as to end too.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The rank's side: starts its watcher, says what it does, and asks why another rank is gone."""
+"""The rank's side: starts its watcher, writes its status, and asks why another rank is gone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Watch:
     board: Board = field(default_factory=Board)
     watcher: Supervised | None = None
     supervisor: Supervisor | None = None
-    order: int = -1  # descriptors of what the watcher reads, and of what it writes: the verdict, and who has finished
+    order: int = -1  # descriptors: of the watcher's input, and of its output, the verdict and who has finished
     verdict: int = -1
     finished: int = -1
     names: Sequence[int] = ()
@@ -55,7 +55,7 @@ _dumps_stacks = False  # whether SIGUSR2 is this module's
 
 
 def board() -> Board | None:
-    """Returns the board on which this rank says what it does; None where it isn't watched, or in another thread than
+    """Returns the board on which this rank writes its status; None where it isn't watched, or in another thread than
     the main one."""
     if _watch is None or threading.current_thread() is not threading.main_thread():
         return None
@@ -68,7 +68,6 @@ def is_watched(provisionally: bool = False) -> bool:
 
 
 def _is_own() -> bool:
-    """Returns whether this process has a watcher, and not the one that it was forked from."""
     return _watch is not None and _watch.process == os.getpid()
 
 
@@ -107,14 +106,14 @@ def start_watch(
     descriptors = files | {"board": watch.board.descriptor, "stack": stack}
     run: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "limit": limit, "token": settings.token}
     run["limit_setting"] = limit_setting
-    given = descriptors | vars(settings) | run | {"error_file": error_file, "stack_signal": _dump_stacks_to(stack)}
+    options = descriptors | vars(settings) | run | {"error_file": error_file, "stack_signal": _dump_stacks_to(stack)}
     me = run | {"host": socket.gethostname(), "process": os.getpid(), "doing": "before it was watched"}
     link = Link(settings.address, settings.port, lambda: me)
     if hub is not None:
         hub.start()
     link.keep()  # so that the end of this process is seen before its watcher has started
-    given["is_reached"] = link.line is not None
-    watch.watcher = Supervised(f"the watcher of rank {rank}", "watcher", given, list(descriptors.values()))
+    options["is_reached"] = link.line is not None
+    watch.watcher = Supervised(f"the watcher of rank {rank}", "watcher", options, list(descriptors.values()))
     watch.watcher.start()
     watch.supervisor = Supervisor([watch.watcher, *([] if hub is None else [hub])], link)
     watch.supervisor.start()
@@ -136,10 +135,10 @@ def end_watch(failure: str = "") -> None:
         watch.board.set_state(State.FAILED)
         return  # the watcher tells it once this process has gone
     watch.finish()
-    for each in (watch, watch.before):
+    for old_watch in (watch, watch.before):
         with suppress(subprocess.TimeoutExpired):
-            if each is not None and each.watcher is not None and each.watcher.process is not None:
-                each.watcher.process.wait(_SECONDS_TO_END)
+            if old_watch is not None and old_watch.watcher is not None and old_watch.watcher.process is not None:
+                old_watch.watcher.process.wait(_SECONDS_TO_END)
 
 
 def note_order(rank: int, schedule: object) -> None:
@@ -185,7 +184,7 @@ def counted_off(phase: str, uses_disk: bool = False) -> Iterator[None]:
 
 
 def explain_loss(problem: str) -> str:
-    """Returns what the watchers know of an error that another rank's end may have caused: the verdict, within some
+    """Returns the watchers' explanation of an error that another rank's end may have caused: the verdict, within some
     seconds, or `problem` where there is none."""
     if _watch is None or not _is_own():
         return problem
@@ -208,21 +207,21 @@ def finished_ranks() -> set[int]:
 def _dump_stacks_to(descriptor: int) -> int:
     """Lets a signal write the stacks of all threads, by a handler in C; returns its number, 0 where it is in use."""
     global _dumps_stacks
-    number = getattr(signal, "SIGUSR2", 0)
+    usr2 = getattr(signal, "SIGUSR2", 0)
     is_main = threading.current_thread() is threading.main_thread()  # others may set no signals
-    if not number or not is_main or (signal.getsignal(number) is not signal.SIG_DFL and not _dumps_stacks):
+    if not usr2 or not is_main or (signal.getsignal(usr2) is not signal.SIG_DFL and not _dumps_stacks):
         return 0
-    signal.signal(number, signal.SIG_IGN)  # what it does again once Python has taken its handler away, at the end
-    faulthandler.register(number, file=descriptor, all_threads=True)
+    signal.signal(usr2, signal.SIG_IGN)  # which holds again once Python has taken its handler away, at the end
+    faulthandler.register(usr2, file=descriptor, all_threads=True)
     _dumps_stacks = True
-    return int(number)
+    return int(usr2)
 
 
 def _leave_to_parent() -> None:
-    """Closes in a fork what its parent's end is noticed by."""
-    for each in (_watch, None if _watch is None else _watch.before):
-        if each is not None and each.supervisor is not None:
-            each.supervisor.leave_to_parent()
+    """Closes in a fork the lines by which its parent's end is noticed."""
+    for watch in (_watch, None if _watch is None else _watch.before):
+        if watch is not None and watch.supervisor is not None:
+            watch.supervisor.leave_to_parent()
 
 
 if hasattr(os, "register_at_fork"):

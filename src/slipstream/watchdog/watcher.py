@@ -142,7 +142,7 @@ class Watcher:
             self._hub.send(self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """Returns what the hub is told from time to time."""
+        """Returns the facts for the hub's next report."""
         now = time.monotonic()
         return {
             "process": self._parent,
@@ -243,7 +243,7 @@ def doing_text(sight: Sight, order: str) -> str:
 
 
 def wait_lines(sight: Sight, order: str) -> list[str]:
-    """Returns what is missing for a rank's action, by the rules of order; nothing where it isn't at one."""
+    """Returns the actions missing for a rank's action, by the rules of order; none where it isn't at one."""
     if not sight.waits or not (schedule := _parse(order, sight)):
         return []
     rank, parsed = schedule
@@ -252,17 +252,17 @@ def wait_lines(sight: Sight, order: str) -> list[str]:
 
 
 def stack_lines(dump: str) -> list[str]:
-    """Returns the innermost frames of the main thread, of what faulthandler has written."""
-    threads = [each for each in dump.split("\n\n") if each.strip()]
-    current = next((each for each in reversed(threads) if each.startswith("Current thread")), "")
+    """Returns the innermost frames of the main thread in faulthandler's output."""
+    threads = [thread for thread in dump.split("\n\n") if thread.strip()]
+    current = next((thread for thread in reversed(threads) if thread.startswith("Current thread")), "")
     main = threads[-1] if threads else ""  # the first thread of a process comes last
     frames = [line.strip() for line in (main or current).splitlines() if line.startswith("  File")]
     return [f"stack: {frame}" for frame in frames[:_MOST_FRAMES]]
 
 
 def _row(order: str, sight: Sight) -> list[str]:
-    """Returns the texts of the rank's actions. To parse what all ranks do, at every report, would take from their
-    cores what they compute with."""
+    """Returns the texts of the rank's actions. Parsing the actions of all ranks at every report would slow their
+    computing down."""
     rank, _, text = order.partition("\n")
     line = next((line for line in text.splitlines() if line.startswith(f"rank {rank}: ")), "")
     words = line.split()[2:]

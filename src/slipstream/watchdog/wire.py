@@ -47,12 +47,12 @@ class Line:
         return not self.end
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, or keeps what the system doesn't take now for the next call."""
+        """Sends a message, or keeps the bytes that the system doesn't take now for the next call."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Sends what was kept."""
+        """Sends the bytes that were kept."""
         try:
             while self._unsent and self.is_open:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
@@ -113,7 +113,7 @@ class Link:
     """
 
     def __init__(self, address: str, port: int, hello: Callable[[], dict[str, Any]]) -> None:
-        """Makes no connection yet; `hello` returns what is said first on each."""
+        """Makes no connection yet; `hello` returns the first message on each."""
         self._place, self._hello = (address, port), hello
         self.line: Line | None = None
         self.heard, self.has_heard = time.monotonic(), False
@@ -145,7 +145,7 @@ class Link:
         self._next_try = time.monotonic() + pause * random.uniform(0.5, 1)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message where there is a line; the next line's hello makes up for what is lost."""
+        """Sends a message where there is a line; the next line's hello makes up for a lost one."""
         if self.line is not None:
             self.line.send(message)
 
@@ -160,25 +160,25 @@ class Link:
 def wait_for(lines: Sequence[Line | socket.socket | int | None], seconds: float) -> None:
     """Waits until something has come on one of the open lines, sockets or descriptors, or for some seconds."""
     with selectors.DefaultSelector() as selector:
-        for each in lines:
-            if isinstance(each, Line):
-                if each.is_open:
-                    selector.register(each.connection, selectors.EVENT_READ)
-            elif each is not None:
-                selector.register(each, selectors.EVENT_READ)
+        for line in lines:
+            if isinstance(line, Line):
+                if line.is_open:
+                    selector.register(line.connection, selectors.EVENT_READ)
+            elif line is not None:
+                selector.register(line, selectors.EVENT_READ)
         selector.select(seconds)
 
 
 def wait_for_an_end(processes: Sequence[int], seconds: float, *others: int) -> None:
     """Waits until one of the processes has ended, something has come on another descriptor, or for some seconds."""
-    ends = [end_of(each) for each in processes]
+    ends = [end_of(process) for process in processes]
     try:
         # None: the system can't say when it ends, or it has ended already
         wait_for([*ends, *others], min(seconds, _POLL_SECONDS) if None in ends else seconds)
     finally:
-        for each in ends:
-            if each is not None:
-                os.close(each)
+        for end in ends:
+            if end is not None:
+                os.close(end)
 
 
 def listen_at(address: str, port: int = 0) -> socket.socket:
