@@ -1,1 +1,1 @@
-"""What stands beside training: a Trainer for transformers, run pages, first configurations, the doctor, encoders."""
+"""Extras beside training: a Trainer for transformers, run pages, first configurations, the doctor, encoders."""

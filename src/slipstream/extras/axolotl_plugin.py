@@ -17,7 +17,7 @@ from slipstream.options import RECORDS, Memory, Precision
 from slipstream.pipeline import Pipeline
 
 _LORA_KERNELS = ("lora_qkv_kernel", "lora_o_kernel", "lora_mlp_kernel", "lora_embedding_kernel")
-# Settings of the YAML that a Pipeline can't do, and what to do instead.
+# Settings of the YAML that a Pipeline can't do, and their remedies.
 _REFUSED = {
     "rl": "train on preferences by `slipstream train` (preference.loss), or with TRL's data in a script of your own",
     "reward_model": "only causal LMs are trained",
@@ -49,14 +49,14 @@ _REFUSED = {
 
 
 class SlipstreamInput(BaseModel):
-    """What a YAML may say besides axolotl's settings."""
+    """The settings that a YAML may have besides axolotl's."""
 
     slipstream: dict[str, Any] | None = None
     """Arguments of the Pipeline, such as `{slices: 8, schedule: zb-h1}`."""
 
 
 class SlipstreamPlugin(BasePlugin):  # type: ignore[misc]
-    """Trains what axolotl has loaded as a Pipeline, whose stages are the processes that it was launched with.
+    """Trains the model that axolotl has loaded as a Pipeline, whose stages are the processes that it was launched with.
 
     One line of the YAML asks for it: `plugins: [slipstream.extras.axolotl_plugin.SlipstreamPlugin]`.
     """
@@ -85,8 +85,8 @@ class SlipstreamPlugin(BasePlugin):  # type: ignore[misc]
 
 def pipeline_options(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the Pipeline's arguments that a YAML asks for."""
-    given = dict(cfg.get("slipstream") or {})
-    options = given | {name: record(**given[name]) for name, record in RECORDS.items() if name in given}
+    section = dict(cfg.get("slipstream") or {})
+    options = section | {name: record(**section[name]) for name, record in RECORDS.items() if name in section}
     if cfg.get("bf16") and "precision" not in options:
         options["precision"] = Precision(dtype="bfloat16", master_dtype="float32")
     if cfg.get("gradient_checkpointing") and "memory" not in options:
@@ -114,7 +114,7 @@ class _PipelineTrainer(SlipstreamTrainer, AxolotlTrainer):  # type: ignore[misc]
         super().__init__(Pipeline(model, device=args.device, **self.options), args, **others)
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Trains, and then gives the model that axolotl has loaded the weights of all ranks: that is what it saves."""
+        """Trains, and then gives the model that axolotl has loaded, and will save, the weights of all ranks."""
         result = super().train(*args, **options)
         if state := self.pipe.state_dict():
             self._whole.load_state_dict(state, strict=False)  # a tied weight has one name

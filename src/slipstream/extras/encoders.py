@@ -1,6 +1,6 @@
 """Turns a vision model or encoder-decoder of transformers into an nn.Sequential, where its pipeline plan allows.
 
-What a model of transformers computes before, between and after its stacks of layers, run by its own forward.
+The model's own forward runs everything before, between and after its stacks of layers.
 
     inputs -> StackConnector 0 -> (hidden, extras, inputs) -> layer -> ... -> layer -> StackConnector 1 -> ...
 
@@ -55,8 +55,8 @@ def sequence_of(
     """Returns an nn.Sequential over the model's own modules, to be pipelined by microbatches.
 
     Its attention sees whole sequences or images, so it takes no token slices. The sequence takes a tuple of the tensors
-    named `inputs` (one tensor if there is one name) and returns what the model's forward returns: its logits or,
-    without a head, the last hidden states. Between two layers travel the hidden states and whatever else the layers
+    named `inputs` (one tensor if there is one name) and returns the output of the model's forward: its logits or,
+    without a head, the last hidden states. Between two layers travel the hidden states and all else that the layers
     need (masks, positions, the encoder's output), which the model's own code computes once. The sequence shares layers
     and weights with `model`: don't use the model elsewhere. Not collective.
 
@@ -74,7 +74,7 @@ def sequence_of(
         The sequence; `nn.Sequential` runs it on one device, and `slipstream.Pipeline` on several.
 
     Raises:
-        SlipstreamError: the plan doesn't describe what the model does, or what was changed of it passes its layers by.
+        SlipstreamError: the plan doesn't describe the model, or a change to the model passes its layers by.
     """
     inputs = tuple(inputs) or default_inputs(model)
     if self_check:
@@ -97,19 +97,19 @@ def default_inputs(model: PreTrainedModel) -> tuple[str, ...]:
 def check_sequence(
     model: PreTrainedModel, inputs: Sequence[str], plan: PipelinePlan | None, constants: Mapping[str, Any]
 ) -> None:
-    """Raises SlipstreamError unless a toy of the model returns, in float64, what its sequence returns."""
+    """Raises SlipstreamError unless a toy of the model returns, in float64, the output of its sequence."""
     find_stacks(model, plan)
     try:
         toy = toy_of(model)
         tensors = tuple(toy_inputs(toy, inputs).values())
         with torch.no_grad():
             wanted = main_output(toy(**dict(zip(inputs, tensors, strict=True)), **constants, use_cache=False))
-            found = _build(toy, tuple(inputs), plan, constants)(tensors if len(inputs) > 1 else tensors[0])
+            output = _build(toy, tuple(inputs), plan, constants)(tensors if len(inputs) > 1 else tensors[0])
     except SlipstreamError:
         raise
     except Exception as error:
         raise refusal(model, f"a toy of it could not be run ({type(error).__name__}: {error})") from error
-    if found.shape != wanted.shape or not torch.equal(found, wanted):
+    if output.shape != wanted.shape or not torch.equal(output, wanted):
         raise refusal(model, "its own forward does something between the modules of its plan that the plan leaves out")
 
 
@@ -120,10 +120,10 @@ def _check_changes(
     inputs: Sequence[str],
     constants: Mapping[str, Any],
 ) -> None:
-    """Raises SlipstreamError unless the sequence returns what the changed model does, and each of its layers the same
-    by itself, after other layers have run on other inputs."""
+    """Raises SlipstreamError unless the sequence returns the changed model's output, and each of its layers the same by
+    itself, after other layers have run on other inputs."""
     tensors = tuple(toy_inputs(model, inputs).values())
-    modes = {module: module.training for each in (model, sequence) for module in each.modules()}
+    modes = {module: module.training for network in (model, sequence) for module in network.modules()}
     try:
         with torch.no_grad(), torch.random.fork_rng():
             model.eval()
@@ -132,18 +132,18 @@ def _check_changes(
             values: list[Any] = [tensors if len(tensors) > 1 else tensors[0]]
             for layer in sequence:
                 values.append(layer(values[-1]))
-            flipped = tuple(each.flip(0) for each in tensors)
+            flipped = tuple(tensor.flip(0) for tensor in tensors)
             sequence(flipped if len(flipped) > 1 else flipped[0])
             pairs = zip(sequence, values, values[1:], strict=False)
-            again = [(layer(given), output) for layer, given, output in [*pairs][::-1]]
+            again = [(layer(arguments), output) for layer, arguments, output in [*pairs][::-1]]
     except Exception as error:  # the user's own code
         raise refusal(model, f"{changes[0]}, and it could not be run ({type(error).__name__}: {error})") from error
     finally:
         for module, training in modes.items():
             module.training = training
-    found = values[-1]
+    actual = values[-1]
     bound = min(1e3 * torch.finfo(wanted.dtype).eps, 0.05) * float(wanted.abs().max())
-    if found.shape != wanted.shape or not float((found - wanted).abs().max()) <= bound:
+    if actual.shape != wanted.shape or not float((actual - wanted).abs().max()) <= bound:
         raise refusal(model, f"{changes[0]}, and computes something between the modules of its plan or beside them")
     if not all(torch.equal(*pair) for pairs in again for pair in zip(*map(tree_leaves, pairs), strict=True)):
         reason = "returns something else when a layer runs by itself: layers share more than what travels between them"
@@ -167,13 +167,13 @@ def _parts(model: PreTrainedModel, plan: PipelinePlan | None) -> Iterator[tuple[
     if plan is not None:
         yield next(name for name, module in model.named_modules() if module is base), plan
         return
-    found: list[str] = []
+    prefixes: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(name.startswith(outer) for outer in found):
-            own = module.config.base_model_pp_plan
-            if own and isinstance(getattr(module, "layers", None), nn.ModuleList):
-                found.append(f"{name}." if name else "")
-                yield name, own
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(outer) for outer in prefixes):
+            own_plan = module.config.base_model_pp_plan
+            if own_plan and isinstance(getattr(module, "layers", None), nn.ModuleList):
+                prefixes.append(f"{name}." if name else "")
+                yield name, own_plan
 
 
 def _stack(model: PreTrainedModel, prefix: str, plan: PipelinePlan) -> LayerStack:
@@ -205,7 +205,7 @@ def _build(
         name = ("encoder", "decoder")[place] if len(stacks) == 2 else "layer"
         layers = model.get_submodule(stack.layers).children()
         calls = connector.layer_calls.arguments if connector.layer_calls else ()
-        sequence |= {f"{name}{i}": StackLayer(*each) for i, each in enumerate(zip(layers, calls, strict=True))}
+        sequence |= {f"{name}{i}": StackLayer(*pair) for i, pair in enumerate(zip(layers, calls, strict=True))}
     sequence["end"] = StackConnector(copy_with_shared_weights(model), stacks, len(stacks), described, constants, behind)
     return nn.Sequential(OrderedDict(sequence))
 
@@ -434,13 +434,13 @@ def remove_unused_weights(
     Those are the plan's other modules and, unless the forward ends here, all that the plan doesn't name: the head.
     """
     planned = [name for stack in stacks for name in stack.names]
-    kept = [*(behind.names if behind else ()), *((*ahead.before, ahead.layers) if ahead else ())]
+    planned_names = [*(behind.names if behind else ()), *((*ahead.before, ahead.layers) if ahead else ())]
     for name in planned:
-        if name not in kept:
+        if name not in planned_names:
             replace_module(model, name, AbsentModule(name, model.get_submodule(name)))
     for name, module in list(model.named_modules()) if ahead else ():
-        is_kept = any(f"{name}.".startswith(f"{each}.") for each in kept)
-        holds = not name or any(each.startswith(f"{name}.") for each in planned)
+        is_kept = any(f"{name}.".startswith(f"{planned_name}.") for planned_name in planned_names)
+        holds = not name or any(planned_name.startswith(f"{name}.") for planned_name in planned)
         if not is_kept and not holds and has_parameters(module):
             replace_module(model, name, AbsentModule(name, module))
 
@@ -488,11 +488,11 @@ class LayerCalls:
         Raises SlipstreamError where a call differs from this layout in anything but its tensors.
         """
         wanted, wanted_layout = tree_flatten(self.arguments)
-        found, layout = tree_flatten(tuple(calls))
+        values, layout = tree_flatten(tuple(calls))
         if layout != wanted_layout:
             raise _other_call(layout, wanted_layout)
         tensors: dict[int, Tensor] = {}
-        for index, value in zip(wanted, found, strict=True):
+        for index, value in zip(wanted, values, strict=True):
             if isinstance(index, TensorIndex) and isinstance(value, Tensor):
                 tensors.setdefault(index, value)
             elif isinstance(value, Tensor) or index != value:

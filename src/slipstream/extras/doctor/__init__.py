@@ -1,4 +1,4 @@
-"""Finds out what this machine can do, and what would keep a training from running here, before there is a model."""
+"""Finds this machine's abilities, and problems that would keep any training from running here."""
 
 from slipstream.extras.doctor.examination import Examination, examine
 from slipstream.extras.doctor.finding import Finding

@@ -39,7 +39,7 @@ def find_gpus() -> Iterator[Finding]:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        yield _unused([str(each.message) for each in caught])
+        yield _unused([str(warning.message) for warning in caught])
     if available and (sharing := describe_sharing(_num_local_ranks())):
         advice = "a rank for each GPU trains faster: torchrun --nproc-per-node=gpu"
         yield Finding("GPU", f"{sharing}, and exchange through the host's memory", advice=advice)
@@ -55,12 +55,12 @@ def find_gpus() -> Iterator[Finding]:
 def devices() -> list[torch.device]:
     """Returns the devices that this process looks at: in a launched group its own GPU, else all; the CPU where there is
     none, or another rank that shares it looks at it."""
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    own = range(number)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    indices = range(num_gpus)
     if has_launcher():
         local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0)))
-        own = own[local : local + 1]
-    return [torch.device("cuda", index) for index in own] or [torch.device("cpu")]
+        indices = indices[local : local + 1]
+    return [torch.device("cuda", index) for index in indices] or [torch.device("cpu")]
 
 
 def exchange_device() -> torch.device:
@@ -97,14 +97,14 @@ def _without(device: torch.device) -> str:
 def _driver() -> str:
     """Returns the version of NVIDIA's driver."""
     text = _DRIVER.read_text() if _DRIVER.exists() else ""
-    found = re.search(r"(\d+\.\d+(\.\d+)?)", text)
+    match = re.search(r"(\d+\.\d+(\.\d+)?)", text)
     return (
-        found.group(1) if found else next(iter(_ask("--query-gpu=driver_version", "--format=csv,noheader")), "unknown")
+        match.group(1) if match else next(iter(_ask("--query-gpu=driver_version", "--format=csv,noheader")), "unknown")
     )
 
 
 def _unused(warned: list[str]) -> Finding:
-    """Returns what is to be done about GPUs that the driver sees and PyTorch can't use, if there are any."""
+    """Returns the remedy for GPUs that the driver sees and PyTorch can't use, if there are any."""
     seen = _ask("--query-gpu=name", "--format=csv,noheader")
     if not seen:
         return Finding("GPU", "none here; training runs on the CPU")
@@ -175,14 +175,14 @@ _ON_GPUS = {
 _ON_CPUS = {"flash attention": SDPBackend.FLASH_ATTENTION}
 _FORWARD_AND_BACKWARD = 3.5  # times the multiplications of a forward: 2 products, and then 5
 _ROUNDING = 0.02  # of sums whose parts are added in bfloat16
-# What PyTorch also says when it is asked for one kernel alone
+# PyTorch's further warnings when it is asked for one kernel alone
 _NO_REASONS = ("not used because", "runtime disabled")
 _Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _Size:
-    """The shapes of what is measured on a kind of device."""
+    """The shapes of the measurements on a kind of device."""
 
     matrix: int
     heads: int
@@ -252,8 +252,8 @@ def _sdpa_rate(backend: SDPBackend, device: torch.device) -> str:
         try:
             return _attention_rate(attention, device, tokens_first=False)
         except RuntimeError as error:
-            reasons = [str(each.message).partition(" (Triggered")[0] for each in caught]
-            reasons = [each for each in reasons if not any(words in each for words in _NO_REASONS)]
+            reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
+            reasons = [reason for reason in reasons if not any(words in reason for words in _NO_REASONS)]
             return f"not here: {' '.join(reasons) or error_text(error)}"
 
 
@@ -265,8 +265,8 @@ def _package_rate(module: str, device: torch.device) -> str:
     run: Any = importlib.import_module(module).flash_attn_func
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found = run(query, key, value, causal=True)
-        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+        output = run(query, key, value, causal=True)
+        return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     try:
         return _attention_rate(attention, device, tokens_first=True)
@@ -289,7 +289,7 @@ def _attention_rate(attention: _Attention, device: torch.device, tokens_first: b
     places = (size.tokens, size.heads) if tokens_first else (size.heads, size.tokens)
     shape = (1, *places, size.width)
     query, key, value, grad = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
-    inputs = [each.requires_grad_() for each in (query, key, value)]
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     seconds = seconds_per_call(lambda: torch.autograd.grad(attention(query, key, value), inputs, grad), device)
     flops = _FORWARD_AND_BACKWARD * 2 * size.heads * size.tokens**2 * size.width  # of the half that is seen
     described = f"{size.heads} heads of {size.width}, {size.tokens} tokens, causal, {_short(dtype)}"
@@ -334,8 +334,8 @@ def seconds_per_call(call: Callable[[], object], *on: torch.device) -> float:
     """Returns the seconds of a call, on average of about 50 ms of them; the first two, which also pay for memory and
     for choosing a kernel, don't count."""
     _elapsed(call, 2, on)
-    number = max(1, min(_MOST_CALLS, int(_SECONDS / max(_elapsed(call, 1, on), 1e-9))))
-    return _elapsed(call, number, on) / number
+    num_calls = max(1, min(_MOST_CALLS, int(_SECONDS / max(_elapsed(call, 1, on), 1e-9))))
+    return _elapsed(call, num_calls, on) / num_calls
 
 
 def _elapsed(call: Callable[[], object], times: int, on: tuple[torch.device, ...]) -> float:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found out about this machine, and in a launched group about the links between its ranks."""
+    """The findings about this machine, and in a launched group about the links between its ranks."""
 
     findings: list[Finding]
     rank: int = 0
@@ -42,30 +42,30 @@ class Examination:
 
 
 def examine(folder: Path, seconds: float = 30.0, tell: Callable[[str], None] = lambda _text: None) -> Examination:
-    """Returns what this machine can do and what isn't here. Collective in a group that a launcher started.
+    """Returns this machine's abilities and what it lacks. Collective in a group that a launcher started.
 
     Args:
         folder: that runs go to; it needn't exist.
         seconds: that ranks wait for each other.
-        tell: is called with what is looked at next.
+        tell: is called with the next topic.
     """
     tell("versions")
     has_torch = can_import_torch()
     if has_torch:
         _read_slurm()
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for topic, check in _checks(folder, has_torch):
         tell(topic)
-        found += isolated(topic, check)
+        findings += isolated(topic, check)
     if num_ranks == 1 or not has_torch:
-        return Examination(found, rank)
+        return Examination(findings, rank)
     from slipstream.extras.doctor.rank_exchange import RankExchange
 
     tell("exchange between ranks")
     exchange = RankExchange(seconds)
-    found += isolated("exchange", lambda: exchange.run(found), is_vital=True)
-    return Examination(found, rank, exchange)
+    findings += isolated("exchange", lambda: exchange.run(findings), is_vital=True)
+    return Examination(findings, rank, exchange)
 
 
 def _read_slurm() -> None:
@@ -112,7 +112,7 @@ def find_versions() -> Iterator[Finding]:
 
 
 def can_import_torch() -> bool:
-    """Returns whether torch, and what of Slipstream needs it, can be imported."""
+    """Returns whether torch, and the parts of Slipstream that need it, can be imported."""
     try:
         importlib.import_module("slipstream.parallel")
     except Exception:
@@ -161,8 +161,8 @@ def _threads() -> str:
     torch = sys.modules.get("torch")
     if torch is None:
         return ""
-    given = os.environ.get("OMP_NUM_THREADS")
-    return f", {torch.get_num_threads()} threads of torch" + (f" (OMP_NUM_THREADS={given})" if given else "")
+    setting = os.environ.get("OMP_NUM_THREADS")
+    return f", {torch.get_num_threads()} threads of torch" + (f" (OMP_NUM_THREADS={setting})" if setting else "")
 
 
 def _processor_name() -> str:
@@ -173,7 +173,7 @@ def _processor_name() -> str:
 
 
 def find_memory(cgroups: Path = CGROUPS) -> Iterator[Finding]:
-    """Yields the memory of the machine, what is free, and the cgroup's limit."""
+    """Yields the memory of the machine, the free part, and the cgroup's limit."""
     import psutil
 
     memory, limit = psutil.virtual_memory(), _memory_limit(cgroups)
@@ -187,8 +187,8 @@ def _quota_in_cores(cgroups: Path) -> float | None:
     quotas = [quota for text in _cgroup_texts(cgroups, "cpu.max") if (quota := _ratio(*text.split()[:2])) is not None]
     old = cgroups / "cpu"
     if (old / "cpu.cfs_quota_us").exists():
-        given = [(old / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-        quotas += [quota for quota in [_ratio(*given)] if quota is not None]
+        numbers = [(old / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        quotas += [quota for quota in [_ratio(*numbers)] if quota is not None]
     return min(quotas, default=None)
 
 
@@ -208,8 +208,8 @@ def _cgroup_texts(cgroups: Path, name: str) -> list[str]:
     """Returns the contents of a file of version 2 of cgroups, of this process's group and of those it is in."""
     groups = Path("/proc/self/cgroup")
     lines = groups.read_text().splitlines() if groups.exists() else []
-    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    folders = [cgroups / own, *(cgroups / own).parents] if own else [cgroups]
+    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folders = [cgroups / path, *(cgroups / path).parents] if path else [cgroups]
     files = [folder / name for folder in folders if folder.is_relative_to(cgroups)]
     return [file.read_text() for file in files if file.exists()]
 
@@ -223,7 +223,7 @@ _LITTLE_PINNED = 2**26  # bytes
 
 def find_folder(folder: Path) -> Iterator[Finding]:
     """Yields the room and the rate of the disk that a folder is on, or will be; the folder itself isn't made."""
-    exists = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    exists = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     if not exists.is_dir():
         yield Finding("folder", f"{folder}: {exists} is a file", "name another folder: --folder=FOLDER")
         return
@@ -300,8 +300,8 @@ def find_backends() -> Iterator[Finding]:
         several = torch.cuda.is_available() and torch.cuda.device_count() > 1
         yield Finding("NCCL", "not in this PyTorch", advice="GPUs then can't exchange" if several else None)
         return
-    number = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    yield Finding("NCCL", ".".join(map(str, number)) if isinstance(number, tuple) else str(number))
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    yield Finding("NCCL", ".".join(map(str, version)) if isinstance(version, tuple) else str(version))
 
 
 def find_loopback() -> Iterator[Finding]:

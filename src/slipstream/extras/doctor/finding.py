@@ -1,4 +1,4 @@
-"""What one check has found out, and checks that can't end each other."""
+"""The findings of one check, and checks that can't end each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.errors import RankFailedError
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found out about one topic."""
+    """The result of a check on one topic."""
 
     topic: str
     text: str
@@ -28,14 +28,14 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def isolated(topic: str, check: Check, is_vital: bool = False) -> list[Finding]:
-    """Returns what a check finds. An exception ends this one alone, and is found too; a problem where it is vital."""
-    found: list[Finding] = []
+    """Returns a check's findings. An exception ends this one alone, and is one too; a problem where it is vital."""
+    findings: list[Finding] = []
     try:
-        found.extend(check())
+        findings.extend(check())
     except Exception as error:
         text = f"couldn't be determined: {error_text(error)}"
-        found.append(Finding(topic, text, text if is_vital else None))
-    return found
+        findings.append(Finding(topic, text, text if is_vital else None))
+    return findings
 
 
 def error_text(error: BaseException) -> str:
@@ -45,7 +45,7 @@ def error_text(error: BaseException) -> str:
 
 
 class ExchangeError(RankFailedError):
-    """Raised where ranks couldn't exchange; the message says which, and what."""
+    """Raised where ranks couldn't exchange; the message names them and the exchange."""
 
 
 class WrongBytesError(ExchangeError):
@@ -69,8 +69,8 @@ def run_within(seconds: float, calls: Mapping[str, Callable[[], object]]) -> dic
             problem = error
         ended.put((name, time.perf_counter() - began, problem))
 
-    for each in calls.items():
-        Thread(target=run, args=each, daemon=True).start()  # a call that hangs mustn't keep the program from ending
+    for task in calls.items():
+        Thread(target=run, args=task, daemon=True).start()  # a call that hangs mustn't keep the program from ending
     return _wait(ended, list(calls), seconds)
 
 
@@ -79,11 +79,11 @@ def _wait(ended: Queue[tuple[str, float, Exception | None]], names: list[str], s
     deadline = time.monotonic() + seconds
     while len(took) < len(names):
         try:
-            name, each, problem = ended.get(timeout=max(0.0, deadline - time.monotonic()))
+            name, duration, problem = ended.get(timeout=max(0.0, deadline - time.monotonic()))
         except Empty:
             pending = [name for name in names if name not in took]
             raise ExchangeError(f"{' and '.join(pending)} did not end within {ceil(seconds)} s") from None
         if problem is not None:
             raise ExchangeError(f"{name} failed ({error_text(problem)})") from problem
-        took[name] = each
+        took[name] = duration
     return took

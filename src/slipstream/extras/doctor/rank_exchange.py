@@ -1,7 +1,7 @@
 """Connects the ranks that a launcher started, and lets all neighbours exchange as in training, for a limited time.
 
-What two neighbouring ranks exchange in training: activations one way and gradients the other, at the same time. Then
-all exchange parts of different sizes with all, as ranks do that share slices.
+Two neighbouring ranks exchange as in training: activations one way and gradients the other, at the same time. Then all
+exchange parts of different sizes with all, as ranks do that share slices.
 
 rank 0  -- activations -->  rank 1       each direction by a communicator of its own, as in DistributedTransport
         <-- gradients ----
@@ -44,7 +44,7 @@ _WRONG = "a run would silently go wrong: see dmesg for errors of a device or lin
 
 
 class RankExchange:
-    """What this rank takes part in, and what rank 0 then says."""
+    """The exchanges of this rank, and rank 0's findings on them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -53,11 +53,11 @@ class RankExchange:
         self._store: object = None  # which may live in this process, and then as long as any rank needs it
 
     def run(self, local: Sequence[Finding]) -> list[Finding]:
-        """Connects the ranks and exchanges between all neighbours; returns what rank 0 is to say, or what this rank has
-        found wrong by itself. Collective.
+        """Connects the ranks and exchanges between all neighbours; returns rank 0's findings, or the problems of this
+        rank by itself. Collective.
 
         Args:
-            local: what this rank has found on its machine.
+            local: this rank's findings on its machine.
         """
         os.environ.setdefault(_RENDEZVOUS, f"{self._seconds:g}")
         try:
@@ -66,7 +66,7 @@ class RankExchange:
             self._meeting = meeting
         except (SlipstreamError, RuntimeError, OSError) as error:
             return [Finding("ranks", "not connected", str(error))]
-        meeting.tell("local", [f"{each.topic}: {each.problem}" for each in local if each.problem is not None])
+        meeting.tell("local", [f"{item.topic}: {item.problem}" for item in local if item.problem is not None])
         problem = self._exchange(ranks, meeting)
         if meeting.rank != 0:
             return [] if problem is None else [Finding("exchange", "failed", problem)]
@@ -131,7 +131,7 @@ class RankExchange:
         for pair in neighbour_pairs(meeting.size):
             told = [meeting.heard(str(pair), rank) for rank in pair]
             if None not in told:
-                yield from _rows(pair, [MeasuredPair(*each) for each in told])
+                yield from _rows(pair, [MeasuredPair(*fields) for fields in told])
         seconds = [meeting.heard("seconds", rank) for rank in range(meeting.size)]
         if meeting.size > 2 and None not in seconds:
             yield Finding("all pairs at once", f"ended after {seconds_text(max(seconds))}")
@@ -143,7 +143,7 @@ class RankExchange:
         """Yields the problems that all ranks have told, and those of other ranks' machines."""
         problems = meeting.problems(_GRACE) if own is not None or meeting.has_failed() else {}
         for problem in dict.fromkeys(problems.values()):
-            tellers = [rank for rank, each in problems.items() if each == problem]
+            tellers = [rank for rank, text in problems.items() if text == problem]
             yield Finding("exchange", f"failed, as rank {', '.join(map(str, tellers))} found", problem)
         for rank in range(1, meeting.size):
             for problem in meeting.heard("local", rank) or []:
@@ -157,7 +157,7 @@ class RankExchange:
         if (meeting := self._meeting) is not None:
             code = _agree(meeting, code, self._seconds)
         elif os.environ["RANK"] != "0":
-            time.sleep(_GRACE)  # launchers end all ranks when one has failed, and rank 0 is to print what it found
+            time.sleep(_GRACE)  # launchers end all ranks when one has failed, and rank 0 is to print its findings
         os._exit(code)
 
 
@@ -183,19 +183,19 @@ def _exchange_unequal_parts(device: torch.device) -> None:
         return torch.arange(size, dtype=torch.float32, device=device) + source
 
     sent, expected = ([part(me, rank) for rank in ranks], [part(rank, me) for rank in ranks])
-    found = group.all_to_all(torch.cat(sent), [*map(len, sent)], [*map(len, expected)])
-    if wrong := int((found != torch.cat(expected)).sum()):
-        raise WrongBytesError(f"{wrong} of {len(found)} numbers are wrong in {_UNEQUAL_PARTS}")
+    received = group.all_to_all(torch.cat(sent), [*map(len, sent)], [*map(len, expected)])
+    if wrong := int((received != torch.cat(expected)).sum()):
+        raise WrongBytesError(f"{wrong} of {len(received)} numbers are wrong in {_UNEQUAL_PARTS}")
 
 
 def _rows(pair: NeighbourPair, measured: Sequence[MeasuredPair]) -> Iterator[Finding]:
     for way in pair.ways:
-        here = next(each for each in measured if each.received == way)
-        places = [each.order.index(way) for each in measured]
+        here = next(pair for pair in measured if pair.received == way)
+        places = [pair.order.index(way) for pair in measured]
         ended = " and ".join(
             f"{('first', 'second')[place]} on rank {rank}" for place, rank in zip(places, pair, strict=True)
         )
-        latency = min(each.latency for each in measured)  # a rank that began earlier waited for the other
+        latency = min(pair.latency for pair in measured)  # a rank that began earlier waited for the other
         rate = f"latency {seconds_text(latency)}, {bytes_text(here.bandwidth)}/s both ways at once"
         yield Finding(way, f"{rate}; ended {ended}")
 
@@ -238,7 +238,7 @@ class NeighbourPair(NamedTuple):
 
 
 class MeasuredPair(NamedTuple):
-    """What one of the two ranks has measured."""
+    """The measurements of one of the two ranks."""
 
     received: str
     """The direction of which it is the receiver."""
@@ -297,7 +297,7 @@ class PairEnd:
         self.check(way, posted)
 
     def buffer(self, way: str, size: int) -> Tensor:
-        """Returns what this rank sends in this direction, or room for what it receives."""
+        """Returns the numbers that this rank sends in this direction, or room for those it receives."""
         if way == self.sent:
             return self._content(way, size)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -314,14 +314,14 @@ class PairEnd:
     def finish(self, posted: Sequence[_Posted]) -> None:
         """Waits until messages are there."""
         with _waited_for(self._device):
-            for each in posted:
-                each.work.wait()
+            for message in posted:
+                message.work.wait()
 
     def check(self, way: str, posted: Sequence[_Posted]) -> None:
         """Raises WrongBytesError where another message came than the one that was sent."""
-        for each in posted if way == self.received else ():
-            size = each.buffer.numel()
-            if wrong := int((each.buffer != self._content(way, size)).sum()):
+        for message in posted if way == self.received else ():
+            size = message.buffer.numel()
+            if wrong := int((message.buffer != self._content(way, size)).sum()):
                 raise WrongBytesError(f"{wrong} of {size} bytes are wrong in a message of the {way}")
 
     def _content(self, way: str, size: int) -> Tensor:
@@ -375,8 +375,8 @@ def both_ways(ends: Sequence[PairEnd], number: int, left: Callable[[], float]) -
 
 @contextmanager
 def _waited_for(device: torch.device) -> Iterator[None]:
-    """Waits at the end of the body for what it has a GPU wait for: with NCCL `work.wait()` lets only a stream wait, and
-    a stream that others use would wait for theirs too."""
+    """Waits at the end of the body until the GPU has received everything: with NCCL `work.wait()` lets only a stream
+    wait, and a stream that others use would wait for theirs too."""
     if device.type != "cuda":
         yield
         return
@@ -413,12 +413,12 @@ class Meeting:
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
 
     def heard(self, name: str, rank: int) -> Any:
-        """Returns what a rank has told, or None where it has told nothing yet."""
+        """Returns a rank's message, or None before it has sent one."""
         key = f"{name}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def fail(self, problem: str) -> None:
-        """Tells the others what this rank has found, for which all end."""
+        """Tells the others of this rank's problem, for which all end."""
         self.tell("problem", problem)
         self._store.set(_FAILED, "")
 

@@ -1,4 +1,4 @@
-"""Finds what a Trainer is given that a Pipeline would ignore or do otherwise, before anything runs."""
+"""Finds arguments of a Trainer that a Pipeline would ignore or treat otherwise, before anything runs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def check_arguments(args: TrainingArguments, pipe: Pipeline, optimizer: Optimize
     if optimizer is None:
         problems += _of_optimizer(args, pipe)
     else:
-        own = {id(each) for each in pipe.parameters()}
-        if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
+        pipeline_ids = {id(parameter) for parameter in pipe.parameters()}
+        if any(id(parameter) not in pipeline_ids for group in optimizer.param_groups for parameter in group["params"]):
             problems.append("optimizers=...: make the optimizer of pipe.parameters(), after the Pipeline.")
     if problems:
         raise SlipstreamError("\n".join(problems))
@@ -96,8 +96,8 @@ def check_batches(pipe: Pipeline, dataset: Any, args: TrainingArguments) -> None
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises SlipstreamError for what an Accelerator would do to the model or to gradients, by whatever way it came to
-    that: all of a process have one state, also one that the script has made before."""
+    """Raises SlipstreamError for settings by which an Accelerator would change the model or gradients, however it got
+    them: all of a process have one state, also one that the script has made before."""
     state = accelerator.state
     plain = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     dynamo = state.dynamo_plugin.backend
@@ -107,16 +107,16 @@ def check_accelerator(accelerator: Accelerator) -> None:
         f"distributed training by {accelerator.distributed_type.value}": accelerator.distributed_type not in plain,
         "a parallelism_config": getattr(accelerator, "parallelism_config", None) is not None,
     }
-    if found := [name for name, is_wrong in problems.items() if is_wrong]:
+    if named := [name for name, is_wrong in problems.items() if is_wrong]:
         raise SlipstreamError(
-            f"the Accelerator of this process has {', '.join(found)}: give none to accelerate.Accelerator(...), where "
+            f"the Accelerator of this process has {', '.join(named)}: give none to accelerate.Accelerator(...), where "
             "the script makes one, nor to accelerate launch. A Pipeline has precision=..., parallel=... and "
             "runtime=slipstream.Runtime(fused=True)."
         )
 
 
 def _of_launcher() -> Iterator[str]:
-    """Yields what is said of what a launcher has switched on in the environment."""
+    """Yields the refusals of settings that a launcher has put into the environment."""
     for name, instead in ENVIRONMENT.items():
         value = os.environ.get(name, "")
         if value.lower() not in ("", "no", "false", "0", "off", "n", "f"):
@@ -134,7 +134,7 @@ def _refused(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
 
 
 def _unknown(args: TrainingArguments) -> Iterator[str]:
-    """Yields what is said of arguments that a later version of transformers has, where they are given."""
+    """Yields the refusals of arguments that only a later version of transformers has, where they are given."""
     known = NOT_REFUSED | REFUSED.keys()
     for field in fields(TrainingArguments):
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -143,7 +143,7 @@ def _unknown(args: TrainingArguments) -> Iterator[str]:
 
 
 def _in_part(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
-    """Yields what is said of values that aren't taken."""
+    """Yields the refusals of values that aren't taken."""
     loader = args.accelerator_config
     if loader.dispatch_batches:
         yield "accelerator_config.dispatch_batches=True: leave it out, every rank reads its replica's batches."
@@ -191,7 +191,7 @@ def _of_optimizer(args: TrainingArguments, pipe: Pipeline) -> Iterator[str]:
             f"optim={args.optim!r}: give one of {', '.join(OPTIMIZERS)}, or optimizers=(optimizer of "
             "pipe.parameters(), None)."
         )
-    if args.optim == "adafactor" and not all(each.is_whole for each in pipe.parameter_shards()):
+    if args.optim == "adafactor" and not all(shard.is_whole for shard in pipe.parameter_shards()):
         yield "optim='adafactor' where a rank has a part of a matrix: give adamw_torch, or a mesh without it."
 
 

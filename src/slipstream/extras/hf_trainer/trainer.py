@@ -41,11 +41,11 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         model: a Pipeline of a causal LM.
-        args: as a Trainer's. What can't be done exactly is refused.
+        args: as a Trainer's; those that can't be followed exactly are refused.
         options: a Trainer's other arguments. `optimizers` has an optimizer of `pipe.parameters()`.
 
     Raises:
-        SlipstreamError: for what would be ignored, or be otherwise than a Trainer does it, before anything runs.
+        SlipstreamError: for arguments that would be ignored or treated otherwise than by a Trainer.
     """
 
     def __init__(self, model: Pipeline, args: TrainingArguments | None = None, *others: Any, **options: Any) -> None:
@@ -55,11 +55,11 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
                 "Pipeline(loss_fn=...), a function that returns (sum, count)."
             )
         known = inspect.signature(Trainer)  # a class between the two may have arguments of its own
-        own = {name: each for name, each in options.items() if name in known.parameters}
-        given = known.bind(model, args, *others, **own).arguments
-        check_script(model, given)
+        trainer_options = {name: value for name, value in options.items() if name in known.parameters}
+        arguments = known.bind(model, args, *others, **trainer_options).arguments
+        check_script(model, arguments)
         args = args or TrainingArguments()
-        check_arguments(args, model, given.get("optimizers", (None, None))[0])
+        check_arguments(args, model, arguments.get("optimizers", (None, None))[0])
         self.pipe = model
         super().__init__(PipelineModel(model), args, *others, **options)
         if self.model_accepts_loss_kwargs and not self._counts_as_a_pipeline:
@@ -74,12 +74,12 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     def _counts_as_a_pipeline(self) -> bool:
         """Whether a Trainer counts the labels that the tokens of a model predict."""
         labels = torch.zeros((1, 2), dtype=torch.int64, device=self.args.device)
-        number = self._get_num_items_in_batch([{"labels": labels}], self.args.device)
-        return int(number) == self.pipe.num_replicas
+        num_items = self._get_num_items_in_batch([{"labels": labels}], self.args.device)
+        return int(num_items) == self.pipe.num_replicas
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator, one that knows which ranks share the data. Raises SlipstreamError where it would do
-        what isn't done here."""
+        """Makes the accelerator, one that knows which ranks share the data. Raises SlipstreamError where its settings
+        would change more than a Pipeline allows."""
         super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
         PipelineAccelerator.take_over(self.accelerator, self.pipe)
@@ -95,8 +95,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         return self.pipe.step(batch, num_targets=num_targets, sequence_values=values).as_subclass(Tensor)
 
     def _num_targets(self, inputs: Mapping[str, Any], num_items: Any, num_batches: int) -> int | None:
-        """Returns what a Trainer divides the sum of a batch's losses by, where `num_batches` add up; None where that is
-        the count of the pipeline's own loss function. Collective where the Trainer hasn't counted.
+        """Returns the divisor of the sum of a batch's losses, as a Trainer has it, where `num_batches` add up; None
+        where that is the count of the pipeline's own loss function. Collective where the Trainer hasn't counted.
 
         A Trainer counts each row's first label too where a model's loss isn't known to shift labels, as of GPT-2, and
         takes the mean of the batches' means where a model doesn't take the number.
@@ -106,8 +106,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         if num_items is not None and not self.pipe.has_own_loss:
             return int(num_items)
         counted = (inputs["labels"][..., 1:] != IGNORED).sum().to(self.args.device)
-        number = int(self.accelerator.gather(counted).sum())
-        return number if self.pipe.has_own_loss else number * num_batches
+        num_targets = int(self.accelerator.gather(counted).sum())
+        return num_targets if self.pipe.has_own_loss else num_targets * num_batches
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         """Raises SlipstreamError: a loss of one's own is the Pipeline's."""
@@ -139,7 +139,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         return self.pipe.evaluate(batch, num_targets=num_targets, sequence_values=values)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Returns what the model makes of a loader's batches."""
+        """Returns the model's outputs and loss on a loader's batches."""
         self._num_predictions = 0
         return super().evaluation_loop(*args, **options)
 
@@ -184,7 +184,7 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
         self._signature_columns = [*inspect.signature(self.model.unsplit.forward).parameters, "label", "label_ids"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what `from_pretrained` loads. Collective; transformers before 5.23 would call `_save` on one rank."""
+        """Writes the model for `from_pretrained`. Collective; transformers < 5.23 would call `_save` on one rank."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -200,8 +200,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
             torch.save(self.args, Path(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        step, own = self.state.global_step, {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
-        self.pipe.save(Path(output_dir, FOLDER), step, keep=1, replace=True, **own)
+        step, states = self.state.global_step, {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+        self.pipe.save(Path(output_dir, FOLDER), step, keep=1, replace=True, **states)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Checks that training can go on from a checkpoint; its weights are loaded together with the optimizer."""
@@ -215,8 +215,8 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            own = {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
-            self.pipe.load(Path(checkpoint, FOLDER), **own)
+            states = {"optimizer": self._optimizer, "scheduler": self.lr_scheduler}
+            self.pipe.load(Path(checkpoint, FOLDER), **states)
 
     def _load_best_model(self) -> None:
         self.pipe.load(Path(self.state.best_model_checkpoint, FOLDER))
@@ -224,9 +224,9 @@ class SlipstreamTrainer(Trainer):  # type: ignore[misc]
     @property
     def _optimizer(self) -> Optimizer:
         """The optimizer in accelerate's."""
-        given: Any = self.optimizer
-        own: Optimizer = getattr(given, "optimizer", given)
-        return own
+        wrapped: Any = self.optimizer
+        optimizer: Optimizer = getattr(wrapped, "optimizer", wrapped)
+        return optimizer
 
 
 class PipelineModel(nn.Module):
@@ -247,14 +247,14 @@ class PipelineModel(nn.Module):
     @property
     def loss_type(self) -> str | None:
         """The unsplit model's, by which a Trainer knows whether each row's first label is one that it divides by."""
-        found: str | None = getattr(self.unsplit, "loss_type", None)
-        return found
+        loss_type: str | None = getattr(self.unsplit, "loss_type", None)
+        return loss_type
 
     @property
     def accepts_loss_kwargs(self) -> bool:
         """Whether a Trainer divides by the labels of all batches that it accumulates, as it asks the unsplit model."""
         parameters = inspect.signature(self.unsplit.forward).parameters.values()
-        by_signature = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        by_signature = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         return bool(getattr(self.unsplit, "accepts_loss_kwargs", by_signature))
 
     def gradient_checkpointing_enable(self, *_: object, **options: object) -> None:
@@ -267,7 +267,7 @@ class PipelineModel(nn.Module):
         raise SlipstreamError(f"the model of a SlipstreamTrainer is cut over the ranks: {UNSUPPORTED_CALLS['forward']}")
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what this rank's optimizer updates, under the unsplit model's names."""
+        """Yields the parameters that this rank's optimizer updates, under the unsplit model's names."""
         return self.pipe.named_parameters()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -337,7 +337,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         replicas = self.pipe.axes["dp"]
         if replicas.size == 1:
             return tensor
-        return recursively_apply(lambda each: replicas.all_gather(each).flatten(0, min(1, each.dim())), tensor)
+        return recursively_apply(lambda part: replicas.all_gather(part).flatten(0, min(1, part.dim())), tensor)
 
 
 def rows_of_pairs(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | None]:

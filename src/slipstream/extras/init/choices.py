@@ -1,4 +1,4 @@
-"""The choices of a new configuration: how it trains by what is usual, and its pipeline by a plan for this machine."""
+"""The choices of a new configuration: its training by usual numbers, its pipeline by a plan for this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PAIRS_ADAPTER: _Rates = ((np.inf, 5e-6),)
 
 @dataclass(frozen=True)
 class Purpose:
-    """What is trained, and on what."""
+    """The model that is trained, and the kind of its data."""
 
     are_pairs: bool
     is_text: bool
@@ -77,17 +77,17 @@ class TrainingChoice:
 def choose_training(
     purpose: Purpose, sizes: DataSizes, longest: int | None, is_packed: bool, given: Mapping[str, Any]
 ) -> TrainingChoice:
-    """Returns the numbers of a training; `longest` are the model's positions, `given` what is already chosen."""
+    """Returns the numbers of a training; `longest` are the model's positions, `given` the settings already chosen."""
     seq_len = given.get("seq_len") or choose_length(sizes, longest, is_packed)
     are_alone = not is_packed  # each is a sequence
-    number = max(1, sizes.number if are_alone else sizes.num_tokens // seq_len)
-    usual = min(_MOST_OF_A_STEP, max(1, _TOKENS_OF_A_STEP // seq_len), max(1, number // _STEPS_OF_A_PASS))
+    num_sequences = max(1, sizes.number if are_alone else sizes.num_tokens // seq_len)
+    usual = min(_MOST_OF_A_STEP, max(1, _TOKENS_OF_A_STEP // seq_len), max(1, num_sequences // _STEPS_OF_A_PASS))
     batch = given.get("batch_size") or 2 ** (usual.bit_length() - 1)
-    each_pass = max(1, number // batch)
+    each_pass = max(1, num_sequences // batch)
     steps = given.get("steps") or round(each_pass * _passes(purpose, each_pass))
     needed = _ENOUGH * batch
     held = {share: sizes.number * share if are_alone else sizes.held_out(share) / seq_len for share in _FRACTIONS}
-    enough = next((share for share, found in held.items() if found >= needed), None)
+    enough = next((share for share, size in held.items() if size >= needed), None)
     return TrainingChoice(
         seq_len=seq_len,
         batch_size=batch,
@@ -144,21 +144,21 @@ def choose_pipeline(
     alone are chosen: the run plans the rest from measured costs before its first step.
     """
     most = min(machine.devices_per_node, model_config.get_text_config().num_hidden_layers)
-    found, problem = _fastest(model_config, machine, most, dtype, training)
-    if found is None:
+    fastest, problem = _fastest(model_config, machine, most, dtype, training)
+    if fastest is None:
         return PipelineChoice(
             {"num_ranks": most}, {}, f"the run plans itself, as no plan could be made here ({problem})"
         )
-    best, num_ranks = found.best, found.best.configuration.pipeline_parallel
+    best, num_ranks = fastest.best, fastest.best.configuration.pipeline_parallel
     if not is_packed:
         return PipelineChoice(
             {"num_ranks": num_ranks}, {}, "each step is planned, from costs that the run measures first"
         )
-    settings = plan_settings(found, {}, best.configuration.schedule)
+    settings = plan_settings(fastest, {}, best.configuration.schedule)
     pipeline = {"num_ranks": num_ranks} | {name: settings["pipeline"][name] for name in _PLANNED}
     recompute = best.configuration.recompute
     memory = {} if recompute == "none" else {"recompute": recompute}
-    return PipelineChoice(pipeline, memory, f"planned for {found.cluster}, {best.idle_fraction:.0%} idle.\n{_ANEW}")
+    return PipelineChoice(pipeline, memory, f"planned for {fastest.cluster}, {best.idle_fraction:.0%} idle.\n{_ANEW}")
 
 
 def _fastest(
@@ -167,15 +167,15 @@ def _fastest(
     """Returns the fastest plan of any number of ranks, and why there is none."""
     options: dict[str, Any] = {**_QUICK, **training, "dtype": dtype}
     with suppress(SlipstreamError):
-        return plan(model_config, None, **options), ""  # by what a run has measured here
-    found, problems = [], []
+        return plan(model_config, None, **options), ""  # by a run's measurements here
+    plans, problems = [], []
     for num_ranks in _halves(most):
         here = replace(machine, devices_per_node=num_ranks, name=f"{num_ranks} x {machine.device.name}")
         try:
-            found.append(plan(model_config, here, **options))
+            plans.append(plan(model_config, here, **options))
         except SlipstreamError as error:
             problems.append(str(error).partition("\n")[0])
-    best = min(found, key=lambda each: each.best.step_seconds, default=None)
+    best = min(plans, key=lambda candidate: candidate.best.step_seconds, default=None)
     return best, "" if best else problems[0]
 
 
@@ -187,7 +187,7 @@ def _halves(number: int) -> Iterator[int]:
 
 
 _MOST_CORES = 8  # beyond which they share the memory's bandwidth more than they help
-# Assumed of what isn't in a description; a run measures its own costs before its first step.
+# Assumed where a description has none; a run measures its own costs before its first step.
 _EFFICIENCY = 0.9
 _CPU_RATES: dict[str, Any] = {"memory_bandwidth": 10e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
 _GPU_RATES: dict[str, Any] = {"memory_bandwidth": 500e9, "kernel_seconds": 5e-6, "action_seconds": 5e-4}
@@ -220,19 +220,19 @@ def _gpus(number: int) -> Cluster:
 def _cores() -> Cluster:
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     allowed = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    number = min(allowed, _MOST_CORES)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / number
+    cores = min(allowed, _MOST_CORES)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
     with _one_thread():
         measured = measure_peak(torch.device("cpu"), torch.float32).flops
     device = Device("CPU core", {"float32": measured}, memory, matmul_efficiency=_EFFICIENCY, **_CPU_RATES)
-    return Cluster(f"{number} CPU {'core' if number == 1 else 'cores'}", device, 1, number, _CPU_LINK, _CPU_LINK)
+    return Cluster(f"{cores} CPU {'core' if cores == 1 else 'cores'}", device, 1, cores, _CPU_LINK, _CPU_LINK)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    number = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(number)
+        torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""What the data of a new configuration is, and how many tokens it has: counted, or estimated from a part."""
+"""The kind of a new configuration's data, and its number of tokens: counted, or estimated from a part."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slipstream.train.data.sources import Documents
 from slipstream.train.data.tokenised_text import Array
 
 _CORPUS = "python-stdlib"
-_TYPED = (".jsonl", ".json", ".parquet")  # tables that tell what their values are; a .csv's are texts, as `files`
+_TYPED = (".jsonl", ".json", ".parquet")  # tables with types; a .csv's values are texts, as `files`
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """The data, opened, and the settings that say what it is."""
+    """The data, opened, and the settings that describe it."""
 
     settings: dict[str, Any]
     opened: OpenSource
@@ -43,7 +43,7 @@ class DataChoice:
 
 
 def choose_data(name: str, given: Mapping[str, Any], say: Callable[[str], None]) -> DataChoice:
-    """Opens data by what was typed for it: a file, a folder, a data set's hub name, or python-stdlib.
+    """Opens data by a typed name: a file, a folder, a data set's hub name, or python-stdlib.
 
     `given` are settings that are already chosen; `say` gets a line about documents without text.
 
@@ -71,11 +71,11 @@ def place_of(name: str) -> dict[str, Any]:
 
 
 def _place_of_folder(folder: Path) -> dict[str, Any]:
-    """Returns the place of what a folder has most of: texts of the usual endings, tables, or other texts."""
-    files = [each for each in folder.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(folder))]
+    """Returns the place of a folder's most frequent files: texts of the usual endings, tables, or other texts."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder))]
     if not files:
         raise SlipstreamError(f"the folder {folder} holds no file; give one with texts or tables, or a file")
-    ending, _ = Counter(each.suffix for each in files).most_common(1)[0]
+    ending, _ = Counter(path.suffix for path in files).most_common(1)[0]
     if ending in _TYPED:
         return {"dataset": str(folder)}
     usual = SourceSection.model_fields["suffixes"].default
@@ -156,15 +156,15 @@ def some_of(opened: OpenSource) -> OpenSource:
 
 def _some_text(documents: Documents) -> list[str]:
     """Returns documents from all over the data, of which the last may be cut."""
-    found: list[str] = []
+    texts: list[str] = []
     room = _MOST_CHARACTERS
     stride = max(1, documents.num_characters // _MOST_CHARACTERS)
     for document in islice(documents, 0, None, stride):
-        found.append(document[:room])
-        room -= len(found[-1])
+        texts.append(document[:room])
+        room -= len(texts[-1])
         if room <= 0:
             break
-    return found
+    return texts
 
 
 def count_tokens(
@@ -178,8 +178,8 @@ def count_tokens(
     text = some.tokenise(tokenizer, template, most, Progress(None))
     if data.is_text:
         rate = len(text.tokens) / some.rows.num_characters
-        lengths = np.ceil(np.array([len(each) for each in data.opened.rows]) * rate).astype(np.int64)
+        lengths = np.ceil(np.array([len(row) for row in data.opened.rows]) * rate).astype(np.int64)
         return DataSizes(lengths, len(lengths), True, text.largest())
     lengths = text.lengths.reshape(-1, text.group_size).max(axis=1)
-    number = round(len(data.opened.rows) * len(lengths) / len(some.rows))
-    return DataSizes(lengths, number, False, text.largest())
+    num_rows = round(len(data.opened.rows) * len(lengths) / len(some.rows))
+    return DataSizes(lengths, num_rows, False, text.largest())

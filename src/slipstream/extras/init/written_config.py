@@ -40,13 +40,13 @@ from slipstream.train.preflight.text_preparation import (
 )
 from slipstream.units import plural
 
-_PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by what is planned for
+_PRECISIONS = {"bfloat16": "bf16-weights", "float32": "float32"}  # `training.precision`, by the dtype of the plan
 _TRAINED_BYTES, _SHARE = 16, 0.7  # of a parameter in training; of the memory, for parameters
 
 
 @dataclass(frozen=True)
 class WrittenConfig:
-    """The text of a configuration, and lines on what was chosen and why."""
+    """The text of a configuration, and lines on its choices and their reasons."""
 
     text: str
     lines: tuple[str, ...]
@@ -60,7 +60,7 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
         data: a file, a folder, a data set's hub name, or python-stdlib.
         output: the file that it is for.
         given: settings by section, which are taken as they are.
-        progress: shows what is being done.
+        progress: shows the current task.
 
     Raises:
         SlipstreamError: where model or data can't be read or don't fit together, or the model can't be sliced.
@@ -68,10 +68,10 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
     with progress.waiting("reading the model's configuration"):
         first = _FirstReading.of(model, data, given)
     with progress.waiting("reading the data"):
-        found = choose_data(data, first.data, progress.warn)
-        sizes = _measure(found, first, progress)
+        data_choice = choose_data(data, first.data, progress.warn)
+        sizes = _measure(data_choice, first, progress)
     with progress.waiting("checking that the model can be sliced, and planning"):
-        choices = _choose(first, found, sizes, given, data)
+        choices = _choose(first, data_choice, sizes, given, data)
         parts = [part.with_values(given.get(part.name, {})) for part in config_parts(choices)]
         known = {part.name for part in parts}
         parts += [ConfigPart(name, "As given.", ()).with_values(given[name]) for name in given if name not in known]
@@ -83,7 +83,7 @@ def write_config(model: str, data: str, output: Path, given: Mapping[str, Any], 
 
 @dataclass(frozen=True)
 class _FirstReading:
-    """What is known of the model before the data is read."""
+    """The facts about the model before the data is read."""
 
     config: Config  # with the model and the data alone
     model: dict[str, Any]
@@ -99,8 +99,8 @@ class _FirstReading:
             settings["vocab_size"] = model_config.get_text_config().vocab_size
         config = parse_config({**SMALLEST, "model": section, "data": place_of(data) | settings})
         add_vocabulary(config, model_config, Progress(None))
-        number = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
-        return cls(config, section, settings, model_config, number)
+        num_parameters = sum(parameter.numel() for parameter in meta_model(model_config).parameters())
+        return cls(config, section, settings, model_config, num_parameters)
 
 
 def _model_settings(model: str) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def _choose(first: _FirstReading, found: DataChoice, sizes: DataSizes, given: Ma
 
 def _new_folder(name: str) -> Path:
     """Returns a folder for a run's results that isn't there yet."""
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    return next(path for path in (Path("runs") / each for each in names) if not path.exists())
+    names = (name if attempt == 1 else f"{name}-{attempt}" for attempt in count(1))
+    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
 
 
 def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
@@ -170,7 +170,7 @@ def _check(parts: Sequence[ConfigPart], model_config: Any) -> None:
 
 
 def _lines(choices: Choices) -> Sequence[str]:
-    """Returns lines on what was found and chosen."""
+    """Returns lines on the findings and choices."""
     training, purpose = choices.training, choices.purpose
     rows = plural(training.batch_size, "pair" if purpose.are_pairs else "sequence")
     what = "an adapter" if purpose.is_adapter else "all weights"
@@ -211,7 +211,7 @@ class Choices:
 
     @property
     def noun(self) -> str:
-        """What a row of the data is."""
+        """The noun for a row of the data."""
         if self.purpose.are_pairs:
             return "pairs"
         return "documents" if self.purpose.is_text else "samples"
@@ -360,7 +360,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class ConfigPart:
-    """A section of the configuration, and lines on what it is for. One that isn't used is a comment as a whole."""
+    """A section of the configuration, and lines on its purpose. One that isn't used is a comment as a whole."""
 
     name: str
     comment: str
@@ -369,11 +369,11 @@ class ConfigPart:
     def with_values(self, values: Mapping[str, Any]) -> ConfigPart:
         """Returns the section with these values: in the place of its own, or after them. Each comes once."""
         known: dict[str, Setting] = {}
-        for each in self.settings:  # of one that is used and also a tip, the first stays
-            known.setdefault(each.name, each)
-        kept = (Setting(name, values[name]) if name in values else each for name, each in known.items())
+        for setting in self.settings:  # of one that is used and also a tip, the first stays
+            known.setdefault(setting.name, setting)
+        settings = (Setting(name, values[name]) if name in values else setting for name, setting in known.items())
         more = (Setting(name, value) for name, value in values.items() if name not in known)
-        return replace(self, settings=(*kept, *more))
+        return replace(self, settings=(*settings, *more))
 
     def values(self) -> dict[str, Any]:
         """Returns the settings that are used."""

@@ -32,7 +32,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """What happened at a step; `kind` is one of the page's style: restart, bad, straggler, failure."""
+    """An event at a step; `kind` is one of the page's style: restart, bad, straggler, failure."""
 
     step: float
     kind: str
@@ -50,12 +50,12 @@ def line_chart(title: str, unit: str, curves: Sequence[Curve], text: NumberText,
     first, last = min(step for step, _ in known), max(step for step, _ in known)
     ticks = value_ticks(min(value for _, value in known), max(value for _, value in known))
     scale = _Scale(first, last, ticks[0], ticks[-1])
-    shown = [Curve(each.name, thinned(each.points), each.dots) for each in curves]
+    shown = [Curve(curve.name, thinned(curve.points), curve.dots) for curve in curves]
     grid = "".join(f'<line class="grid" x1="0" x2="{_WIDTH}" y1="{scale.y(t):g}" y2="{scale.y(t):g}"/>' for t in ticks)
-    lines = "".join(_curve(each, number % NUM_COLORS, scale) for number, each in enumerate(shown))
-    at_steps = "".join(_mark(each, scale) for each in marks if first <= each.step <= last)
+    lines = "".join(_curve(curve, index % NUM_COLORS, scale) for index, curve in enumerate(shown))
+    at_steps = "".join(_mark(mark, scale) for mark in marks if first <= mark.step <= last)
     numbers = "".join(f'<text x="100%" y="{scale.y(t) / _HEIGHT:.2%}">{escape(text(t))}</text>' for t in ticks)
-    # A slider: the arrow keys move along the steps, and what is there is its value.
+    # A slider: the arrow keys move along the steps, and its value is the step's text.
     return (
         f'<figure class="curves" tabindex="0" role="slider" aria-label="{escape(title)} over steps" '
         f'aria-valuemin="{first:g}" aria-valuemax="{last:g}" aria-valuenow="{last:g}" '
@@ -88,14 +88,14 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     if len(points) <= MOST_POINTS:
         return list(points)
     size = -(-len(points) * 4 // MOST_POINTS)
-    kept: list[Point] = []
+    thin: list[Point] = []
     for begin in range(0, len(points), size):
         part = points[begin : begin + size]
         by_value = sorted((value, place) for place, (_, value) in enumerate(part) if value is not None)
         gaps = [place for place, (_, value) in enumerate(part) if value is None][:1]
         ends = [by_value[0][1], by_value[-1][1]] if by_value else []
-        kept += [part[place] for place in sorted({0, len(part) - 1, *ends, *gaps})]
-    return kept
+        thin += [part[place] for place in sorted({0, len(part) - 1, *ends, *gaps})]
+    return thin
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _legend(curves: Sequence[Curve]) -> str:
     """Returns the names of the curves that have points, where there are several curves."""
     if len(curves) < 2:
         return ""
-    shown = [(number % NUM_COLORS, curve.name) for number, curve in enumerate(curves) if curve.points]
+    shown = [(index % NUM_COLORS, curve.name) for index, curve in enumerate(curves) if curve.points]
     items = (f'<li><i class="c{color}"></i>{escape(name)}</li>' for color, name in shown)
     return f'<ul class="legend">{"".join(items)}</ul>'
 
@@ -230,7 +230,7 @@ def step_timeline(timeline: Timeline) -> str:
 
 
 def _data(timeline: Timeline, num_ranks: int) -> dict[str, Any]:
-    """Returns what the script draws: kinds of boxes, and for each rank its boxes in the order of time and its messages.
+    """Returns the script's data: kinds of boxes, and for each rank its boxes in the order of time and its messages.
 
     A box is [start, duration, kind, label, description], with times in nanoseconds from the step's start.
     """
@@ -301,7 +301,7 @@ def _timeline_legend(timeline: Timeline) -> str:
     work = [(WORK[op][0], f"background:{_hex(color(Action(op, 0, 0, 0), 1))}", "") for op in ops if op in WORK]
     causes = {wait.cause for wait in find_waits(timeline)}
     idle = [(IDLE[cause][0], "", f"idle {cause}") for cause in Cause if cause in causes]
-    return f"<ul class='legend'>{''.join(_legend_item(*each) for each in [*work, *idle])}</ul>"
+    return f"<ul class='legend'>{''.join(_legend_item(*item) for item in [*work, *idle])}</ul>"
 
 
 def _legend_item(name: str, style: str, kind: str) -> str:
@@ -309,4 +309,4 @@ def _legend_item(name: str, style: str, kind: str) -> str:
 
 
 def _hex(background: Iterable[float]) -> str:
-    return "#" + "".join(f"{round(255 * each):02x}" for each in background)
+    return "#" + "".join(f"{round(255 * share):02x}" for share in background)

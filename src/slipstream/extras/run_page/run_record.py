@@ -1,4 +1,4 @@
-"""Reads what a run has left in its folder so far; it may be going on, and its last line may be half written."""
+"""Reads the files of a run so far; it may be going on, and its last line may be half written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunRecord:
     timeline: Timeline | None  # of the last step
     is_held: bool  # whether it is going on
     has_model: bool
-    unread: list[str] = field(default_factory=list)  # what can't be read, and why
+    unread: list[str] = field(default_factory=list)  # the files that can't be read, and why
 
     @property
     def last_step(self) -> int:
@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def loss_unit(self) -> str:
-        """What a loss is of."""
+        """The unit of a loss: a token or a pair."""
         return "per pair" if self.settings.get("preference") else "nats per token"
 
     @property
@@ -62,7 +62,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """What has become of it: running, finished, failed or ended, and at which step."""
+        """Its state: running, finished, failed or ended, and at which step."""
         of_all = f" of {self.num_steps:,}" if self.num_steps is not None else ""
         at = f"step {self.last_step:,}{of_all}"
         if self.is_held:
@@ -82,7 +82,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path, name: str) -> RunRecord:
-    """Returns what a run has written; files that are missing or damaged are named in `unread`, none is needed."""
+    """Returns the record of a run; files that are missing or damaged are named in `unread`, none is needed."""
     run, unread = RunFolder(folder), list[str]()
     lines = list(_lines(run.metrics, unread))
     text = run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else ""
@@ -94,7 +94,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
         settings_text=text,
         starts=_starts(lines),
         figures=next((line for line in reversed(lines) if "num_parameters" in line), {}),
-        steps=[steps[number] for number in sorted(steps)],
+        steps=[steps[step] for step in sorted(steps)],
         validations=list({line["step"]: line for line in lines if "validation_loss" in line}.values()),
         samples=list({line["step"]: line for line in lines if "sample" in line}.values()),
         saves=[line for line in lines if "save_seconds" in line],

@@ -64,8 +64,8 @@ def _short(value: float) -> str:
 
 
 def _headline(run: RunRecord) -> str:
-    held_out = [finite(each.get("validation_loss")) for each in run.validations]
-    known = [each for each in held_out if each is not None]
+    held_out = [finite(validation.get("validation_loss")) for validation in run.validations]
+    known = [loss for loss in held_out if loss is not None]
     seconds = sum(finite(step.get("step_seconds")) or 0.0 for step in run.steps)
     last = finite(run.steps[-1].get("loss")) if run.steps else None
     facts = [
@@ -77,7 +77,7 @@ def _headline(run: RunRecord) -> str:
         ("Memory", text_or_dash(max(peak_memory(run), default=None), bytes_text), "of the fullest rank"),
         ("Time", long_duration_text(seconds) if seconds else "-", "in steps"),
     ]
-    tiles = [each for each in facts if each[1] != "-"]
+    tiles = [fact for fact in facts if fact[1] != "-"]
     return (
         f"<p><span class='state'>{escape(run.state)}</span> <span class='soft'>in {escape(str(run.path))}</span></p>"
         + (fact_tiles(tiles) if tiles else "")
@@ -108,7 +108,7 @@ def loss_chart(run: RunRecord, marks: Sequence[Mark] = ()) -> str:
 
 
 def _points(records: Iterable[dict[str, object]], name: str) -> list[tuple[float, float | None]]:
-    return [(float(each["step"]), finite(each.get(name))) for each in records]  # type: ignore[arg-type]
+    return [(float(record["step"]), finite(record.get(name))) for record in records]  # type: ignore[arg-type]
 
 
 def _chart(
@@ -134,8 +134,8 @@ def _speed(run: RunRecord, marks: Sequence[Mark]) -> str:
 
 
 def _samples(run: RunRecord) -> str:
-    """Returns what the model made of the prompt, the newest text first."""
-    texts = [f"<h3>step {each['step']:,}</h3><pre>{escape(str(each['sample']))}</pre>" for each in run.samples[::-1]]
+    """Returns the model's continuations of the prompt, the newest first."""
+    texts = [f"<h3>step {row['step']:,}</h3><pre>{escape(str(row['sample']))}</pre>" for row in run.samples[::-1]]
     return (
         section("Samples", texts[0] + (details("earlier ones", "".join(texts[1:])) if texts[1:] else ""))
         if texts
@@ -161,8 +161,8 @@ def _range(part: Sequence[dict[str, object]]) -> str:
 
 
 def _medians(phases: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in phases for name in each)
-    return {name.replace("_", " "): statistics.median(each.get(name) or 0.0 for each in phases) for name in names}
+    names = dict.fromkeys(name for step in phases for name in step)
+    return {name.replace("_", " "): statistics.median(step.get(name) or 0.0 for step in phases) for name in names}
 
 
 def _memory(run: RunRecord, marks: Sequence[Mark]) -> str:
@@ -179,15 +179,15 @@ def _memory(run: RunRecord, marks: Sequence[Mark]) -> str:
 
 
 def _allocators(run: RunRecord) -> str:
-    """Returns a table of what PyTorch's allocator holds on each rank's GPU, as the last step says; "" without GPUs."""
-    found = [(rank, each) for rank, each in enumerate(run.steps[-1].get("gpu_memory") or []) if each]
+    """Returns a table of the memory of PyTorch's allocator on each rank's GPU in the last step; "" without GPUs."""
+    by_rank = [(rank, memory) for rank, memory in enumerate(run.steps[-1].get("gpu_memory") or []) if memory]
     rows = [
         (
             f"rank {rank}",
-            *(bytes_text(each.get(name) or 0) for name in ("allocated", "reserved", "between")),
-            *(str(each.get(name, "-")) for name in ("retries", "failures")),
+            *(bytes_text(memory.get(name) or 0) for name in ("allocated", "reserved", "between")),
+            *(str(memory.get(name, "-")) for name in ("retries", "failures")),
         )
-        for rank, each in found
+        for rank, memory in by_rank
     ]
     heads = ["GPU of", "tensors at most", "reserved at most", "free between tensors", "gave all back", "ran out"]
     return table(heads, rows) if rows else ""
@@ -199,7 +199,7 @@ def _environment(run: RunRecord) -> str:
     rows = []
     for start in run.starts:
         hosts = Counter(start.get("hosts") or [])
-        places = ", ".join(f"{host} ({number} {'rank' if number == 1 else 'ranks'})" for host, number in hosts.items())
+        places = ", ".join(f"{host} ({ranks} {'rank' if ranks == 1 else 'ranks'})" for host, ranks in hosts.items())
         versions = ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())
         rows.append(
             (
@@ -219,8 +219,8 @@ _HEADINGS = ("run", "state", "loss", "validation", "tokens/s", "idle", "memory",
 
 def overview(runs: Sequence[RunRecord]) -> str:
     """Returns the table of the runs, whose names lead to theirs on the page, and the charts of their losses."""
-    head = "".join(f"<th>{each}</th>" for each in _HEADINGS)
-    rows = "\n".join(_row(number, run) for number, run in enumerate(runs, 1))
+    head = "".join(f"<th>{heading}</th>" for heading in _HEADINGS)
+    rows = "\n".join(_row(row, run) for row, run in enumerate(runs, 1))
     with_steps = [run for run in runs if run.steps]
     shown = with_steps[:NUM_COLORS]
     losses = [Curve(run.name, _points(run.steps, "loss")) for run in shown]
@@ -260,7 +260,7 @@ NAMES = {"restart": "restart", "bad": "bad step", "straggler": "slow rank", "fai
 
 
 def happenings(run: RunRecord) -> list[Mark]:
-    """Returns what happened, in the order of steps."""
+    """Returns the events of a run, in the order of steps."""
     return sorted(_happenings(run), key=lambda mark: mark.step)
 
 
@@ -269,16 +269,16 @@ def _happenings(run: RunRecord) -> Iterator[Mark]:
         after = start.get("started_after", 0)
         yield Mark(after, "restart", f"started again after step {after:,}{_when(start)}{_change(start)}")
     for step in run.steps:
-        number = step["step"]
+        step_number = step["step"]
         if bad := step.get("bad"):
-            yield Mark(number, "bad", f"step {number:,} was bad: {bad.get('why')}; {bad.get('done')}")
+            yield Mark(step_number, "bad", f"step {step_number:,} was bad: {bad.get('why')}; {bad.get('done')}")
         elif finite(step.get("loss")) is None:
-            yield Mark(number, "bad", f"the loss of step {number:,} isn't finite")
+            yield Mark(step_number, "bad", f"the loss of step {step_number:,} isn't finite")
         for line in step.get("stragglers") or ():
-            yield Mark(number, "straggler", str(line))
+            yield Mark(step_number, "straggler", str(line))
     for failure in run.failures:
-        number = failure["step"]
-        yield Mark(number, "failure", f"the run failed in step {number:,}: its numbers weren't finite")
+        step_number = failure["step"]
+        yield Mark(step_number, "failure", f"the run failed in step {step_number:,}: its numbers weren't finite")
 
 
 def listed(marks: Sequence[Mark]) -> list[str]:
@@ -297,7 +297,7 @@ def _mesh_text(start: Record) -> str:
 
 
 def _change(start: Record) -> str:
-    """Returns what a start cost, and as which mesh the run went on."""
+    """Returns the steps that a start cost, and the mesh with which the run went on."""
     repeated, seconds, parts = start.get("repeated_steps"), finite(start.get("change_seconds")), [_mesh_text(start)]
     if repeated is not None:
         parts.append(f"{repeated:,} {'step' if repeated == 1 else 'steps'} repeated")

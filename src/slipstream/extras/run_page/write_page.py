@@ -47,9 +47,9 @@ def run_page(runs: Sequence[RunRecord], title: str) -> str:
         body = f"<article><h1>{escape(title)}</h1>\n{made}\n{run_sections(runs[0])}</article>"
     else:
         body = f"<h1>{escape(title)}</h1>\n{made}\n{overview(runs)}\n" + "\n".join(
-            f'<article id="run-{number}"><details><summary>{escape(run.name)}</summary>\n{run_sections(run)}'
+            f'<article id="run-{index}"><details><summary>{escape(run.name)}</summary>\n{run_sections(run)}'
             "</details></article>"
-            for number, run in enumerate(runs, 1)
+            for index, run in enumerate(runs, 1)
         )
     return html_page(title, body, _COMMAND, code["page.css"], code["page.js"])
 
@@ -60,14 +60,14 @@ _CODE = ("page.css", "page.js")
 def _read(folder: Path) -> tuple[list[RunRecord], str]:
     if not folder.is_dir():
         raise SlipstreamError(f"there is no folder {folder}; give a run's output folder, or one that holds several")
-    found = list(_find(folder, _MOST_DEEP))
-    if not found:
+    folders = list(_find(folder, _MOST_DEEP))
+    if not folders:
         raise SlipstreamError(
             f"{folder} holds no run: neither it nor a folder below has a metrics.jsonl; give what training.output was"
         )
-    names = [str(each.relative_to(folder)) if each != folder else folder.resolve().name for each in found]
-    title = f"Run {names[0]}" if len(found) == 1 else f"{len(found)} runs in {folder.resolve().name}"
-    return [read_run(each, name) for each, name in zip(found, names, strict=True)], title
+    names = [str(path.relative_to(folder)) if path != folder else folder.resolve().name for path in folders]
+    title = f"Run {names[0]}" if len(folders) == 1 else f"{len(folders)} runs in {folder.resolve().name}"
+    return [read_run(run_folder, name) for run_folder, name in zip(folders, names, strict=True)], title
 
 
 def _find(folder: Path, deep: int) -> Iterator[Path]:
@@ -75,9 +75,9 @@ def _find(folder: Path, deep: int) -> Iterator[Path]:
     if is_run(folder):
         yield folder
         return
-    inside = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    for each in inside if deep else ():
-        yield from _find(each, deep - 1)
+    inside = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    for child in inside if deep else ():
+        yield from _find(child, deep - 1)
 
 
 def _check(path: Path, overwrite: bool) -> None:
