@@ -1,7 +1,8 @@
-"""Any Python from 3.11 to 3.13 will do: `make` finds one, and sources and lock serve each."""
+"""Any Python from 3.11 to 3.13 and the oldest allowed torch will do: sources and lock serve each."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from tools.oldest_torch import NAMES, lacking, sources
 
 from support.paths import ROOT
 
@@ -93,3 +95,34 @@ def test_nothing_is_imported_that_was_removed() -> None:
         path for folder in ("src", "benchmarks", "examples", "tools") for path in (ROOT / folder).rglob("*.py")
     ):
         assert not REMOVED & {*imports.findall(path.read_text(encoding="utf-8"))}, path
+
+
+def test_sources_use_what_is_there() -> None:
+    assert lacking(sources()) == []
+
+
+def test_the_names_are_of_the_oldest_that_is_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = json.loads(NAMES.read_text(encoding="utf-8"))["torch"].partition("+")[0]
+    assert f"torch>={oldest.removesuffix('.0')}" in project["dependencies"]
+
+
+def test_what_is_newer_is_found(tmp_path: Path) -> None:
+    """However it is named; what is asked for by getattr may be missing."""
+    source = tmp_path / "source.py"
+    source.write_text(
+        """import torch
+import torch.distributed as dist
+from torch.cuda import CUDAGraph, newer_graph
+from torch import distributed
+torch.cuda.newer_stream(torch.cuda.Stream().newer)
+dist.newer_gather(getattr(dist, "newer_scatter", None))
+distributed.tensor.newer_placement
+"""
+    )
+    assert sorted(each.partition(":")[2] for each in lacking([source])) == [
+        "3: torch.cuda.newer_graph",
+        "5: torch.cuda.newer_stream",
+        "6: torch.distributed.newer_gather",
+        "7: torch.distributed.tensor.newer_placement",
+    ]

@@ -1,9 +1,10 @@
-"""Seconds, bytes, counts and shares are printed in one way everywhere."""
+"""Seconds, bytes, counts and shares are printed in one way everywhere, and misspelt names are told the nearest."""
 
 from __future__ import annotations
 
 import pytest
 
+from slipstream.errors import did_you_mean
 from slipstream.units import (
     bytes_text,
     bytes_unit,
@@ -77,3 +78,16 @@ def test_tables_have_aligned_columns_and_no_blanks_at_the_end() -> None:
 def test_counts_and_shares() -> None:
     assert [count_text(n) for n in (999.6, 64_475.2, 12_345_678)] == ["1,000", "64,475", "12.3 M"]
     assert [share_text(share) for share in (0.1234, None)] == ["12.3%", "-"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "hint"),
+    [
+        ("gpip", "", "; did you mean 'gpipe'?"),
+        ("GPIPE", "", "; did you mean 'gpipe'?"),
+        ("1f2b", "schedule.", "; did you mean 'schedule.1f1b'?"),
+        ("xyz", "", "."),
+    ],
+)
+def test_the_nearest_name_ends_the_sentence(name: str, prefix: str, hint: str) -> None:
+    assert did_you_mean(name, ("gpipe", "1f1b"), prefix) == hint

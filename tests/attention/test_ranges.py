@@ -74,10 +74,7 @@ def test_tiles_cover_every_visible_score_once(case: tuple[torch.Tensor, int]) ->
 def test_tiles_of_the_usual_masks() -> None:
     assert [t.first_keys for t in KeyRanges.causal(8, 16).tiles] == [None]
     document = KeyRanges(torch.tensor([[0] * 4 + [12] * 4]), 8)
-    assert [(t.start, t.end, t.first, t.first_keys) for t in document.tiles] == [
-        (8, 12, 0, None),
-        (12, 16, 12, None),
-    ]
+    assert [(t.start, t.end, t.first, t.first_keys) for t in document.tiles] == [(8, 12, 0, None), (12, 16, 12, None)]
     window = KeyRanges((torch.arange(0, 30) - 5).clamp(min=0)[None], 0)
     assert [t.window for t in window.tiles] == [None] + [6] * 5  # fills up first, then slides
     assert all(t.end - t.first <= 5 + 6 for t in window.tiles[1:])

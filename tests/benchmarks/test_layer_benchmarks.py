@@ -75,15 +75,6 @@ def test_the_layers_run_in_slices() -> None:
     }
 
 
-def test_where_fusing_pays() -> None:
-    from benchmarks.fused import verdict
-
-    gains = {64: 0.9, 256: 1.04, 1024: 1.05}
-    rows = [{"layer": "gpt2", "dtype": "float32", "tokens": n, "eager over fused": gain} for n, gain in gains.items()]
-    assert verdict(rows) == "pays with gpt2 float32 1024; is slower with gpt2 float32 64 (dtype, tokens)"
-    assert verdict(rows[1:2]) == "pays with none; is slower with none (dtype, tokens)"
-
-
 def test_a_layer_and_slice_call_few_functions() -> None:
     """Slipstream's, with what a slice costs besides, against transformers' own, forward and backward."""
     from benchmarks.host_time import measure, verdicts

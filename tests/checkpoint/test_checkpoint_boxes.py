@@ -1,8 +1,9 @@
-"""What any mesh saved is read into any other mesh to the bit; on one process, with hypothesis."""
+"""What any mesh saved is read into any other mesh to the bit, on one process and on several."""
 
 from __future__ import annotations
 
 import re
+import signal
 import tempfile
 from pathlib import Path
 
@@ -12,14 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from slipstream.checkpoint import SavedCheckpoint, TensorShard
+from slipstream.checkpoint import Checkpoints, SavedCheckpoint, TensorShard
 from slipstream.checkpoint.background_save import Snapshot
 from slipstream.checkpoint.folder import CheckpointFolder
 from slipstream.checkpoint.manifest import Manifest, WrittenFile
 from slipstream.errors import SlipstreamError
 from slipstream.parallel import ParameterShare, RankGroup
 from support.checkpoints.layouts import bits, emptied, layout, same_bits, tensors
+from support.checkpoints.run import pieces_of, start, train
 from support.examples import examples
+from support.forked import launch
+from support.parameters import first_of
+from support.paths import WORKERS
+from workers.checkpoint.checkpoint_processes import MESHES, SEEDS
 
 seeds = st.integers(0, 2**32)
 sizes = st.integers(1, 4)
@@ -153,3 +159,64 @@ def test_every_element_is_written_once(tmp_path: Path) -> None:
 def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match=r"a is of torch.complex64, which checkpoints can't hold"):
         save(tmp_path, [[TensorShard("a", ParameterShare.whole((4,)), torch.ones(4, dtype=torch.complex64))]])
+
+
+WORKER = WORKERS / "checkpoint/checkpoint_processes.py"
+
+
+def succeed(num_processes: int, *arguments: str) -> None:
+    ended = launch(num_processes, WORKER, *arguments)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), first_of([(2, 4), (4, 2)]))
+def test_another_number_of_ranks_loads_to_the_bit(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
+    succeed(saved_by, "save", str(tmp_path))
+    succeed(loaded_by, "load", str(tmp_path))
+    alone = Checkpoints(tmp_path, RankGroup())
+    for seed in SEEDS:
+        (pieces,) = layout(seed, tensors(seed), 1, 1)
+        targets = emptied(pieces)
+        found = alone.find(seed)
+        assert found is not None
+        assert {path.name for path in found.folder.glob("*.safetensors")} == set(found.manifest.files)
+        meshes = MESHES[saved_by]
+        saved = layout(seed, tensors(seed), *meshes[seed % len(meshes)])
+        assert len(found.manifest.files) == sum(any(p.writes and p.tensor.numel() for p in rank) for rank in saved)
+        alone.load(found, targets)
+        assert all(same_bits(piece.tensor, target.tensor) for piece, target in zip(pieces, targets, strict=True))
+
+
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_killed_while_it_saves_leaves_the_one_before(tmp_path: Path, victim: str) -> None:
+    ended = launch(2, WORKER, "kill", str(tmp_path), victim)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.part"]
+    checkpoints = Checkpoints(tmp_path, RankGroup())
+    found = checkpoints.find()
+    assert found is not None
+    assert found.step == 1
+    checkpoints.prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_all_ranks_are_told_alike_what_went_wrong(tmp_path: Path) -> None:
+    succeed(2, "trouble", str(tmp_path / "checkpoints"))
+
+
+def test_one_process_goes_on_to_the_bit_where_two_were(tmp_path: Path) -> None:
+    """Parameters, moments and the steps taken, of a real model, from two ranks' rows."""
+    succeed(2, "train", str(tmp_path))
+    checkpoints, again = Checkpoints(tmp_path, RankGroup()), start(seed=5)
+    early, late = checkpoints.find(1), checkpoints.find(3)
+    assert early is not None
+    assert late is not None
+    checkpoints.load(early, pieces_of(again, 0, 1))
+    for step in range(early.facts["next"], late.facts["next"]):
+        train(again, step)
+    found = pieces_of(again, 0, 1)
+    wanted = emptied(found)
+    checkpoints.load(late, wanted)
+    assert len(found) == 4 * len(list(again.model.parameters()))
+    for one, other in zip(found, wanted, strict=True):
+        assert same_bits(one.tensor, other.tensor), one.key

@@ -142,11 +142,7 @@ def test_an_update_by_the_whole_matrix_is_refused_of_a_part(kind: type[Optimizer
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        (
-            "factor",
-            torch.ones(4),
-            r"keeps 'factor' of weight, of shape \(4,\), and this rank has only .* Use only pp",
-        ),
+        ("factor", torch.ones(4), r"keeps 'factor' of weight, of shape \(4,\), and this rank has only .* Use only pp"),
         ("a.b", torch.ones(()), "keeps 'a.b' of weight.* names without a dot"),
         ("old", [1.0], "keeps 'old' of weight, a list, which a checkpoint can't hold"),
         ("none", None, "keeps 'none' of weight, a NoneType, which"),

@@ -30,10 +30,11 @@ from slipstream.schedule import COMMUNICATION, Schedule
 from slipstream.train.config import load_config
 from slipstream.units import count_text, seconds_text
 from support.architectures import ARCHITECTURES, llama
-from support.forked import COMMAND, launch, slipstream_command
+from support.forked import slipstream_command
 from support.hand_made_plan import MODEL, make_plan
 from support.hybrids import HYBRIDS
-from support.tiny_training import metrics_of
+from support.parameters import first_of
+from support.tiny_training import metrics_of, run_training, steps_of
 
 SEQ_LEN = 64
 CLUSTER: dict[str, Any] = {
@@ -294,6 +295,16 @@ def test_files_are_replaced_only_when_told(model: Path, cluster: Path, tmp_path:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+def train(num_processes: int, plan: Path) -> None:
+    """Two steps by the plan's file, in a folder next to it."""
+    text = plan.with_name("text.txt")
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    more = ["--training.steps=2", "--runtime.self_check=false", "--model.config.vocab_size=300"]
+    files = f"--data.files=[{text}]", "--data.validation_fraction=0"
+    run_training(num_processes, plan.with_name("run"), plan, *files, *more)
+    assert len(steps_of(plan.with_name("run"))) == 2
+
+
 QUICK: dict[str, Any] = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granularity": 32, "repeats": 2, "budget": 5.0}
 
 
@@ -302,7 +313,7 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
     measured, settings = tmp_path / "profile.json", tmp_path / "model.yaml"
     measure_profile(llama(), QUICK, num_ranks=2, device="cpu").save(measured)
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
-    output, text = tmp_path / "plan.yaml", tmp_path / "text.txt"
+    output = tmp_path / "plan.yaml"
     planned = slipstream_command(
         *("plan", settings, measured, f"--seq-len={SEQ_LEN}", "--global-batch=2", "--output", output),
         *("--pipeline-parallel", "2", "--num-slices", "2,4"),
@@ -312,16 +323,7 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
     assert chosen["pipeline"]["num_ranks"] == 2
     assert chosen["training"]["precision"] == "float32"
     assert chosen["plan"]["predicted"]["mfu"] is None
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    trained = launch(
-        2,
-        COMMAND,
-        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
-        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
-    )
-    assert trained.returncode == 0, trained.stderr
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len([line for line in lines if "loss" in json.loads(line)]) == 2
+    train(2, output)
     used = load_config(tmp_path / "run" / "config.yaml")
     assert used.pipeline.slices == chosen["pipeline"]["slices"]
     assert used.pipeline.partition == chosen["pipeline"]["partition"]
@@ -343,12 +345,12 @@ def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> 
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("vocabulary", ["whole", "spread"])
+@pytest.mark.parametrize("vocabulary", first_of(["spread", "whole"], 1, "grid"))
 def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(
     cluster: Path, tmp_path: Path, vocabulary: str
 ) -> None:
     """By two processes: the cut in halves, the slices and the order of the plan are those of the run."""
-    settings, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
+    settings, output = tmp_path / "model.yaml", tmp_path / "plan.yaml"
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     cluster.write_text(yaml.safe_dump(CLUSTER | {"num_nodes": 1}))
     degrees = {"pipeline_parallel": "2", "schedule": "auto", "recompute": "none", "offload": "0"}
@@ -356,46 +358,29 @@ def test_a_cut_and_an_order_that_were_found_are_trained_as_they_are(
     assert written.get("vocabulary", "whole") == vocabulary
     assert written["schedule"] == "plan.txt"
     output = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved")) / "plan.yaml"
-    tmp_path, text = output.parent, output.parent / text.name
+    tmp_path = output.parent
     order = Schedule.parse(output.with_name("plan.txt").read_text())
     assert order.spreads_vocabulary == (vocabulary == "spread")
     assert order.spreads_vocabulary or any(layers != int(layers) for layers in written["partition"])
     assert len(written["partition"]) == order.num_stages
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    trained = launch(
-        2,
-        COMMAND,
-        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
-        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
-    )
-    assert trained.returncode == 0, trained.stderr
+    train(2, output)
     used = load_config(tmp_path / "run" / "config.yaml")
     assert (used.pipeline.slices, used.pipeline.partition) == (written["slices"], written["partition"])
     ran = Schedule.parse((tmp_path / "run" / "schedule.txt").read_text())
     assert ran.placement == order.placement
     computed = [[a for a in row if a.op not in COMMUNICATION] for row in ran.actions]
     assert computed == [list(row) for row in order.actions]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert len([line for line in lines if "loss" in json.loads(line)]) == 2
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_plan_with_replicas_and_shared_layers_is_trained(cluster: Path, tmp_path: Path) -> None:
-    model, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
+    model, output = tmp_path / "model.yaml", tmp_path / "plan.yaml"
     model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     degrees = {"tensor_parallel": "2", "data_parallel": "2", "pipeline_parallel": "1", "shard": "optimizer"}
     written = plan_file(model, cluster, output, **degrees)
     assert written["parallel"] == {"data": 2, "tensor": 2, "shard": "optimizer", "sequence_parallel": True}
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    trained = launch(
-        4,
-        COMMAND,
-        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
-        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
-    )
-    assert trained.returncode == 0, trained.stderr
-    lines = metrics_of(tmp_path / "run")
-    assert len(lines[-1]["peak_memory"]) == 4
+    train(4, output)
+    assert len(metrics_of(tmp_path / "run")[-1]["peak_memory"]) == 4
 
 
 @pytest.mark.more
@@ -403,21 +388,14 @@ def test_a_plan_with_sharded_parameters_is_trained(
     cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In bfloat16, with float32 rows for the optimizer."""
-    model, output, text = tmp_path / "model.yaml", tmp_path / "plan.yaml", tmp_path / "text.txt"
+    model, output = tmp_path / "model.yaml", tmp_path / "plan.yaml"
     model.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     given = {"num_nodes": 1, "data_parallel": "2", "shard": "parameters", "dtype": "bfloat16"}
     written = plan_file(model, cluster, output, **given)
     assert "sharded parameters" in capsys.readouterr().out
     assert written["parallel"] == {"data": 2, "tensor": 1, "shard": "parameters"}
     assert written["training"]["precision"] == "bf16-weights"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    trained = launch(
-        2,
-        COMMAND,
-        *("train", output, f"--data.files=[{text}]", f"--training.output={tmp_path / 'run'}", "--training.steps=2"),
-        *("--runtime.self_check=false", "--model.config.vocab_size=300", "--data.validation_fraction=0"),
-    )
-    assert trained.returncode == 0, trained.stderr
+    train(2, output)
     assert len(metrics_of(tmp_path / "run")[-1]["peak_memory"]) == 2
 
 

@@ -44,24 +44,9 @@ def test_a_model_folder(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_ranks_that_share_layers(model: Path, tmp_path: Path) -> None:
+def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> None:
     """They measure their shares together, and a plan from the profile has their degree."""
-    output = tmp_path / "profile.json"
-    result = slipstream_command("profile", model, *QUICK, "--ranks=1", "--tp=2", "--output", output)
-    assert result.returncode == 0, result.stderr
-    profile = load_profile(output)
-    assert (profile.tensor_parallel, profile.hardware.processes, profile.sequence_parallel) == (2, 2, False)
-    head = profile.num_parameters(StageParts(len(profile.parts) - 1, len(profile.parts)))
-    assert (
-        head == (VOCABULARY + 1) // 2 * profile.model.hidden_size + profile.model.hidden_size
-    )  # the first's, and a norm
-    plan = slipstream.plan(model, output, seq_len=16, global_batch=1, num_slices=2)
-    assert plan.best.configuration.tensor_parallel == 2
-
-
-@pytest.mark.more
-def test_a_training_configuration(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
+    config, output = tmp_path / "config.yaml", tmp_path / "profile.json"
     settings = {
         "model": {"config": llama().to_diff_dict()},
         "parallel": {"sequence_parallel": True},
@@ -69,13 +54,16 @@ def test_a_training_configuration(tmp_path: Path) -> None:
         "training": {"output": str(tmp_path / "run"), "steps": 1, "seq_len": 16},
     }
     config.write_text(yaml.safe_dump(settings))
-    output = tmp_path / "profile.json"
-    command(str(config), output, repeats=2, ranks=1, granularity=8)
-    profile = load_profile(output)
-    assert (profile.seq_len, profile.hardware.processes, profile.link) == (16, 1, None)
-    assert not (tmp_path / "run").exists()
     command(str(config), output, repeats=2, ranks=1, tp=2, granularity=8)
-    assert load_profile(output).sequence_parallel
+    assert not (tmp_path / "run").exists()
+    profile = load_profile(output)
+    assert (profile.seq_len, profile.tensor_parallel, profile.hardware.processes) == (16, 2, 2)
+    assert profile.sequence_parallel
+    head = profile.num_parameters(StageParts(len(profile.parts) - 1, len(profile.parts)))
+    rows = (VOCABULARY + 1) // 2  # the first rank's
+    assert head == rows * profile.model.hidden_size + profile.model.hidden_size  # and a norm
+    plan = slipstream.plan(config, output, seq_len=16, global_batch=1, num_slices=2)
+    assert plan.best.configuration.tensor_parallel == 2
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,7 @@ PLANNING = ("auto.md", "memory.md", "slicing.md")  # take the longest
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=page.name, marks=[pytest.mark.more] * (page.name in PLANNING)) for page in WITH_CODE],
+    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.more] * (page.name in PLANNING)) for page in WITH_CODE]
 )
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where costs are kept

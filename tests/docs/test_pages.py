@@ -1,4 +1,4 @@
-"""The README is short, the site has every page once and no dead path, and pages made from the sources are current."""
+"""The documentation's pages are linked, current, and have what they say they have."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tomllib
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from tools import cli_page, configuration_page, walks
 import slipstream
 from benchmarks import records, zero3_page
 from slipstream.option_problems import records_in
+from slipstream.schedule import SCHEDULES
 from slipstream.train.config import Config
 from support.changes import page as own_models
 from support.paths import ROOT
@@ -177,3 +179,25 @@ def test_the_architecture_has_the_packages_in_the_order_of_their_imports() -> No
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(each for each in contracts if each["type"] == "layers")["layers"]
     assert [*reversed(rows)] == [layer.split(" : ") for layer in layers]
+
+
+PAGE = ROOT / "docs" / "schedules.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+def test_what_the_page_shows_is_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    shown = 0
+    for code, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        exec(code, names)
+        printed = capsys.readouterr().out
+        assert text == printed
+        shown += bool(printed)
+    assert shown > len(SCHEDULES)
+
+
+def test_every_schedule_has_a_section_and_a_row() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in SCHEDULES:
+        assert f"\n## {name}\n" in text
+        assert f"\n| `{name}` | " in text

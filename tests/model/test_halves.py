@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    OPTConfig,
-    PhiConfig,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig, PhiConfig, PretrainedConfig
 from transformers.models.llama import modeling_llama
 
 from slipstream import SlipstreamError
@@ -86,8 +80,7 @@ def test_residual_branches_one_after_the_other_are_cut_wherever_a_switch_says_so
 
 
 @pytest.mark.parametrize(
-    ("config", "layer"),
-    [(GPTNeoXConfig(**SMALL), "GPTNeoXLayer"), (PhiConfig(**SMALL), "PhiDecoderLayer")],
+    ("config", "layer"), [(GPTNeoXConfig(**SMALL), "GPTNeoXLayer"), (PhiConfig(**SMALL), "PhiDecoderLayer")]
 )
 def test_branches_side_by_side_are_refused_by_name(config: PretrainedConfig, layer: str) -> None:
     with pytest.raises(SlipstreamError, match=rf"inside layer 0 \({layer}\).*same input.*Give whole numbers of layers"):

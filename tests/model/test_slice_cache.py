@@ -20,14 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from slipstream import Pipeline, Runtime, SlipstreamError
 from slipstream.model import check_sliceable
-from support.architectures import (
-    BOUND,
-    VOCABULARY,
-    gradient_error,
-    llama,
-    tokens,
-    unsplit_step,
-)
+from support.architectures import BOUND, VOCABULARY, llama, tokens
 from support.exact_steps import document_ids, documents_error, step_error
 from support.pipelines import make_pipe
 from support.versions import counts_within_documents, since
@@ -86,15 +79,6 @@ def test_positions_from_the_caches_length_are_exact(config: PretrainedConfig) ->
     assert step_error(unsplit(config), tokens(length=LENGTH), slices=SLICES) < BOUND
 
 
-def test_the_scale_of_positions_matters_here() -> None:
-    """Were every slice's first position 0, as without the cache, then gradients would differ by percents."""
-    model, other = unsplit(llama4()), unsplit(llama4(floor_scale=2 * LENGTH))
-    inputs = tokens(length=LENGTH)
-    for each in (model, other):
-        unsplit_step(each, inputs, inputs)
-    assert gradient_error(model, other) > 1e-2
-
-
 @counts_within_documents
 def test_documents_are_refused_where_positions_would_run_on() -> None:
     inputs = tokens(length=64)
@@ -118,7 +102,7 @@ _STATES: dict[str, tuple[PretrainedConfig, str]] = {
             **_SIZES, **_LAYERS, rotary_dim=8, layer_types=["full_attention", "minimax_m3_sparse"] * 2, index_n_heads=2
         ),
         "layer 1 carries an indexer's keys.*sparse attention",
-    ),
+    )
 }
 
 

@@ -95,34 +95,6 @@ def test_a_further_state_is_one_adapter(monkeypatch: pytest.MonkeyPatch) -> None
         error_of("xlstm", self_check=False)
 
 
-@since("5.21")
-def test_a_state_without_its_gradient_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.attention.store._add_gradient", lambda *_: None)
-    assert error_of("lfm2", self_check=False) > 1e-4
-
-
-def test_prefixes_without_their_gradients_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    def only_own(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.store.finish(ctx.call, ctx.ranges)
-        return *(each[:, :, ctx.ranges.start :] for each in gradients), None, None, None
-
-    monkeypatch.setattr("slipstream.attention.slice_attention._Prefix.backward", only_own)
-    assert error_of("gptj", self_check=False) > 1e-4
-
-
-def test_the_selection_matters_here() -> None:
-    config = SPARSE["deepseek_v32"]
-    inputs, some = tokens(length=LENGTH), unsplit("deepseek_v32")
-    all_keys = copy.deepcopy(some)
-    for module in all_keys.modules():
-        if hasattr(module, "index_topk"):
-            assert module.index_topk == config.index_topk
-            module.index_topk = LENGTH
-    for model in (some, all_keys):
-        unsplit_step(model, inputs, inputs)
-    assert gradient_error(some, all_keys) > 1e-2
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     states(

@@ -13,7 +13,7 @@ from support.timeouts import LIMIT
 WORKER = WORKERS / "parallel/ends.py"
 
 
-@pytest.mark.more  # a real torchrun
+@pytest.mark.grid  # a real torchrun
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_no_thread_outlives_the_interpreter() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]

@@ -26,8 +26,10 @@ from support.architectures import (
     tokens,
     unsplit_step,
 )
+from support.forked import launch
 from support.options import grouped
 from support.parameters import each_once, first_of
+from support.paths import ROOT
 from support.pipelines import make_pipe
 
 _TARGETS: dict[str, Any] = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -310,3 +312,10 @@ def test_an_adapter_of_another_model_is_not_loaded(tmp_path: Path) -> None:
     peft.get_peft_model(build(ARCHITECTURES["llama"]), VARIANTS["IA3"]).save_pretrained(tmp_path / "other")
     with pytest.raises(SlipstreamError, match="by IA3; only one by LORA can be loaded"):
         Pipeline.from_pretrained(base, lora=tmp_path / "other")
+
+
+@pytest.mark.more
+def test_ranks_and_replicas_have_exact_gradients() -> None:
+    result = launch(2, ROOT / "tests" / "workers" / "pipeline" / "adapters.py")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("exact: ") == 2 * 6

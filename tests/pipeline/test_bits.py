@@ -64,11 +64,3 @@ def test_nothing_depends_on_stages_and_schedule(
     assert torch.equal(loss, found_loss)
     assert found.keys() == expected.keys()
     assert [name for name, gradient in expected.items() if not torch.equal(gradient, found[name])] == []
-
-
-@pytest.mark.parametrize("config_name", CONFIGS)
-def test_other_slices_give_other_bits(config_name: str) -> None:
-    """What the test above would miss if it compared something that is always equal."""
-    _, expected = alone(config_name, "gpipe")
-    _, found = step(config_name, "gpipe", slices=2)
-    assert any(not torch.equal(gradient, found[name]) for name, gradient in expected.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from support.architectures import (
     tokens,
 )
 from support.examples import examples
-from support.forked import launch
+from support.forked import launch, selected_cases
 from support.paths import WORKERS
 from support.pipelines import make_pipe
 from support.ragged_batches import MODELS, ORDERS, batch_of
@@ -80,17 +81,17 @@ def test_padded_batches_are_those_of_the_unsplit_model(data: st.DataObject) -> N
     )
 
 
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    """Two processes that run all cases."""
+    return launch(2, WORKERS / "pipeline/collated_batches.py", *selected_cases(request))
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        "a_replica_without_padding",
-        "positions_beside_another_replicas_padding",
-        "a_batch_that_a_replica_refuses",
-    ],
+    "case", ["a_replica_without_padding", "positions_beside_another_replicas_padding", "a_batch_that_a_replica_refuses"]
 )
-def test_replicas_agree_on_padding(case: str) -> None:
-    ended = launch(2, WORKERS / "pipeline/collated_batches.py", case)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+def test_replicas_agree_on_padding(ranks: CompletedProcess[str], case: str) -> None:
+    assert f"passed {case}\n" in ranks.stdout, ranks.stderr[-3000:]
 
 
 def test_rows_without_padding_run_in_the_slices_that_are_given() -> None:

@@ -21,10 +21,7 @@ from support.architectures import (
 )
 from support.options import grouped
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SETTINGS = {"slices": [5, 30, 17, 12], "num_microbatches": 2, "num_ranks": 2, "self_check": False, "device": "cuda"}
 

@@ -31,10 +31,7 @@ def loss(pipe: Pipeline) -> Tensor:
     ("call", "answer"),
     [
         (lambda pipe: pipe.to("cpu"), "are where Pipeline\\(device=...\\) puts them"),
-        (
-            lambda pipe: pipe.cuda(),
-            "for transformers' Trainer there is slipstream.extras.hf_trainer.SlipstreamTrainer",
-        ),
+        (lambda pipe: pipe.cuda(), "for transformers' Trainer there is slipstream.extras.hf_trainer.SlipstreamTrainer"),
         (lambda pipe: pipe.gradient_checkpointing_enable(), "give Pipeline\\(memory=slipstream.Memory\\(recompute="),
         (lambda pipe: pipe(tokens()), "call pipe.step\\(inputs, targets\\), which runs forward and backward"),
         (lambda pipe: pipe.forward(tokens()), "call pipe.step\\(inputs, targets\\)"),

@@ -1,4 +1,4 @@
-"""A loss function of the user's: its own divisor is exact, and what can't be added up by parts is refused by name."""
+"""Losses of one's own are divided by what counts in the batch, also over accumulated steps, or refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slipstream import Pipeline, SlipstreamError
+from slipstream import Pipeline, SequenceLoss, SlipstreamError
 from slipstream.model import causal_cross_entropy
 from support.architectures import (
     ARCHITECTURES,
@@ -24,6 +24,7 @@ from support.architectures import (
     labels_of,
     no_rounding_inside,
     tokens,
+    unsplit_step,
 )
 from support.options import grouped
 from support.parameters import first_of
@@ -297,3 +298,43 @@ def test_a_configuration_may_name_its_dtype(dtype: str | torch.dtype) -> None:
     config.dtype = dtype
     pipe = make_pipe(build(config), slices=2, loss_fn=causal_cross_entropy)
     pipe.step(tokens(), tokens())
+
+
+INPUTS = tokens(3)
+LABELS = labels_of(INPUTS)
+NUM_TARGETS = int((LABELS[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    first_of(
+        [
+            ("llama, tied", {"schedule": "zb-h1", "slices": [30, 20, 14], "loss_scale": 2.0**10}),
+            ("llama", {"vocabulary": "spread", "slices": 3}),
+            ("gpt2", {"schedule": "gpipe", "slices": 2}),
+        ],
+        2,
+    ),
+)
+def test_steps_of_unequal_labels_add_up_to_one_batch(name: str, options: dict[str, object]) -> None:
+    model = build(ARCHITECTURES[name])
+    expected = unsplit_step(model, INPUTS, LABELS)
+    reference = gradients(model)
+    scale = {"loss_scale": options.pop("loss_scale", 1.0)}
+    pipe = make_pipe(build(ARCHITECTURES[name]), num_ranks=2, **options)
+    losses = [pipe.step(INPUTS[part], LABELS[part], num_targets=NUM_TARGETS, **scale) for part in ([0], [1, 2])]
+    assert abs(sum(losses) - expected) < BOUND
+    assert gradient_error(gradients(pipe), reference) < BOUND
+
+
+def test_numbers_that_are_too_small_and_losses_without_targets() -> None:
+    model = build(ARCHITECTURES["llama"])
+    pipe = make_pipe(model, num_ranks=2, slices=2)
+    with pytest.raises(SlipstreamError, match=r"num_targets=10, but 189 targets of this batch alone count"):
+        pipe.step(INPUTS, INPUTS, num_targets=10)
+    assert pipe.step(INPUTS, INPUTS, num_targets=189) == pipe.step(INPUTS, INPUTS)
+    loss = SequenceLoss(lambda log_probabilities: -log_probabilities)
+    sequences = make_pipe(build(ARCHITECTURES["llama"]), slices=2, loss_fn=loss)
+    with pytest.raises(SlipstreamError, match=r"num_targets with a SequenceLoss, .* leave it out"):
+        sequences.step(INPUTS, INPUTS, num_targets=200)
+    assert all(torch.isfinite(each.grad).all() for each in pipe.parameters() if each.grad is not None)

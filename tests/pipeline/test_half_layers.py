@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PhiConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from slipstream import Op, Pipeline, SlipstreamError
+from slipstream import Pipeline, SlipstreamError
 from slipstream.model import LayerRange
 from support.architectures import (
     ARCHITECTURES,
@@ -180,22 +180,6 @@ def test_dropout_and_rounding_do_not_depend_on_the_cut(name: str) -> None:
             assert [key for key, each in expected[1].items() if not torch.equal(each, found[1][key])] == []
 
 
-def test_dropout_is_drawn_in_both_halves() -> None:
-    """What the test above would miss if nothing were dropped in one of them."""
-    config = with_dropout("gpt2", 0.3)
-    pipe = make_pipe(build(config), slices=4, num_ranks=2, partition=[1.5, 2.5])
-    zeros: list[float] = []
-
-    def note(_module: object, _args: object, output: Tensor) -> None:
-        zeros.append(float((output == 0).double().mean()))
-
-    pipe._runtime.stages[0].model.transformer.h[1].attn.resid_dropout.register_forward_hook(note)
-    pipe._runtime.stages[1].model.transformer.h[1].mlp.dropout.register_forward_hook(note)
-    pipe.step(tokens(), tokens())
-    assert len(zeros) == 8
-    assert all(0.2 < share < 0.4 for share in zeros)
-
-
 def test_autocast_does_not_depend_on_the_cut() -> None:
     model = build(llama()).float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -328,8 +312,3 @@ def test_a_layer_that_is_not_its_architectures_is_refused() -> None:
     model.model.layers[1].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
     with pytest.raises(SlipstreamError, match="mlp is a Linear, not a LlamaMLP"):
         make_pipe(model, num_ranks=2, partition=[1.5, 2.5])
-
-
-def test_halves_are_timed_like_stages() -> None:
-    pipe = assert_exact(build(llama()), num_ranks=2, partition=[1.5, 2.5], schedule="zb-h1")
-    assert {span.action.op for span in pipe.timeline().compute_spans} == {Op.F, Op.I, Op.W}

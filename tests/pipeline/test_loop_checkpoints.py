@@ -26,9 +26,7 @@ from support.pipelines import make_pipe
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "steps": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 3, 3], gamma=0.1),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 5)],
-        [2],
+        optimizer, [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, 5)], [2]
     ),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
     "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10),

@@ -231,10 +231,7 @@ class TestRefusals:
                 {"schedule": one_f_one_b(1, 2, 4), "slices": 4, "num_flushes": 2},
                 r"num_flushes=2 with the schedule '1f1b'.*in_flushes\(schedule, 2\)",
             ),
-            (
-                {"schedule": "interleaved-1f1b", "stages_per_rank": 3, "num_ranks": 2},
-                r"6 stages for 4 layers",
-            ),
+            ({"schedule": "interleaved-1f1b", "stages_per_rank": 3, "num_ranks": 2}, r"6 stages for 4 layers"),
             ({"slices": "many"}, r"slices='many': give a count from 1, such as 8"),
             (
                 {"schedule": one_f_one_b(1, 1, 4), "slices": "auto"},

@@ -74,8 +74,7 @@ def test_ranks_that_call_other_pipelines_are_told_which() -> None:
 
 
 @pytest.mark.parametrize(
-    ("watched", "absent"),
-    first_of([("watched", "2"), ("watched", "0"), ("watched", "12"), ("unwatched", "2")], 1),
+    ("watched", "absent"), first_of([("watched", "2"), ("watched", "0"), ("watched", "12"), ("unwatched", "2")], 1)
 )
 def test_ranks_that_never_call_are_named_and_no_others(watched: str, absent: str, tmp_path: Path) -> None:
     """Rank 0 asks for the state and rank 1 saves, where they are there: they wait for the ones that have ended."""

@@ -25,8 +25,7 @@ SETTINGS = tiny_training(STEPS, HALF)
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
     ),
 ]
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from transformers import CohereConfig, GraniteConfig, PhiConfig
 
 from pipeline.test_random_schedules import cut_settings, partitions, schedules
-from planner.joint.test_joint_search import ToyCosts, problem
 from slipstream import Action, Op, Parallelism, Pipeline, Runtime, Schedule, SlipstreamError
-from slipstream.planner.joint import find_vocabulary_plan
 from slipstream.schedule import SCHEDULES, make_schedule, predecessors, spread_vocabulary
 from support.architectures import (
     ARCHITECTURES,
@@ -133,22 +131,6 @@ def test_every_named_schedule_takes_it(model: str, name: str, num_ranks: int) ->
         vocabulary="spread",
     )
     check(model, pipe, tokens(batch=3, length=LENGTH))
-
-
-@pytest.mark.parametrize("name", first_of(["llama, tied", "llama"]))
-def test_forwards_may_be_a_microbatch_ahead(name: str) -> None:
-    schedule = spread_vocabulary(make_schedule("1f1b", 2, 3, 2), embedding=name in TIED, ahead=1)
-    pipe = make_pipe(copy.deepcopy(MODELS[name]), schedule=schedule, slices=[10, 14])
-    check(name, pipe, tokens(batch=3, length=LENGTH))
-
-
-@pytest.mark.more
-def test_a_plan_for_a_tied_model_runs() -> None:
-    task = problem(costs=ToyCosts(num_layers=4, head=7.0, overhead=1.0), tied=True, granularity=4, seq_len=LENGTH)
-    plan = find_vocabulary_plan(task, "spread", lambda _: None)
-    cut: dict[str, Any] = {"schedule": plan.schedule, "slices": plan.slices, "partition": plan.partition}
-    pipe = make_pipe(copy.deepcopy(MODELS["llama, tied"]), **cut)
-    check("llama, tied", pipe, tokens(batch=1, length=LENGTH))
 
 
 @pytest.mark.parametrize("model", first_of(["gpt2", "llama"]))

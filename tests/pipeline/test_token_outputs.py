@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from slipstream import Pipeline, SequenceLoss, SlipstreamError
 from support.architectures import ARCHITECTURES, BOUND, build, labels_of, no_rounding_inside, tokens
 from support.examples import examples
-from support.forked import launch
+from support.forked import launch, selected_cases
 from support.parameters import first_of
 from support.paths import WORKERS
 from support.pipelines import make_pipe
@@ -141,7 +142,12 @@ def test_what_has_no_logits_is_refused() -> None:
         layers.logits(tokens())
 
 
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    """Two processes that run all cases."""
+    return launch(2, WORKERS / "pipeline/token_outputs.py", *selected_cases(request))
+
+
 @pytest.mark.parametrize("case", first_of(["stages_and_replicas", "tensor_ranks"], 0))
-def test_ranks(case: str) -> None:
-    ended = launch(2, WORKERS / "pipeline/token_outputs.py", case)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+def test_ranks(ranks: CompletedProcess[str], case: str) -> None:
+    assert f"passed {case}\n" in ranks.stdout, ranks.stderr[-3000:]

@@ -53,21 +53,14 @@ def test_a_second_start_measures_nothing(measured: list[float], cache: Path) -> 
     assert (measured, lines) == ([], [])
 
 
-@pytest.mark.grid
-def test_other_settings_are_another_file(measured: list[float], cache: Path) -> None:
-    measured += [0.0, 0.0]
-    costs([])
-    find_costs(llama(), replace(SETTINGS, microbatch_size=2), CPU, Ranks.of())
-    assert len([*cache.iterdir()]) == 2
-
-
-def test_costs_of_other_numbers_of_processes_are_other_files() -> None:
+def test_costs_of_other_settings_and_numbers_of_processes_are_other_files() -> None:
     """Replicas measure at the same time as the ranks of one pipeline, and share memory with them. Four ranks may also
     be two that share the layers of two others, or their tokens too."""
     keys = (1, 1), (2, 1), (4, 1), (4, 2)
     paths = {CostCache(llama(), SETTINGS, CPU, *key).path for key in keys}
     paths.add(CostCache(llama(), replace(SETTINGS, sequence_parallel=True), CPU, 4, 2).path)
-    assert len(paths) == 5
+    paths.add(CostCache(llama(), replace(SETTINGS, microbatch_size=2), CPU, 1, 1).path)
+    assert len(paths) == 6
 
 
 @pytest.mark.grid

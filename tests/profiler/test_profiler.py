@@ -81,22 +81,6 @@ def test_a_sample_needs_no_more_memory_than_warming_up() -> None:
         assert memory.peak == warm
 
 
-def test_activation_bytes_of_a_layer_by_hand() -> None:
-    """What a Llama layer keeps of every token, in float32: everything that a backward multiplies with."""
-    config = llama()
-    one, two = benches(config, SETTINGS, [range(1, 2), range(1, 3)])
-    hidden, middle, heads, width = 32, 48, 4, 8
-    norms = 2 * (1 + hidden + hidden)  # the root's reciprocal, the normalised rows, and these times the weight
-    attention = heads * width + heads * width + heads  # query, output, log-sum-exp
-    sums = 2 * hidden  # the residual stream after attention, and after the MLP
-    mlp = 4 * middle  # gate, its activation, up, their product
-    layer = 4 * (norms + attention + sums + mlp)
-    stage = 4 * (hidden + 2 * width)  # what came in, and the rotary tables
-    for tokens in (1, 17, 64):
-        assert one.activation_bytes(tokens) == tokens * (stage + layer)
-        assert two.activation_bytes(tokens) == tokens * (stage + 2 * layer)
-
-
 def test_the_bytes_of_a_layers_actions() -> None:
     """Its input and output are messages, and all is in proportion to the tokens."""
     (one,) = benches(llama(), SETTINGS, [range(1, 2)])
@@ -106,13 +90,6 @@ def test_the_bytes_of_a_layers_actions() -> None:
     assert (twice.kept, twice.deferred) == (2 * found.kept, 2 * found.deferred)
     assert found.deferred > -found.kept
     assert all(0 <= found.peaks[op] <= twice.peaks[op] for op in OPS)
-
-
-def test_context_bytes_are_keys_values_and_their_gradients() -> None:
-    settings = ProfileSettings(seq_len=64, microbatch_size=3, dtype="bfloat16")
-    (bench,) = benches(llama(), settings, [range(1, 3)])
-    elements = 2 * 3 * 2 * 2 * 8  # layers, rows, K and V, heads, width
-    assert bench.context_bytes() == (2 * elements, 4 * elements)  # gradients are summed in float32
 
 
 def test_slices_run_again_after_any_context() -> None:

@@ -1,4 +1,6 @@
-"""The rules of order are those of the design, and a schedule that breaks one is reported with grid and rule."""
+"""What breaks the rules of order is reported with grid and rule, and so is a wait that lasts too long."""
+
+from __future__ import annotations
 
 import re
 from dataclasses import replace
@@ -7,14 +9,13 @@ import pytest
 
 from slipstream.schedule import (
     Action,
-    Op,
     Schedule,
     ScheduleError,
     add_communication,
-    forward_only,
     gpipe,
     one_f_one_b,
     predecessors,
+    report_wait,
     running_order,
     validate,
 )
@@ -33,10 +34,7 @@ FOLDED = schedule_of("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", placement=(0, 1, 1, 0
 @pytest.mark.parametrize(
     ("schedule", "predecessors_of"),
     [
-        (
-            gpipe(3, 2, 4),
-            {"0F1.0": "", "1F1.2": "0F1.2 1F1.1", "1B1.2": "1F1.2 1B1.3 2B1.2", "2B1.3": "2F1.3"},
-        ),
+        (gpipe(3, 2, 4), {"0F1.0": "", "1F1.2": "0F1.2 1F1.1", "1B1.2": "1F1.2 1B1.3 2B1.2", "2B1.3": "2F1.3"}),
         (  # a document boundary before slice 1; a window of two slices
             replace(gpipe(1, 2, 4), reach=((0, 1, 1, 1), (0, 0, 1, 2))),
             {"0F0.1": "", "0F0.3": "0F0.1 0F0.2", "0B0.0": "0F0.0", "0B0.1": "0F0.1 0B0.2 0B0.3"}
@@ -209,15 +207,37 @@ def test_the_grid_of_a_long_schedule_shows_the_steps_around_the_marks() -> None:
     assert rows[1].count(">") == 1 or rows[0].count(">") == 1
 
 
-def test_evaluation_needs_no_backward() -> None:
-    schedule = forward_only(one_f_one_b(3, 2, 2))
-    validate(schedule)
-    validate(add_communication(schedule))
-    assert {action.op for row in schedule.actions for action in row} == {Op.F}
-
-
 def test_running_order_keeps_each_ranks_order() -> None:
     schedule = add_communication(one_f_one_b(4, 3, 2))
     order = running_order(schedule)
     for rank, row in enumerate(schedule.actions):
         assert tuple(a for a in order if schedule.placement[a.stage] == rank) == row
+
+
+def test_it_names_the_action_the_other_rank_and_what_is_missing_there():
+    schedule = add_communication(gpipe(2, 1, num_slices=2))
+    # rank 1 got slice 0, so rank 0 is known to have sent it; of slice 1 nothing is known.
+    report = report_wait(schedule, 1, Action.parse("1F0.1"))
+    assert report.splitlines()[0].startswith("rank 1 waits at 1F0.1 (action ")
+    assert report.splitlines()[0].endswith("for 0SEND_F0.1 of rank 0.")
+    assert report.splitlines()[1:] == ["  missing on rank 0: 0F0.1, 0SEND_F0.1"]
+
+
+def test_the_chain_through_all_ranks_is_listed():
+    schedule = add_communication(gpipe(4, 1))
+    report = report_wait(schedule, 0, Action.parse("0B0"))
+    assert "for 1SEND_B0 of rank 1." in report
+    for rank, held_up in ((1, "1F0"), (2, "2F0"), (3, "3F0")):
+        assert f"missing on rank {rank}: {held_up}" in report
+
+
+def test_long_lists_are_cut():
+    schedule = add_communication(gpipe(2, 8))
+    report = report_wait(schedule, 0, Action.parse("0B0"))
+    assert report.splitlines()[1] == "  missing on rank 1: 1F0, 1F1, 1F2, 1F3, 1F4, 1F5, and 4 more"
+
+
+def test_a_send_waits_for_its_receive():
+    schedule = add_communication(gpipe(2, 8))
+    assert "rank 0 waits at 0SEND_F7 (action " in report_wait(schedule, 0, Action.parse("0SEND_F7"))
+    assert "for 1RECV_F7 of rank 1." in report_wait(schedule, 0, Action.parse("0SEND_F7"))

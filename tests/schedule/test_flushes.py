@@ -49,14 +49,6 @@ def test_memory_is_one_flushs_and_the_step_no_longer_than_flushes_in_a_row(
     assert num_flushes > 1 or repeated == once
 
 
-def test_one_flush_of_everything_keeps_more() -> None:
-    in_two = simulate(in_flushes(gpipe(3, 2, 2), 3), UnitCost())
-    at_once = simulate(gpipe(3, 6, 2), UnitCost())
-    assert in_two.peak_memory == (4, 4, 4)
-    assert at_once.peak_memory == (12, 12, 12)
-    assert at_once.makespan < in_two.makespan
-
-
 def test_gradients_are_reduced_once_and_documents_repeat() -> None:
     plain = one_f_one_b(2, 2, 2)
     rows = tuple((*row, Action(Op.REDUCE_GRAD, rank)) for rank, row in enumerate(plain.actions))

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream import (
-    MicrobatchCost,
-    TableCost,
-    UnitCost,
-    draw_timelines,
-    find_order,
-    save_trace,
-    simulate,
-    step_lower_bound,
-)
+from slipstream import MicrobatchCost, TableCost, find_order, simulate, step_lower_bound
 from slipstream.schedule import (
     SCHEDULES,
     Action,
@@ -161,23 +151,6 @@ def test_found_orders_keep_to_the_bound_and_beat_the_hand_written(schedule: Sche
     assert all(most <= limit for most, limit in zip(simulate(frugal, cost).peak_memory, least, strict=True))
     bound = step_lower_bound(*problem, split=split, memory_limit=least)
     assert bound <= simulate(frugal, cost).makespan * (1 + 1e-9)
-
-
-def test_a_found_order_fills_the_ranks_better_than_one_by_name() -> None:
-    schedule = make_schedule("1f1b", 2, 3, [3, 1, 2])
-    cost = costs_of(schedule, 0)
-    found = find_order(schedule.placement, 3, [3, 1, 2], cost, effort=1e4)
-    assert found.slice_counts == (3, 1, 2)
-    assert simulate(found, cost).makespan < simulate(schedule, cost).makespan
-
-
-@pytest.mark.more
-def test_it_is_drawn_and_traced(tmp_path: Path) -> None:
-    timeline = simulate(make_schedule("1f1b", 2, 3, [3, 1, 2]), UnitCost())
-    draw_timelines(tmp_path / "picture.png", timeline)
-    save_trace(tmp_path / "trace.json", timeline)
-    assert "F0.2" in timeline.to_text()
-    assert timeline.schedule.slice_counts == (3, 1, 2)
 
 
 def test_the_text_form_has_each_count() -> None:

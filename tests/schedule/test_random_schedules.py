@@ -27,7 +27,7 @@ from slipstream.schedule import (
     validate,
 )
 from slipstream.simulator import simulate
-from slipstream.simulator.costs import TableCost, UnitCost
+from slipstream.simulator.costs import TableCost
 from support.examples import examples
 
 
@@ -304,7 +304,3 @@ def test_receives_in_flight_are_those_a_run_has(made: tuple[Problem, Schedule], 
                     held[channel(receive, lowered)] -= 1
     assert receives_in_flight(lowered) == most
     assert not any(held.values())
-
-
-def test_unit_costs_cover_every_op() -> None:
-    assert [UnitCost().seconds(Action(op, 0)) for op in (Op.F, Op.B, Op.I, Op.W, Op.R)] == [1, 2, 1, 1, 1]

@@ -66,11 +66,7 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
     "llama, dynamic rope": llama(max_position_embeddings=24, **_rope(rope_type="dynamic", factor=2.0)),
     "qwen3": Qwen3Config(**_COMMON),
     "qwen2_moe": Qwen2MoeConfig(
-        **_COMMON,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
+        **_COMMON, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     ),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY,
@@ -92,20 +88,11 @@ ARCHITECTURES: dict[str, PretrainedConfig] = {
     "phi3, longrope": Phi3Config(
         **_COMMON,
         original_max_position_embeddings=24,  # which outdoes that of the rope's own parameters
-        **_rope(
-            rope_type="longrope",
-            long_factor=[2.0] * 4,
-            short_factor=[1.0] * 4,
-            partial_rotary_factor=1.0,
-        ),
+        **_rope(rope_type="longrope", long_factor=[2.0] * 4, short_factor=[1.0] * 4, partial_rotary_factor=1.0),
     ),
     "gpt_neox": GPTNeoXConfig(**_COMMON),
     "llama4_text": Llama4TextConfig(
-        **_COMMON,
-        intermediate_size_mlp=48,
-        num_local_experts=4,
-        attention_chunk_size=16,
-        attn_temperature_tuning=True,
+        **_COMMON, intermediate_size_mlp=48, num_local_experts=4, attention_chunk_size=16, attn_temperature_tuning=True
     ),
     "gpt_oss": GptOssConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=7),
 }

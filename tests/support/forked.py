@@ -85,6 +85,13 @@ class ForkedProgram:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def wait_for(self, words: str, on_stderr: bool = False) -> None:
+        """Waits until it has written the words, at any place."""
+        deadline = time.monotonic() + LIMIT
+        while not ((text := self._texts[on_stderr]).exists() and words in text.read_text()):
+            assert time.monotonic() < deadline, f"nothing says {words!r}"
+            time.sleep(0.01)
+
     def communicate(self, timeout: float = LIMIT) -> tuple[str, str]:
         """Waits for its end; returns what it has written. Raises TimeoutError where that takes longer."""
         self._process.join(timeout)

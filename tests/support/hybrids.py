@@ -129,11 +129,6 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_heads=2, chunk_size=16, pad_token_id=None
     ),
     "zaya": ZayaConfig(
-        **SIZES,
-        head_dim=16,
-        num_experts=4,
-        moe_intermediate_size=16,
-        router_hidden_size=16,
-        layer_types=["hybrid"] * 4,
+        **SIZES, head_dim=16, num_experts=4, moe_intermediate_size=16, router_hidden_size=16, layer_types=["hybrid"] * 4
     ),
 }

@@ -1,10 +1,18 @@
-"""The configuration of a training of a few seconds, on two ranks."""
+"""Trainings of a few seconds: their configuration and text, how they are run and resumed, and what they record."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
+
+import yaml
+
+from support.forked import COMMAND, launch
+
+TEXT = " ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000))
 
 
 def tiny_llama(**config: Any) -> dict[str, Any]:
@@ -35,3 +43,31 @@ def tiny_training(steps: int, save_every: int, **config: Any) -> dict[str, Any]:
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_training(
+    num_processes: int, output: Path, settings: dict[str, Any] | Path, *more: str, script: Path = COMMAND, code: int = 0
+) -> CompletedProcess[str]:
+    """Trains by settings or their file, on ranks as torchrun starts them, only sooner; it must end with the code."""
+    config = settings if isinstance(settings, Path) else output.with_suffix(".yaml")
+    if not isinstance(settings, Path):
+        config.write_text(yaml.safe_dump(settings))
+    ended = launch(num_processes, script, "train", config, f"--training.output={output}", *more)
+    assert ended.returncode == code, ended.stderr[-3000:]
+    return ended
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """What a run has recorded of its steps."""
+    return [line for line in metrics_of(folder) if "loss" in line]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [line["loss"] for line in steps_of(folder)]
+
+
+def half_of(run: Path, folder: Path, step: int = 3) -> Path:
+    """Makes a folder with what is left of a run that ended after its checkpoint of that step."""
+    place = Path("checkpoints", f"step-{step:08}")
+    shutil.copytree(run / place, folder / place)
+    return folder

@@ -68,15 +68,6 @@ def test_the_causes_of_a_flush(lowered: bool) -> None:
     )
 
 
-def test_a_result_that_was_computed_before_the_wait_began_is_only_on_its_way() -> None:
-    """Rank 1 is idle between F0 and F1 for the link alone: F1 was computed at 2, and it travels until 6."""
-    timeline = simulate(gpipe(2, 1, 2), UnitCost(forward=1, link=3))
-    assert described(timeline)[-3:-1] == [
-        "1 0-4 fill: 1F0.0 awaits 0F0.0 of 0",
-        "1 5-7 message: 1F0.1 awaits 0F0.1 of 0",
-    ]
-
-
 def test_a_send_that_stands_late_keeps_the_other_rank_waiting_for_the_sender() -> None:
     text = (
         "schedule: late\nplacement: 0 1\nmicrobatches: 2\nslices: 1\n"
@@ -88,19 +79,6 @@ def test_a_send_that_stands_late_keeps_the_other_rank_waiting_for_the_sender() -
     # rank 0: F0 0-1, F1 1-2, B0 5-7, and only then F1 leaves; rank 1: F0 1.5-2.5, B0 2.5-4.5, F1 7.5
     assert "1 4.5-7 compute: 1F1 awaits 0F1 of 0" in described(timeline)
     assert "1 7-7.5 message: 1F1 awaits 0F1 of 0" in described(timeline)
-
-
-def test_two_stages_of_a_rank_hand_over_without_waiting() -> None:
-    schedule = Schedule.parse(
-        "schedule: v\nplacement: 0 1 1 0\nmicrobatches: 1\nslices: 1\nrank 0: 0F0 3F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0"
-    )
-    assert described(simulate(schedule, UnitCost(backward=1))) == [
-        "0 1-3 compute: 3F0 awaits 2F0 of 1",
-        "0 5-7 compute: 0B0 awaits 1B0 of 1",
-        "1 0-1 fill: 1F0 awaits 0F0 of 0",
-        "1 3-5 compute: 2B0 awaits 3B0 of 0",
-        "1 7-8 drain:  awaits  of None",
-    ]
 
 
 MEASURED = (

@@ -140,10 +140,7 @@ def test_perfetto(lowered: bool, tmp_path: Path) -> None:
     assert set(starts) == set(ends)
     arrows = {(box_at(starts[i]), box_at(ends[i])) for i in starts}
     units = [(m, i) for m in range(2) for i in range(2)]
-    up, down = (
-        ("SEND_F", "RECV_F") if lowered else ("F", "F"),
-        ("SEND_B", "RECV_B") if lowered else ("B", "B"),
-    )
+    up, down = (("SEND_F", "RECV_F") if lowered else ("F", "F"), ("SEND_B", "RECV_B") if lowered else ("B", "B"))
     assert arrows == {(f"{g}{up[0]}{m}.{i}", f"{g + 1}{up[1]}{m}.{i}") for g in (0, 1) for m, i in units} | {
         (f"{g + 1}{down[0]}{m}.{i}", f"{g}{down[1]}{m}.{i}") for g in (0, 1) for m, i in units
     }

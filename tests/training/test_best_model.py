@@ -157,14 +157,8 @@ def test_commands_take_the_best(run: tuple[RunFolder, CompletedProcess[str]], tm
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            ["--training.eval_every=0", "--training.patience=null"],
-            "keep_best=true needs validations; give",
-        ),
-        (
-            ["--training.eval_every=0", "--checkpoint.keep_best=false"],
-            "patience=3 needs validations; give",
-        ),
+        (["--training.eval_every=0", "--training.patience=null"], "keep_best=true needs validations; give"),
+        (["--training.eval_every=0", "--checkpoint.keep_best=false"], "patience=3 needs validations; give"),
         (["--data.validation_fraction=0"], "validation_fraction=0 holds no text out"),
         (["--checkpoint.keep_best=false", "--training.export=best"], "the checkpoint that checkpoint.keep_best=true"),
     ],

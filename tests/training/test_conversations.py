@@ -1,17 +1,19 @@
-"""A run on conversations of two sources: its validation loss is that of transformers, and it is resumed to the bit."""
+"""A run on conversations has the losses and gradients of transformers, and is resumed to the bit."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -19,15 +21,19 @@ from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress
 from slipstream.pipeline import Pipeline
 from slipstream.train.config import dump_config, load_config
-from slipstream.train.data import TokenBatch, load_texts, sequences_of
+from slipstream.train.data import TokenBatch, TokenisedText, load_texts, sequences_of
 from slipstream.train.evaluation import EvaluationRequest, TextLoss, evaluate_model
 from slipstream.train.export import opened_model
 from slipstream.train.run_context import RunContext
 from slipstream.train.run_folder import TolerantWrites
 from slipstream.train.validation import Validator
-from support.forked import COMMAND, launch
+from support.architectures import BOUND, gradient_error, gradients
+from support.forked import launch
 from support.parameters import first_of
-from support.tiny_training import metrics_of, tiny_llama
+from support.paths import WORKERS
+from support.pipelines import make_pipe
+from support.ragged_batches import MODELS, one_by_one
+from support.tiny_training import half_of, losses_of, metrics_of, run_training, steps_of, tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -63,11 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(output: Path, files: Path, *more: str) -> str:
     sources = [{"dataset": f"{files}/chat.jsonl", "weight": 2}, {"dataset": f"{files}/pairs.jsonl", "weight": 1}]
     data = {"sources": sources, "chat_template": f"{files}/chat.jinja", "validation": f"{files}/held-out.jsonl"}
-    config = output.with_suffix(".yaml")
-    config.write_text(yaml.safe_dump({**SETTINGS, "data": data}))
-    ended = launch(2, COMMAND, "train", str(config), f"--training.output={output}", *more)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
+    return run_training(2, output, {**SETTINGS, "data": data}, *more).stdout
 
 
 @pytest.fixture(scope="module", params=first_of(["fixed", "none"]))
@@ -78,10 +80,6 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     assert "prompt-completion: 90 samples, of which the completion counts" in said
     assert "<assistant>[[it is 0 <|endoftext|>]]" in said
     return output, request.param
-
-
-def records_of(output: Path) -> list[dict[str, Any]]:
-    return metrics_of(output)
 
 
 def alone(batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,7 +95,7 @@ def alone(batch: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
 def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str]) -> None:
     """Of the whole conversations of the file, with the labels that transformers takes."""
     output, packing = finished
-    (measured,) = [line["validation_loss"] for line in records_of(output) if "validation_loss" in line]
+    (measured,) = [line["validation_loss"] for line in metrics_of(output) if "validation_loss" in line]
     sequences = sequences_of(load_texts(output / "inputs", "validation"), packing, 96, None)
     assert sequences.texts[0].num_documents == 20
     batch = sequences.batch(0, sequences.num_sequences)
@@ -110,14 +108,14 @@ def test_the_validation_loss_is_that_of_transformers(finished: tuple[Path, str])
         total, count = total + float(loss) * valid, count + valid
     assert count == batch.num_predicted
     assert measured == pytest.approx(total / count, rel=1e-4)
-    losses = [line["loss"] for line in records_of(output) if "loss" in line]
+    losses = losses_of(output)
     assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["of the file", "of what the run held out"])
 def test_an_evaluation_finds_the_validation_loss(finished: tuple[Path, str], files: Path, is_named: bool) -> None:
     output, _ = finished
-    (measured,) = [line["validation_loss"] for line in records_of(output) if "validation_loss" in line]
+    (measured,) = [line["validation_loss"] for line in metrics_of(output) if "validation_loss" in line]
     request = EvaluationRequest(str(files / "held-out.jsonl") if is_named else None, seq_len=None, slice_len=40)
     with opened_model(str(output), False, Progress(None)) as opened:
         found = evaluate_model(opened, request, Progress(None))
@@ -160,11 +158,9 @@ def test_an_evaluation_takes_the_batches_that_validations_take(finished: tuple[P
 @pytest.mark.more
 def test_a_resumed_run_is_the_same_to_the_bit(finished: tuple[Path, str], files: Path, tmp_path: Path) -> None:
     whole, packing = finished
-    output = tmp_path / "half"
-    (output / "checkpoints").mkdir(parents=True)
-    shutil.copytree(whole / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
+    output = half_of(whole, tmp_path / "half")
     train(output, files, f"--data.packing={packing}", "--checkpoint.resume=latest")
-    wanted, found = ([line for line in records_of(each) if "loss" in line] for each in (whole, output))
+    wanted, found = steps_of(whole), steps_of(output)
     for name in ("step", "loss", "grad_norm", "tokens"):
         assert [step[name] for step in found] == [step[name] for step in wanted[3:]]
 
@@ -180,20 +176,82 @@ def test_a_stream_goes_on_on_another_mesh(finished: tuple[Path, str], files: Pat
     settings["training"] = {**SETTINGS["training"], "eval_every": 0}
 
     def streamed(output: Path, *more: str) -> list[dict[str, Any]]:
-        config = output.with_suffix(".yaml")
-        config.write_text(yaml.safe_dump(settings))
-        ended = launch(2, COMMAND, "train", str(config), f"--training.output={output}", *more)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        assert "stream: the first 9 rows" in ended.stdout
-        return [line for line in records_of(output) if "loss" in line]
+        assert "stream: the first 9 rows" in run_training(2, output, settings, *more).stdout
+        return steps_of(output)
 
     wanted = streamed(tmp_path / "whole")
-    output = tmp_path / "half"
-    (output / "checkpoints").mkdir(parents=True)
-    step = Path("checkpoints", "step-00000003")
-    shutil.copytree(tmp_path / "whole" / step, output / step)
+    output = half_of(tmp_path / "whole", tmp_path / "half")
     found = streamed(output, "--checkpoint.resume=latest", "--pp=1", "--dp=2")
     assert [step["step"] for step in found] == [4, 5, 6]
     for ours, theirs in zip(found, wanted[3:], strict=True):
         assert ours["tokens"] == theirs["tokens"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+LENGTH = 24
+
+
+def conversations() -> TokenisedText:
+    """Samples of 4 to 24 tokens, of which few or all count, in the middle or at the end."""
+    random = np.random.default_rng(0)
+    tokens = [random.integers(1, 61, length).astype(np.int32) for length in (24, 4, 9, 15, 7, 11, 20, 6)]
+    counts = [np.zeros(len(each), dtype=bool) for each in tokens]
+    for number, each in enumerate(counts):
+        each[-2 - number :] = True
+        each[len(each) // 2] = number % 2 == 0
+    labels = [np.where(each, ids, -100).astype(np.int32) for each, ids in zip(counts, tokens, strict=True)]
+    return TokenisedText.join(tokens, labels)
+
+
+@pytest.fixture(scope="module", params=["llama, tied", "gpt2"])
+def expected(request: pytest.FixtureRequest) -> tuple[str, torch.Tensor, dict[str, torch.Tensor]]:
+    text = conversations()
+    both = [(text.document(n), text.labels_of(n)) for n in range(text.num_documents)]
+    ids, labels = ([torch.from_numpy(each.astype(np.int64)) for each in column] for column in zip(*both, strict=True))
+    return request.param, *one_by_one(request.param, ids, labels)
+
+
+@pytest.mark.parametrize(
+    "order",
+    first_of(
+        [
+            {"schedule": "zb-v", "stages_per_rank": 2},
+            {"schedule": "1f1b"},
+            {"schedule": "zb-h1"},
+            {"schedule": "interleaved-1f1b", "stages_per_rank": 2},
+        ]
+    ),
+    ids=lambda order: order["schedule"],
+)
+@pytest.mark.parametrize("packing", ["fixed", "none"])
+def test_gradients_are_those_of_the_plain_loss(
+    expected: tuple[str, torch.Tensor, dict[str, torch.Tensor]], order: dict[str, Any], packing: str
+) -> None:
+    name, loss, grads = expected
+    sequences = sequences_of([conversations()], packing, LENGTH, seed=0)
+    batch = sequences.batch(0, sequences.num_sequences)
+    slices = [11, 1, 7, 5] if packing == "fixed" else 4
+    pipe = make_pipe(copy.deepcopy(MODELS[name]), slices=slices, num_microbatches=2, num_ranks=2, **order)
+    found = pipe.step(batch.input_ids, batch.labels, document_ids=batch.document_ids)
+    assert abs(found - loss) < BOUND
+    assert gradient_error(grads, gradients(pipe)) < BOUND
+    measured = pipe.evaluate(batch.input_ids, batch.labels, document_ids=batch.document_ids)
+    assert float(measured) == pytest.approx(float(loss), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param(["1,2,1", "1,1,2"], id="dp, tp"),
+        # Four replicas have one or two of six rows.
+        pytest.param(["2,2,1", "2,1,2", "1,2,2", "1,4,1"], id="dp x pp, pp x tp, dp x tp, dp", marks=pytest.mark.more),
+    ],
+)
+def test_processes_divide_by_what_counts_in_all_of_them(meshes: list[str]) -> None:
+    """Replicas, in which unequally many tokens count; parts of layers and of the vocabulary; packed and ragged."""
+    num_processes = prod(map(int, meshes[0].split(",")))
+    ended = launch(num_processes, WORKERS / "training" / "completion_meshes.py", *meshes)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 2 * len(meshes) * num_processes
+    assert max(float(line) for line in lines) < BOUND

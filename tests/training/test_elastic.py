@@ -44,10 +44,7 @@ MESHES: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_ranks": 2, "data": 4}, ["2x4x1", "2x3x1", "2x3x1", "2x2x1", "2x2x1", "2x1x1", "2x1x1", "1x1x1"]),
     ({"num_ranks": 8}, ["8x1x1", *["4x1x1"] * 4, *["2x1x1"] * 2, "1x1x1"]),
     ({"num_ranks": 6}, ["6x1x1", "6x1x1", "6x1x1", *["3x1x1"] * 3, "2x1x1", "1x1x1"]),
-    (
-        {"num_ranks": 2, "data": 2, "tensor": 2},
-        ["2x2x2", *["2x1x2"] * 4, *["1x1x2"] * 2, "process forms no mesh"],
-    ),
+    ({"num_ranks": 2, "data": 2, "tensor": 2}, ["2x2x2", *["2x1x2"] * 4, *["1x1x2"] * 2, "process forms no mesh"]),
     ({"num_ranks": 2, "data": 4, "partition": [1, 7]}, [*[""] * 6, "2x1x1", "partition=.* names 2 stages"]),
     (
         {"num_ranks": 2, "data": 2, "microbatches": [[2, [64]], [2, [64]]]},

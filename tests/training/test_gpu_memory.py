@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +13,7 @@ from slipstream.extras.run_page import write_run_page
 from support.forked import launch, run_alone
 from support.parameters import first_of
 from support.paths import WORKERS
-from support.tiny_training import tiny_training
+from support.tiny_training import TEXT, steps_of, tiny_training
 
 WORKER = WORKERS / "training/gpu_memory.py"
 BETTER = "put PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command"
@@ -30,7 +28,7 @@ def no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     text, path, settings = tmp_path / "text.txt", tmp_path / "config.yaml", tiny_training(4, 4)
-    text.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
+    text.write_text(TEXT)
     settings["data"] |= {"files": [str(text)]}
     settings["training"] |= {"output": str(tmp_path / "run"), "device": "cpu"}
     path.write_text(yaml.safe_dump(settings))
@@ -41,16 +39,11 @@ def said_in(ended: CompletedProcess[str]) -> str:
     return " ".join((ended.stdout + ended.stderr).split())
 
 
-def steps(config: Path) -> list[dict[str, Any]]:
-    lines = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
-    return [record for line in lines if "loss" in (record := json.loads(line))]
-
-
 @pytest.mark.more
 def test_metrics_page_and_log_of_a_run_whose_memory_is_fragmented(config: Path) -> None:
     ended = launch(2, WORKER, "fragmented", "train", config)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    first, *_, last = (record["gpu_memory"] for record in steps(config))
+    first, *_, last = (record["gpu_memory"] for record in steps_of(config.parent / "run"))
     assert [rank["reserved"] for rank in first] == [11e9, 11e9]
     assert last[1] == {
         "allocated": 10_000_000_000,

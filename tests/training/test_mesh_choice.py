@@ -21,8 +21,7 @@ from slipstream.profile.cost_cache import CostCache
 from slipstream.train.config import Config, load_config
 from slipstream.train.mesh_choice import PlannedMesh, mesh_table
 from slipstream.train.preflight import possible_meshes
-from support.forked import COMMAND, launch
-from support.tiny_training import metrics_of, tiny_llama
+from support.tiny_training import TEXT, run_training, steps_of, tiny_llama
 
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(num_key_value_heads=2)},
@@ -103,8 +102,7 @@ def test_the_table_says_what_was_passed_over(tmp_path: Path, monkeypatch: pytest
 
 
 def train(folder: Path, output: str, *more: str) -> CompletedProcess[str]:
-    arguments = [f"--training.output={folder / output}", f"--data.files=[{folder / 'text.txt'}]", *more]
-    return launch(2, COMMAND, "train", str(folder / "config.yaml"), *arguments)
+    return run_training(2, folder / output, folder / "config.yaml", f"--data.files=[{folder / 'text.txt'}]", *more)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, compiled_search: None) -> Ite
     folder, cpu = tmp_path_factory.mktemp("mesh"), torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        (folder / "text.txt").write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)))
+        (folder / "text.txt").write_text(TEXT)
         (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
         model = LlamaConfig(**SETTINGS["model"]["config"])
         request = StartRequest(seq_len=64, microbatch_size=1, num_microbatches=1, num_ranks=2, dtype="float32")
@@ -140,7 +138,6 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
     for name, (costs, more, pipeline, parallel) in cases.items():
         cache.keep(costs, print)
         run = train(folder, name, "--pp=auto", "--dp=auto", *more)
-        assert run.returncode == 0, run.stderr
         plan = yaml.safe_load((folder / name / "plan.yaml").read_text())
         assert (plan["pipeline"]["num_ranks"], plan["parallel"]) == (pipeline["num_ranks"], parallel), run.stdout
         seconds = plan["plan"]["predicted"]["meshes"]
@@ -149,9 +146,8 @@ def test_the_faster_mesh_runs_and_stands_in_the_plan(kept: tuple[Path, CostCache
         assert "measuring what" not in run.stdout
         assert run.stdout.index("mesh ") < run.stdout.index("stages on ranks")
     again = train(folder, "replicas", "--pp=auto", "--dp=auto", "--checkpoint.resume=latest", "--training.steps=3")
-    assert again.returncode == 0, again.stderr
     assert "planning --pp" not in again.stdout
-    assert [line["step"] for line in metrics_of(folder / "replicas") if "loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in steps_of(folder / "replicas")] == [1, 2, 3]
 
 
 @pytest.mark.grid
@@ -159,7 +155,6 @@ def test_what_does_not_fit_is_passed_over(kept: tuple[Path, CostCache, Profile])
     folder, cache, profile = kept
     cache.keep(replace(profile, link=replace(FREE_LINK, handling=((64, 1.0),))), print)
     state = 16 * profile.num_parameters(range(4))  # what a replica has besides activations
-    run = train(folder, "limited", "--pp=auto", "--dp=auto", f"--memory.limit={state}")
-    assert run.returncode == 0, run.stderr
+    train(folder, "limited", "--pp=auto", "--dp=auto", f"--memory.limit={state}")
     plan = yaml.safe_load((folder / "limited" / "plan.yaml").read_text())
     assert plan["pipeline"]["num_ranks"] == 2

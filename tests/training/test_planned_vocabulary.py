@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -13,9 +12,9 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from support.forked import COMMAND, launch, run_alone
+from support.forked import run_alone
 from support.paths import WORKERS
-from support.tiny_training import metrics_of, tiny_llama
+from support.tiny_training import TEXT, half_of, losses_of, run_training, tiny_llama
 
 LENGTH, WORDS = 64, 300
 SETTINGS: dict[str, Any] = {
@@ -34,30 +33,17 @@ SETTINGS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    lines = [f"{n} is {n * n % 97} more than {n % 13}." for n in range(3000)]
-    (tmp_path / "text.txt").write_text(" ".join(lines))
+    (tmp_path / "text.txt").write_text(TEXT)
 
 
-def write(folder: Path, **sections: dict[str, Any]) -> Path:
-    file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump({name: values | sections.get(name, {}) for name, values in _all(sections).items()}))
-    return file
+def settings_of(**sections: dict[str, Any]) -> dict[str, Any]:
+    """The settings above, with others in some of their sections."""
+    every = {name: {} for name in sections} | SETTINGS
+    return {name: values | sections.get(name, {}) for name, values in every.items()}
 
 
-def _all(sections: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {} for name in sections} | SETTINGS
-
-
-def train(file: Path, output: Path, *more: str, processes: int = 2) -> CompletedProcess[str]:
-    texts = f"--data.files=[{output.parent / 'text.txt'}]"
-    ended = launch(processes, COMMAND, "train", str(file), f"--training.output={output}", texts, *more)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended
-
-
-def losses(folder: Path) -> list[float]:
-    found = metrics_of(folder)
-    return [line["loss"] for line in found if "loss" in line]
+def train(settings: dict[str, Any] | Path, output: Path, *more: str, processes: int = 2) -> CompletedProcess[str]:
+    return run_training(processes, output, settings, f"--data.files=[{output.parent / 'text.txt'}]", *more)
 
 
 def logits(folder: Path) -> Tensor:
@@ -83,8 +69,9 @@ def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) 
     with a whole head trains the same but for rounding."""
     processes = 2 * replicas
     config = SETTINGS["model"]["config"] | {"tie_word_embeddings": tied}
-    free = write(tmp_path, parallel={"data": replicas}, model={"config": config})
-    assert run_alone(WORKERS / "training/keep_heavy_head.py", free, str(processes)).returncode == 0
+    free = settings_of(parallel={"data": replicas}, model={"config": config})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(free))
+    assert run_alone(WORKERS / "training/keep_heavy_head.py", tmp_path / "run.yaml", str(processes)).returncode == 0
     first, again, planned, whole = (tmp_path / name for name in ("first", "again", "planned", "whole"))
     said = train(free, first, processes=processes).stdout
     assert "measuring" not in said
@@ -95,20 +82,19 @@ def test_a_plan_spreads_a_heavy_head(tmp_path: Path, replicas: int, tied: bool) 
         assert "V0.0" in (first / name).read_text()
         assert ("E0.0" in (first / name).read_text()) == tied
 
-    checkpoint = Path("checkpoints", "step-00000002")
-    shutil.copytree(first / checkpoint, again / checkpoint)
+    half_of(first, again, 2)
     said = train(free, again, "--checkpoint.resume=latest", processes=processes).stdout
     more = [f"--data.vocab_size={WORDS}", "--data.validation_fraction=0", "--training.steps=4"]
     said += train(first / "plan.yaml", planned, *more, "--runtime.self_check=false", processes=processes).stdout
     assert "stages on ranks" not in said
-    assert losses(again) == losses(first)[2:]
-    assert losses(planned) == losses(first)
+    assert losses_of(again) == losses_of(first)[2:]
+    assert losses_of(planned) == losses_of(first)
     for run in (again, planned):
         assert torch.equal(logits(run), logits(first))
 
     cut = ["--pipeline.schedule=1f1b", f"--pipeline.slices={plan['pipeline']['slices']}"]
     train(free, whole, "--pipeline.vocabulary=whole", *cut, processes=processes)
-    assert losses(whole) == pytest.approx(losses(first), rel=1e-5)
+    assert losses_of(whole) == pytest.approx(losses_of(first), rel=1e-5)
     torch.testing.assert_close(logits(whole), logits(first), rtol=1e-3, atol=1e-4)
 
 
@@ -131,15 +117,14 @@ def test_a_named_schedule_takes_a_spread_head(
     tmp_path: Path, sections: dict[str, dict[str, Any]], processes: int
 ) -> None:
     """It trains, resumes and exports as with a whole one."""
-    file = write(tmp_path, **sections)
+    file = settings_of(**sections)
     runs = {name: tmp_path / name for name in ("whole", "spread", "again")}
     for name in ("whole", "spread"):
         train(file, runs[name], f"--pipeline.vocabulary={name}", processes=processes)
         assert ("V0.0" in (runs[name] / "schedule.txt").read_text()) == (name == "spread")
-    assert losses(runs["whole"]) == pytest.approx(losses(runs["spread"]), rel=1e-5)
+    assert losses_of(runs["whole"]) == pytest.approx(losses_of(runs["spread"]), rel=1e-5)
     torch.testing.assert_close(logits(runs["whole"]), logits(runs["spread"]), rtol=1e-3, atol=1e-4)
-    checkpoint = Path("checkpoints", "step-00000002")
-    shutil.copytree(runs["spread"] / checkpoint, runs["again"] / checkpoint)
+    half_of(runs["spread"], runs["again"], 2)
     train(file, runs["again"], "--pipeline.vocabulary=spread", "--checkpoint.resume=latest", processes=processes)
-    assert losses(runs["again"]) == losses(runs["spread"])[2:]
+    assert losses_of(runs["again"]) == losses_of(runs["spread"])[2:]
     assert torch.equal(logits(runs["again"]), logits(runs["spread"]))

@@ -1,17 +1,21 @@
-"""A run that crashes is started again, until one step has failed twice or often enough; with fewer ranks where some are
-lost."""
+"""A run is started again as often as it may be, and its export is whole wherever it is killed."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.errors import RankFailedError
 from slipstream.launch import Progress, RegroupedError
-from slipstream.train import start_training
+from slipstream.train import run_results, start_training
+from slipstream.train.comparison import compare, steps_of
 from slipstream.train.config import Config, parse_config
+from slipstream.train.folder_lock import FolderLock
+from slipstream.train.run_folder import RunFolder
 
 
 def config_of(output: Path, **settings: object) -> Config:
@@ -107,3 +111,81 @@ def test_it_goes_on_with_those_that_are_left(tmp_path: Path, monkeypatch: pytest
     assert used == wanted
     assert settings == [[] if len(places) == 4 else ["--dp=1"] for places in used]
     assert config.folder.lost.exists() == bool(reason)
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+class KilledError(BaseException):
+    pass
+
+
+def write_export(run: RunFolder, text: str) -> None:
+    """What `export` does on the leader, where the pipeline writes one file."""
+    part, before = run.work / "model.part", run.work / "model.before.part"
+    run_results._clear(part, before)
+    part.mkdir()
+    (part / "config.json").write_text(text)
+    run_results._complete(run, part, before, run.model, trusts_code=False)
+
+
+@pytest.mark.parametrize("moment", ["load_tokenizer", "shutil.rmtree"])
+def test_wherever_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    monkeypatch.setattr(run_results, "load_tokenizer", lambda *_: Tokenizer())
+    run, lock = RunFolder(tmp_path), FolderLock(tmp_path, pytest.fail)
+    lock.take()
+    run.inputs.mkdir(parents=True)  # where the tokenizer is
+    write_export(run, "first")
+    assert run.listed.is_itemised(run.model)
+
+    def kill(*given: Any, **_: Any) -> None:
+        if moment == "load_tokenizer" or (run.model.exists() and Path(given[0]).exists()):
+            raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"slipstream.train.run_results.{moment}", kill)
+        with pytest.raises(KilledError):
+            write_export(run, "second")
+    assert (run.model / "config.json").read_text() in ("first", "second")
+    lock.release()
+    assert run.find_unlisted(adopts_checkpoints=False) is None
+    with FolderLock(tmp_path, pytest.fail):
+        write_export(run, "third")
+    assert (run.model / "config.json").read_text() == "third"
+    assert run.exports() == [run.model]
+    assert run.listed.is_itemised(run.model)
+
+
+def start(num_ranks: int, seconds: float, num_steps: int = 5) -> str:
+    step = {"step_seconds": seconds, "peak_memory": [1] * num_ranks}
+    lines = [{"num_parameters": 7}, *[step] * num_steps, {"validation_loss": 1.0}]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_a_run_that_was_gone_on_with_counts_its_own_steps_only(tmp_path: Path) -> None:
+    output = RunFolder(tmp_path)
+    output.metrics.write_text(start(4, 3.0) + start(2, 0.5))
+    output.comparison.write_text(json.dumps({"unsliced": 0.75, "sliced": 1.0}))
+    assert compare(output) == (
+        "2 ranks: 500 ms per step; one process: unsliced 750 ms, sliced 1.00 s\n"
+        "1.50x the best single process (unsliced)"
+    )
+    assert json.loads(output.comparison.read_text())["num_ranks"] == 2
+
+
+def test_steps_in_which_auto_tried_count_where_there_are_no_others(tmp_path: Path) -> None:
+    output = RunFolder(tmp_path)
+    trials = [{"step_seconds": 9.0, "peak_memory": [1], "trial": True}] * 3
+    begin = "".join(json.dumps(line) + "\n" for line in [{"num_parameters": 7}, *trials])
+    output.metrics.write_text(begin)
+    assert steps_of(output) == trials
+    output.metrics.write_text(begin + json.dumps({"step_seconds": 0.5, "peak_memory": [1]}) + "\n")
+    assert [step["step_seconds"] for step in steps_of(output)] == [0.5]
+
+
+def test_a_run_that_had_come_to_its_end_has_no_steps(tmp_path: Path) -> None:
+    output = RunFolder(tmp_path)
+    output.metrics.write_text(start(2, 0.5) + start(2, 0.0, num_steps=0))
+    assert steps_of(output) == []

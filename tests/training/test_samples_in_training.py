@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.errors import SlipstreamError
 from slipstream.extras.run_page.run_record import read_run
 from slipstream.extras.run_page.sections import run_sections
 from slipstream.train.config.run_config import parse_config
-from support.forked import COMMAND, launch
-from support.tiny_training import metrics_of, tiny_training
+from support.tiny_training import metrics_of, run_training, tiny_training
 
 
 def settings(folder: Path) -> dict[str, object]:
@@ -29,10 +27,8 @@ def settings(folder: Path) -> dict[str, object]:
 
 
 def test_a_sample_is_what_the_export_of_its_step_continues(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(tmp_path)))
-    ended = launch(2, COMMAND, "train", str(tmp_path / "config.yaml"))
-    assert ended.returncode == 0, ended.stderr[-3000:]
     run = tmp_path / "run"
+    ended = run_training(2, run, settings(tmp_path))
     samples = [line for line in metrics_of(run) if "sample" in line]
     assert [line["step"] for line in samples] == [2, 4]
     for line in samples:

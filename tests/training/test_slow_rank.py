@@ -16,7 +16,7 @@ from slipstream.train.metrics.reporter import cut_advice
 from support.forked import COMMAND, launch
 from support.paths import WORKERS
 from support.plain_costs import PlainCosts
-from support.tiny_training import metrics_of, tiny_llama
+from support.tiny_training import TEXT, metrics_of, tiny_llama
 
 MODEL = tiny_llama(hidden_size=128, intermediate_size=512, num_hidden_layers=8, max_position_embeddings=256)
 
@@ -24,14 +24,14 @@ MODEL = tiny_llama(hidden_size=128, intermediate_size=512, num_hidden_layers=8, 
 @pytest.mark.more
 def test_a_rank_that_has_become_slow(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"{n} is {n * n % 97} more than {n % 13}." for n in range(9000)))
+    text.write_text(TEXT * 3)
     settings: dict[str, Any] = {
         "model": {"config": MODEL},
         "data": {"files": [str(text)], "vocab_size": 300, "validation_fraction": 0},
         "pipeline": {"num_ranks": 2, "num_microbatches": 2},
         "runtime": {"self_check": False},
-        "training": {"output": str(tmp_path / "run"), "seq_len": 256, "batch_size": 4, "steps": 40},
-        "checkpoint": {"every": 40},
+        "training": {"output": str(tmp_path / "run"), "seq_len": 256, "batch_size": 4, "steps": 24},
+        "checkpoint": {"every": 24},
     }
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
@@ -49,9 +49,9 @@ def test_a_rank_that_has_become_slow(tmp_path: Path) -> None:
     assert float(found[1]) >= 1.3
     assert sum(map(float, found[2].split(","))) == 8
     assert "rank 1 computes" in ended.stdout
-    resumed = launch(2, COMMAND, "train", config, *found[4].split(), "--training.steps=42")
+    resumed = launch(2, COMMAND, "train", config, *found[4].split(), "--training.steps=25")
     assert resumed.returncode == 0, resumed.stderr
-    assert "resumed after step 40" in resumed.stdout
+    assert "resumed after step 24" in resumed.stdout
 
 
 @pytest.mark.parametrize(("slowness", "end"), [(1.01, "no other cut would save 3% of the step's time"), (1.6, "]")])

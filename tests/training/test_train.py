@@ -116,11 +116,7 @@ def test_from_text_to_an_exported_model(finished: tuple[RunFolder, str]) -> None
     below = entropy - validations[1]["validation_loss"]
     assert f"{below:.2f} below the text's unigram entropy" in terminal
 
-    assert sorted(path.name for path in output.path.glob("model*")) == [
-        "model",
-        "model-step-16",
-        "model-step-8",
-    ]
+    assert sorted(path.name for path in output.path.glob("model*")) == ["model", "model-step-16", "model-step-8"]
     assert output.timeline.read_bytes().startswith(b"\x89PNG")
     events = json.loads(output.perfetto.read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {"0F0.0", "0B1.2"}  # a training step, not a validation
@@ -201,17 +197,6 @@ def test_bfloat16_trains_too(config: Path, output: RunFolder) -> None:
     assert result.returncode == 0, result.stderr
     steps, _ = read_metrics(output)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
-
-
-@pytest.mark.grid
-def test_an_export_is_trained_further(finished: tuple[RunFolder, str], config: Path, output: RunFolder) -> None:
-    values = yaml.safe_load(config.read_text())
-    values["model"] = {"path": str(finished[0].model)}
-    config.write_text(yaml.safe_dump(values))
-    result = train(2, config, "--sample.prompt=null", "--training.steps=3")
-    assert result.returncode == 0, result.stderr
-    before, after = read_metrics(finished[0])[0], read_metrics(output)[0]
-    assert after[0]["loss"] == pytest.approx(before[-1]["loss"], abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -456,13 +441,6 @@ def helper(parent: psutil.Process, name: str) -> psutil.Process:
         time.sleep(0.05)
 
 
-def wait_for_words(file: Path, words: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not (file.exists() and words in file.read_text()):
-        assert time.monotonic() < deadline, f"nothing says {words!r}"
-        time.sleep(0.05)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("command", "victim", "how"),
@@ -482,7 +460,7 @@ def test_ends_while_costs_are_measured(
             "planning: ",
         )
     with running(config, *settings, command=command) as process:
-        wait_for_words(config.parent / "stdout", begins)
+        process.wait_for(begins)
         launcher = psutil.Process(process.pid)
         ranks = [each for each in launcher.children(recursive=True) if each.name().startswith("rank ")]
         ranks.sort(key=psutil.Process.name)
@@ -490,9 +468,7 @@ def test_ends_while_costs_are_measured(
         for parent, name in [(launcher, "hub"), (ranks[0], "watcher")] if how == "kill" else []:
             lost.append(helper(parent, name))
             lost[-1].kill()
-            wait_for_words(
-                config.parent / "stderr", f"(process {lost[-1].pid}) was ended by SIGKILL; it is started again"
-            )
+            process.wait_for(f"(process {lost[-1].pid}) was ended by SIGKILL; it is started again", on_stderr=True)
             assert helper(parent, name).pid != lost[-1].pid
         ranks[victim].send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         _, errors = process.communicate(timeout=SOON)
@@ -661,7 +637,9 @@ def test_a_request_to_stop_in_the_preflight_is_answered_like_others(
     config: Path, output: RunFolder, how: str, times: int
 ) -> None:
     """While the text is tokenised, and in the calls of a toy of the model, whose errors are caught."""
-    ended = run([sys.executable, "-c", STOPS_ITSELF, how, str(times)], "train", config, "--runtime.self_check=true")
+    script = config.with_name("stops.py")
+    script.write_text(STOPS_ITSELF)
+    ended = run_alone(script, how, str(times), "train", config, "--runtime.self_check=true")
     assert ended.returncode == 75, ended.stderr
     last = ended.stderr.strip().splitlines()[-1]
     assert last == "SIGTERM ended the run while no rank was training; there is nothing new to save"

@@ -18,9 +18,8 @@ from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule
 from slipstream.train.config.run_config import dump_config, load_config, parse_config
 from slipstream.train.data import TokenisedText, WholeDocuments
-from support.forked import COMMAND, launch
 from support.parameters import first_of
-from support.tiny_training import metrics_of, tiny_llama
+from support.tiny_training import half_of, metrics_of, run_training, steps_of, tiny_llama
 
 SETTINGS: dict[str, Any] = {
     "model": {"config": tiny_llama(initializer_range=0.1)},
@@ -45,17 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     num_processes: int, output: Path, text: Path, *more: str, settings: dict[str, Any] = SETTINGS
 ) -> CompletedProcess[str]:
-    config = output.with_suffix(".yaml")
-    config.write_text(yaml.safe_dump(settings))
-    places = [f"--training.output={output}", f"--data.files=[{text}]"]
-    ended = launch(num_processes, COMMAND, "train", str(config), *places, *more)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended
-
-
-def steps_of(output: Path) -> list[dict[str, Any]]:
-    lines = metrics_of(output)
-    return [line for line in lines if "loss" in line]
+    return run_training(num_processes, output, settings, f"--data.files=[{text}]", *more)
 
 
 @pytest.fixture(scope="module")
@@ -65,25 +54,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return output
 
 
-@pytest.mark.grid
-def test_steps_differ_in_their_tokens(finished: Path) -> None:
-    steps = steps_of(finished)
-    sequences = WholeDocuments(TokenisedText.load(finished / "inputs", "train"), 64, 0)
-    tokens = [sum(sequences.lengths(4 * step, 4)) for step in range(6)]
-    assert [step["tokens"] for step in steps] == tokens
-    assert len(set(tokens)) > 3
-    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    for step in steps:
-        assert step["tokens_per_second"] == pytest.approx(step["tokens"] / step["step_seconds"])
-    flops = [step["model_flops"] / step["tokens"] for step in steps]
-    assert max(flops) < 1.5 * min(flops)
-
-
 @pytest.mark.more
 def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     """On the held-out documents, each alone, by transformers."""
-    lines = metrics_of(finished)
-    (measured,) = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    (measured,) = [line["validation_loss"] for line in metrics_of(finished) if "validation_loss" in line]
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     sequences = WholeDocuments(TokenisedText.load(finished / "inputs", "validation"), 64, None)
     total, count = 0.0, 0
@@ -97,12 +71,9 @@ def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
 @pytest.mark.more
 def test_a_resumed_run_is_the_same_to_the_bit(finished: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "half"
-    (output / "checkpoints").mkdir(parents=True)
-    shutil.copytree(finished / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
+    half_of(finished, output)
     train(2, output, text, "--checkpoint.resume=latest")
-    wanted, found = steps_of(finished)[3:], steps_of(output)
-    for name in ("step", "loss", "grad_norm", "tokens"):
-        assert [step[name] for step in found] == [step[name] for step in wanted]
+    assert same_steps(steps_of(output), steps_of(finished)[3:])
 
 
 @pytest.mark.more
@@ -135,11 +106,6 @@ def same_steps(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> boo
     return [[step[name] for name in names] for step in found] == [[step[name] for name in names] for step in wanted]
 
 
-def copy_checkpoint(run: Path, to: Path) -> None:
-    (to / "checkpoints").mkdir(parents=True)
-    shutil.copytree(run / "checkpoints" / "step-00000003", to / "checkpoints" / "step-00000003")
-
-
 FREE = SETTINGS | {"pipeline": {"num_ranks": 2}}
 
 
@@ -163,22 +129,9 @@ def test_where_nothing_is_named_each_step_is_planned_by_measured_costs(planned: 
     assert 0 < rates.seconds[Op.F].sum() < 1  # seconds of a slice and of a token, not multiplications
 
 
-@pytest.mark.grid
-def test_ranks_that_share_layers_plan_each_step_by_what_their_shares_cost(
-    planned: Path, text: Path, tmp_path: Path
-) -> None:
-    ended = train(4, tmp_path / "run", text, "--tp=2", settings=FREE)
-    assert "stages on ranks" in ended.stdout
-    plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
-    assert plan["parallel"]["tensor"] == 2
-    for step, wanted in zip(steps_of(tmp_path / "run"), steps_of(planned), strict=True):
-        assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
-        assert step["tokens"] == wanted["tokens"]
-
-
 @pytest.mark.more
 def test_a_resumed_run_plans_the_same_without_measuring(planned: Path, text: Path, tmp_path: Path) -> None:
-    copy_checkpoint(planned, tmp_path / "half")
+    half_of(planned, tmp_path / "half")
     ended = train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=FREE)
     assert "measuring" not in ended.stdout
     assert "stages on ranks" not in ended.stdout
@@ -201,7 +154,7 @@ def test_another_run_starts_from_the_plan_file(planned: Path, text: Path, tmp_pa
 def test_a_checkpoint_without_costs_is_resumed_by_multiplications(
     finished: Path, text: Path, tmp_path: Path, compiled_search: None
 ) -> None:
-    copy_checkpoint(finished, tmp_path / "half")
+    half_of(finished, tmp_path / "half")
     ended = train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=FREE)
     said = " ".join(ended.stdout.split())
     assert "the checkpoint has no measured costs, so steps are planned by multiplications" in said
@@ -229,7 +182,7 @@ def test_a_step_has_as_many_documents_as_fit(by_tokens: Path, text: Path, tmp_pa
         assert step["tokens"] == sum(sequences.lengths(taken, number)) <= 200
         taken += number
     assert len({step["tokens"] for step in steps}) > 2
-    copy_checkpoint(by_tokens, tmp_path / "half")
+    half_of(by_tokens, tmp_path / "half")
     train(2, tmp_path / "half", text, "--checkpoint.resume=latest", settings=BY_TOKENS)
     assert same_steps(steps_of(tmp_path / "half"), steps[3:])
 

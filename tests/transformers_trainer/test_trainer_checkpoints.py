@@ -1,8 +1,9 @@
-"""Checkpoints of a SlipstreamTrainer: training goes on from them to the bit, and transformers loads them."""
+"""A Trainer's checkpoints go on to the bit, with other stages, in processes and on meshes."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,23 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from slipstream import Pipeline, SlipstreamError
 from slipstream.extras.hf_trainer import SlipstreamTrainer
-from support.architectures import ARCHITECTURES, BOUND
-from support.trainers import arguments, check_logs, collate, history, pipeline, rows, trainer
+from support.architectures import ARCHITECTURES, BOUND, no_rounding_inside
+from support.forked import launch
+from support.paths import WORKERS
+from support.trainer_resuming import CHECKPOINT, check_end, slipstream_trainer, write_expected
+from support.trainers import (
+    FULL,
+    accuracy,
+    arguments,
+    check_logs,
+    collate,
+    history,
+    pipeline,
+    rows,
+    trainer,
+    unsplit_model,
+    unsplit_trainer,
+)
 
 
 def saving(folder: Path, **changes: Any) -> Any:
@@ -80,3 +96,41 @@ def test_what_is_overridden_is_there() -> None:
     """One that a version of transformers calls otherwise would never be called."""
     own = {"pipe", "_optimizer", "_correct_speed", "_counts_as_a_pipeline", "_evaluated", "_num_targets"}
     assert {name for name in vars(SlipstreamTrainer) if not name.startswith("__")} - own <= {*dir(Trainer)}
+
+
+@pytest.mark.more
+def test_processes_log_what_a_trainer_alone_does_and_go_on_to_the_bit(tmp_path: Path) -> None:
+    alone = unsplit_trainer(unsplit_model(), arguments(tmp_path), compute_metrics=accuracy)
+    alone.train()
+    (tmp_path / "stages.json").write_text(json.dumps(history(alone)))
+    twice = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "gradient_accumulation_steps": 1}
+    alone = unsplit_trainer(unsplit_model(), arguments(tmp_path, max_steps=3, **twice), **FULL)
+    alone.train()
+    (tmp_path / "replicas.json").write_text(json.dumps(history(alone)))
+    ended = launch(2, WORKERS / "transformers_trainer/trainer_processes.py", tmp_path)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+def run(folder: Path, num_processes: int, *meshes: str) -> None:
+    ended = launch(num_processes, WORKERS / "transformers_trainer/trainer_meshes.py", folder, *meshes)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+
+
+@pytest.mark.more
+def test_stages_and_tensor_ranks_train_and_other_processes_go_on(tmp_path: Path) -> None:
+    """Of two processes' checkpoints two replicas, tensor ranks, ranks that share slices, and one process go on."""
+    write_expected(tmp_path)
+    run(tmp_path, 2, "begin:stages", "begin:tensors", "go-on:replicas", "go-on:tensors", "go-on:slices")
+    for saved in (CHECKPOINT, "tensors/checkpoint-2"):
+        with no_rounding_inside():
+            alone = slipstream_trainer(tmp_path / "alone")
+            alone.train(resume_from_checkpoint=str(tmp_path / saved))
+            check_end(alone, tmp_path, resumed=True)
+
+
+@pytest.mark.more
+def test_replicas_of_stages_go_on(tmp_path: Path) -> None:
+    """Ranks that share batches aren't those that share layers."""
+    write_expected(tmp_path)
+    run(tmp_path, 2, "begin:stages")
+    run(tmp_path, 4, "go-on:both")

@@ -1,4 +1,4 @@
-"""Recomputation changes no bit of a gradient, holds less between forward and backward, and replays dropout."""
+"""Recomputation changes no number; added gradients reach no other; a failed step leaves nothing to the next."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from slipstream import Memory, Op, Pipeline, SlipstreamError, gpipe, make_schedule, split_backwards
+from slipstream import Layers, Memory, Op, Pipeline, Runtime, SlipstreamError, gpipe, make_schedule, split_backwards
 from slipstream.attention import ContextStore
-from slipstream.model import storage_id
+from slipstream.model import causal_cross_entropy, storage_id
 from slipstream.model.autograd_memory import RecomputationError, RecomputePolicy, SavedTensors, SliceReplay
 from slipstream.profile.stage_bench import memory_meter, tensors_alive
 from slipstream.schedule import Schedule, add_communication, add_recompute
@@ -32,7 +32,7 @@ from support.architectures import (
     unsplit_step,
 )
 from support.live_memory import LiveMemory, held_after_three_slices
-from support.parameters import first_of
+from support.parameters import each_once, first_of
 from support.pipelines import make_pipe
 
 KINDS = ("selective", "full", "stage", "stage+full", 1)
@@ -346,3 +346,84 @@ def test_a_schedule_may_bring_its_own_recomputation() -> None:
     pipe = make_pipe(build(llama()), schedule, slices=2, recompute="stage")
     pipe.step(tokens(), tokens())
     assert [str(span.action) for span in pipe.timeline().spans] == ["0F0.0", "0F0.1", "0B0.1", "0R0.0", "0B0.0"]
+
+
+TOKENS, WIDTH = 3, 4
+Table = Callable[[nn.Parameter], Tensor]
+TABLES = {
+    "as it is": lambda table: table,
+    "viewed": lambda table: table.view(TOKENS * WIDTH).view(1, TOKENS, WIDTH),
+    "of its own dtype": lambda table: table.double().view_as(table),
+}
+
+
+class WithTables(nn.Module):
+    """Adds parameters of a row's own shape: autograd may leave them the very gradient of what they are added to, and
+    adds the next ones to it in place."""
+
+    def __init__(self, read: Table, is_first: bool, count: int) -> None:
+        super().__init__()
+        self.linear, self.read, self.is_first = nn.Linear(WIDTH, WIDTH), read, is_first
+        self.tables = nn.ParameterList(torch.randn(1, TOKENS, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.is_first else self.linear(x)
+        for table in self.tables:
+            x = x + self.read(table)
+        return torch.tanh(self.linear(x) if self.is_first else x)
+
+
+def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return ((output - targets) ** 2).sum(), torch.tensor(targets.shape[0])
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize(("is_first", "count"), [(True, 1), (False, 1), (False, 2)], ids=["input", "product", "two"])
+@pytest.mark.parametrize("read", TABLES.values(), ids=TABLES)
+def test_gradients_added_in_place_reach_no_other(
+    read: Table, is_first: bool, count: int, schedule: str, stages_per_rank: int
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(WithTables(read, is_first, count) for _ in range(4))).double()
+    whole = copy.deepcopy(layers)
+    inputs, targets = torch.randn(2, 4, TOKENS, WIDTH, dtype=torch.float64)
+    settings: dict[str, Any] = {"num_microbatches": 4, "num_ranks": 2, "stages_per_rank": stages_per_rank}
+    settings |= {"loss_fn": squares, "layers": Layers(example=inputs), "runtime": Runtime(self_check=False)}
+    pipe = Pipeline(layers, schedule, **settings)
+    pipe.step(inputs, targets)
+    (squares(whole(inputs), targets)[0] / len(inputs)).backward()
+    assert gradient_error(whole, pipe) < BOUND
+
+
+@pytest.mark.parametrize(("num_before", "name"), each_once([2, 5, 0], ["llama", "llama, tied"], 1))
+def test_the_next_step_is_that_of_a_fresh_pipeline(name: str, num_before: int) -> None:
+    """The loss function raises after some slices, while messages of others are on their way."""
+    left = 1000
+
+    def breaking(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise RuntimeError("no loss")
+        return causal_cross_entropy(outputs, targets)
+
+    def make(**settings: object) -> Pipeline:
+        return make_pipe(ARCHITECTURES[name], num_ranks=2, num_microbatches=2, slices=4, **settings)
+
+    torch.manual_seed(0)
+    pipe, fresh = make(loss_fn=breaking), make()
+    for each in (pipe, fresh):
+        each.step(tokens(), tokens())  # the first tries a given loss function, too
+        for parameter in each.parameters():
+            parameter.grad = None
+    left = num_before
+    with pytest.raises(RuntimeError, match="no loss"):
+        pipe.step(tokens(), tokens())
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    inputs = tokens(seed=1)
+    assert torch.equal(pipe.step(inputs, inputs), fresh.step(inputs, inputs))
+    found, wanted = dict(pipe.named_parameters()), dict(fresh.named_parameters())
+    for key, parameter in wanted.items():
+        assert parameter.grad is not None
+        assert torch.equal(found[key].grad, parameter.grad), key

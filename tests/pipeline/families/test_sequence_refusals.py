@@ -14,31 +14,6 @@ from support.pipelines import make_pipe
 from support.sequences.random_layers import Mix, batch, build
 
 
-class Lists(nn.Module):
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [x]
-
-
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
-        return x, 0.5
-
-
-class Positive(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0]
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return x * self.seen
-
-
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,19 +41,11 @@ INPUTS, TARGETS = torch.randn(4, 4), torch.randint(0, 4, (4,))
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([linear(), Lists()], r"^layer 1 \(Lists\) returns a list\. A layer must return a tensor or a tuple"),
-        ([linear(), nn.Sequential(Halves())], r"layer 1.0 \(Halves\) returns a tuple of Tensor, float\."),
-        ([linear(), Positive()], r"layer 1 \(Positive\): what it returns for \(2, 4\) float32 depends on values"),
         ([linear(), nn.Linear(5, 4)], r"layer 1 \(Linear\) fails on \(2, 4\) float32: RuntimeError: "),
-        ([linear(), Counts()], r"layer 1 \(Counts\): its buffer seen changes in training"),
         ([Twice()], r"layer 0 \(Twice\): a batch norm runs twice in one forward"),
         (
             [linear(), Skip("s").stash(0), nn.ReLU(inplace=True)],
             r"layer 1 \(SkipStash\): the skip 's' is never consumed",
-        ),
-        (
-            skips(lambda s: [linear(), s.stash(), nn.ReLU(inplace=True), s.pop(), Mix()]),
-            r"layer 2 \(ReLU\) changes in place a tensor that the skip 's' holds\. Use inplace=False",
         ),
         (
             skips(lambda s: [linear(), s.stash(2), s.pop(), Mix()]),
@@ -100,9 +67,7 @@ def test_layers_that_cannot_run(layers: list[nn.Module], message: str) -> None:
         (lambda s: [s.stash(), s.pop(), Mix(), s.pop()], r"layer 3 \(SkipPop\): the skip 's' is popped twice"),
         (lambda s: [s.stash(), Skip("s").pop()], r"layer 1 \(SkipPop\): two skips are called 's'"),
         (lambda s: [s.stash()], r"layer 0 \(SkipStash\): the skip 's' is never consumed. Add a layer skip.pop\(\)"),
-        (lambda s: [nn.SyncBatchNorm(4)], r"layer 0 \(SyncBatchNorm\): SyncBatchNorm normalises over ranks"),
         (lambda s: [nn.BatchNorm1d(4, track_running_stats=False)], "normalises by the batch in evaluation too"),
-        (lambda s: [nn.InstanceNorm1d(4, track_running_stats=True)], r"layer 0 .* averages over the batch"),
         (lambda s: [], "has no layers"),
     ],
 )
@@ -153,13 +118,6 @@ def test_settings(settings: dict[str, object], message: str) -> None:
 def test_batches(inputs: Tensor, targets: Tensor, message: str) -> None:
     with pytest.raises(SlipstreamError, match=message):
         pipeline(linear()).step(inputs, targets)
-
-
-def test_a_weight_on_two_stages() -> None:
-    shared = linear()
-    with pytest.raises(SlipstreamError, match=r"layer 2 \(Linear\): its weight is also 0.weight, .* stages 0 and 1"):
-        pipeline(shared, nn.ReLU(), shared, num_ranks=2, partition=[2, 1])
-    pipeline(shared, nn.ReLU(), shared).step(INPUTS, TARGETS)
 
 
 def test_settings_of_sequences_are_not_for_language_models() -> None:

@@ -12,15 +12,9 @@ from torch.nn import functional
 from slipstream import CutTokens, Pipeline, Skip, SlipstreamError, causal_attention
 from slipstream.schedule import Schedule, make_schedule
 from support.options import grouped
+from support.sequences.own_layers import Classes
 
 INPUTS, TARGETS = torch.randn(4, 8, 6), torch.randint(0, 6, (4, 6))  # (rows, tokens, classes) of length 8 and 6
-
-
-class Classes(nn.Module):
-    """(b, T, classes) -> (b, classes, T), as the default loss takes them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mT
 
 
 class Attend(nn.Module):

@@ -20,15 +20,7 @@ from slipstream.pipeline.tuning.row_plan import ObservedSteps, RowPlan, cost_of,
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import COMMUNICATION, one_f_one_b, split_backwards
 from slipstream.simulator import simulate
-from support.architectures import (
-    ARCHITECTURES,
-    BOUND,
-    build,
-    gradient_error,
-    labels_of,
-    tokens,
-    unsplit_step,
-)
+from support.architectures import ARCHITECTURES, BOUND, build, gradient_error, labels_of, tokens, unsplit_step
 from support.parameters import first_of
 from support.pipelines import make_pipe
 

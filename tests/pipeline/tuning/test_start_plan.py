@@ -15,21 +15,12 @@ from torch import Tensor
 
 from slipstream import Memory, Pipeline, Runtime, SlipstreamError
 from slipstream.cost import Profile, StateBytes
-from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.pipeline_options import ExpectedBatch
 from slipstream.pipeline.tuning import StartRequest, start_plan
 from slipstream.planner.joint import JointPlan, ProfileUnits
 from slipstream.profile import ProfileSettings, find_costs
-from support.architectures import (
-    ARCHITECTURES,
-    build,
-    gradient_error,
-    llama,
-    no_rounding_inside,
-    tokens,
-    unsplit_step,
-)
+from support.architectures import ARCHITECTURES, build, gradient_error, llama, no_rounding_inside, tokens, unsplit_step
 from support.parameters import first_of
 from support.unusual_layers import CROSSING
 
@@ -61,15 +52,6 @@ def test_the_plan_runs_from_the_first_step() -> None:
 
 
 @pytest.mark.grid
-def test_a_length_that_is_no_multiple_of_the_granularity_is_planned() -> None:
-    pipe = planned(seq_len=61)
-    assert pipe.plan is not None
-    assert sum(pipe.plan.slices) == 61
-    inputs = tokens(batch=1, length=61)
-    assert torch.isfinite(pipe.step(inputs, inputs))
-
-
-@pytest.mark.grid
 def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(config: Any, settings: ProfileSettings, *arguments: Any) -> Profile:
         return find_costs(config, dataclasses.replace(settings, longest_slice=16), *arguments)
@@ -78,16 +60,6 @@ def test_no_slice_is_longer_than_what_the_time_sufficed_to_measure(monkeypatch: 
     plan = planned().plan
     assert plan is not None
     assert max(plan.slices) <= 16
-
-
-@pytest.mark.grid
-def test_what_it_does_is_told_now_and_then() -> None:
-    said: list[str] = []
-    request = StartRequest(LENGTH, 1, 1, 2, "float32")
-    start_plan.plan_start(llama(), request, Ranks.of(), torch.device("cpu"), said.append, every=0.0)
-    text = " ".join(said)
-    assert "measuring what the model's parts cost: " in text
-    assert "searching for the best plan: " in text
 
 
 @pytest.mark.more
@@ -157,8 +129,7 @@ def held(pipe: Pipeline, inputs: Tensor) -> float:
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("vocabulary", "tied"),
-    first_of([("whole", False), ("spread", True), ("spread", False)], 1, "grid"),
+    ("vocabulary", "tied"), first_of([("whole", False), ("spread", True), ("spread", False)], 1, "grid")
 )
 @pytest.mark.parametrize("share", first_of([0.5, 1.02], 1, "grid"))
 def test_a_planned_step_keeps_to_the_memory_limit(share: float, vocabulary: str, tied: bool) -> None:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
-from benchmarks.papers.formulas import (
-    GPT,
-    batch_seconds,
-    bubble_fraction,
-    idle_share,
-)
+from benchmarks.papers.formulas import GPT, batch_seconds, bubble_fraction, idle_share
 
 from slipstream.errors import SlipstreamError
 from slipstream.schedule import make_schedule

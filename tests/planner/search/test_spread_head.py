@@ -16,6 +16,7 @@ from slipstream.planner.search import search_plans
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.schedule import validate
 from slipstream.simulator import MemoryKind
+from support.parameters import first_of
 
 HEAVY = gpt(num_layers=6, hidden=64, heads=4, vocab=8192)
 CAN = AnalyticSource(HEAVY, small_cluster(), "small", refusals={})
@@ -34,7 +35,7 @@ def planned(**options: Any) -> Plan:
     return search_plans(CAN, SEQ_LEN, 4, options=replace(OPTIONS, **options))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", first_of([True, False]))
 def test_a_heavy_head_is_spread(tied: bool) -> None:
     """All ranks together then hold as much as with a whole head, and each has its part of it; of tied weights there is
     one copy less."""

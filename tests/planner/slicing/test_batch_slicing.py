@@ -1,4 +1,4 @@
-"""No division of batch and tokens is faster than the one chosen, by scipy's integer programming and by trying all."""
+"""No division of batch and tokens is faster than the one chosen, by trying all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from slipstream import SlipstreamError
 from slipstream.planner.slicing.equal_stage_slicing import (
@@ -21,21 +18,6 @@ from slipstream.planner.slicing.equal_stage_slicing import (
     slice_tokens,
     split_batch,
 )
-
-
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=10), st.integers(1, 25))
-def test_the_knapsack_is_that_of_integer_programming(latencies: list[int], batch: int) -> None:
-    sizes = np.arange(1, len(latencies) + 1)
-    exact = milp(
-        latencies,
-        constraints=LinearConstraint(sizes, batch, batch),
-        integrality=np.ones(len(sizes)),
-        bounds=Bounds(0, batch),
-    )
-    found = split_batch(latencies, batch)
-    assert sum(found) == batch
-    assert found == sorted(found, reverse=True)
-    assert sum(latencies[size - 1] for size in found) == pytest.approx(exact.fun, abs=1e-6)
 
 
 def every_slicing(length: int) -> Iterator[tuple[int, ...]]:
@@ -86,13 +68,6 @@ def test_one_sequence_is_slicing() -> None:
     alone = slice_tokens(lambda i, j: t(1, i, j), 2048, 8, granularity=64)
     assert (found.latency, found.microbatches[0].slices) == (alone.latency, alone.slices)
     assert slice_batch_with_flushes(t, 1, 2048, 8, granularity=64) == found
-
-
-def test_filling_once_beats_flushing() -> None:
-    once = slice_batch(t, 8, 1024, 16, granularity=64)
-    flushed = slice_batch_with_flushes(t, 8, 1024, 16, granularity=64)
-    assert once.latency <= flushed.latency
-    assert sum(group.num_sequences for group in once.microbatches) == 8
 
 
 def test_a_limit_on_sequences_and_on_memory() -> None:

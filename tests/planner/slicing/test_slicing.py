@@ -79,17 +79,6 @@ def test_forward_and_backward_with_maxima_of_their_own(seed: int) -> None:
         assert found.latency == min(map(latency, every_cut(length)))
 
 
-def test_one_max_for_both_is_a_lower_bound() -> None:
-    def forward(i: Any, j: Any) -> Any:
-        return 5 + i + 0.1 * i * j
-
-    def backward(i: Any, j: Any) -> Any:
-        return 40 - 0.2 * j + 2 * i
-
-    both = slice_tokens(lambda i, j: forward(i, j) + backward(i, j), 64, 6, granularity=4)
-    assert both.latency < slice_tokens(forward, 64, 6, granularity=4, backward=backward).latency
-
-
 def attention_heavy(i: Any, j: Any) -> Any:
     return 3e-4 + 1e-6 * i + 2e-10 * i * (2 * j + i)
 
@@ -105,12 +94,6 @@ def test_numba_and_numpy_agree_to_the_last_bit(backward: bool) -> None:
             plain, fast = (shortest_path(each, limits, search) for search in (search_numpy, search_compiled()))
             assert fast == plain
             assert all(a <= b for a, b in zip(fast.maxima, limits, strict=True))
-
-
-def test_thousands_of_cuts_are_searched_with_numba() -> None:
-    found = slice_tokens(attention_heavy, 65536, 16, granularity=128)
-    assert found.latency == min(f.latency(16) for f in slicing_frontier(attention_heavy, 65536, 128))
-    assert list(found.slices) == sorted(found.slices, reverse=True)  # later tokens attend to more
 
 
 def test_functions_of_one_slice_and_tables_say_the_same() -> None:

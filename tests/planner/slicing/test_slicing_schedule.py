@@ -74,13 +74,6 @@ def test_close_to_the_best_of_all_ways_to_cut(make: Make, num_microbatches: int)
     assert found.latency <= 1.002 * best
 
 
-def test_never_worse_than_any_equal_count() -> None:
-    judge = candidate(one_f_one_b, 4, 2)
-    found = slice_for_schedule(judge, 2048, granularity=64, max_slices=8, max_simulations=150)
-    for count in range(1, 9):
-        assert found.latency <= simulate(*judge(equal_time_slices(2048, count, 0, 64))).makespan
-
-
 def test_forwards_of_equal_stages_come_to_eq5() -> None:
     def equal(stage: int, op: Op, tokens: int, context: int) -> float:
         return seconds(0, op, tokens, context)

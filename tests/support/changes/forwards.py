@@ -11,14 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.changes.change import (
-    EITHER,
-    IN_STAGES,
-    REFUSED,
-    USES,
-    change,
-    everywhere_in,
-)
+from support.changes.change import EITHER, IN_STAGES, REFUSED, USES, change, everywhere_in
 
 
 def straight_through(found: Tensor, wanted: Tensor) -> Tensor:
@@ -243,12 +236,7 @@ def _(model: Any) -> None:
     model.model.layers[1].self_attn.q_norm = nn.Identity()
 
 
-@change(
-    "forward of a router wrapped",
-    "`forward` of a mixture's router wrapped",
-    of="mixtral",
-    fused=EITHER,
-)
+@change("forward of a router wrapped", "`forward` of a mixture's router wrapped", of="mixtral", fused=EITHER)
 def _(model: Any) -> None:
     gate = model.model.layers[1].mlp.gate
     inner = gate.forward

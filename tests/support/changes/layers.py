@@ -5,12 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from support.changes.change import (
-    EITHER,
-    USES,
-    change,
-    everywhere_in,
-)
+from support.changes.change import EITHER, USES, change, everywhere_in
 
 
 @change(

@@ -10,16 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from support.changes.change import (
-    EITHER,
-    IN_PIECES,
-    IN_SLICES,
-    IN_STAGES,
-    REFUSED,
-    change,
-    everywhere_in,
-    noise,
-)
+from support.changes.change import EITHER, IN_PIECES, IN_SLICES, IN_STAGES, REFUSED, change, everywhere_in, noise
 from support.changes.forwards import straight_through
 
 _MIXING = everywhere_in(IN_SLICES)
@@ -209,12 +200,7 @@ def _read_another(model: Any, source: int, reader: int) -> None:
     model.model.layers[reader].register_forward_hook(lambda module, args, output: output + 0.3 * kept["hidden"])
 
 
-@change(
-    "gradient clamped",
-    "`weight.register_hook` that clamps gradients",
-    names="up_proj",
-    **everywhere_in(IN_PIECES),
-)
+@change("gradient clamped", "`weight.register_hook` that clamps gradients", names="up_proj", **everywhere_in(IN_PIECES))
 def _(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 

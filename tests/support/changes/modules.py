@@ -14,15 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from slipstream.model.adapters import quiet_peft
 from support.adapters import lora
-from support.changes.change import (
-    EITHER,
-    REFUSED,
-    USES,
-    change,
-    everywhere_in,
-    noise,
-    scaled,
-)
+from support.changes.change import EITHER, REFUSED, USES, change, everywhere_in, noise, scaled
 from support.changes.forwards import with_quantised_weight
 
 

@@ -11,14 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.model.toy import REFERENCE_ATTENTION
 from support.architectures import ARCHITECTURES, VOCABULARY, build
-from support.changes.change import (
-    EITHER,
-    IN_STAGES,
-    REFUSED,
-    change,
-    everywhere_in,
-    noise,
-)
+from support.changes.change import EITHER, IN_STAGES, REFUSED, change, everywhere_in, noise
 
 
 @change(

@@ -147,18 +147,6 @@ def _times(owner: nn.Module, _: nn.Module, args: object, output: Tensor) -> Tens
     return output * owner.scale
 
 
-class Counter(nn.Module):
-    """Counts its forwards in a number of Python's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.count = linear(), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return self.linear(x).tanh() * self.count
-
-
 class ChangesBuffer(nn.Module):
     """Changes a buffer in training, in one of several ways."""
 
@@ -179,29 +167,6 @@ def _clamp_gain(module: Any) -> None:
         module.gain.mul_(1.1)
 
 
-class MovingMean(nn.Module):
-    """Keeps a moving mean in a tensor that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.mean = linear(), torch.zeros((), dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return (x - self.mean).tanh()
-
-
-class OwnGenerator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.generator = linear(), torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.rand(x.shape, generator=self.generator, dtype=torch.float64)
-        return self.linear(x).tanh() * noise
-
-
 class ExtraState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,71 +182,44 @@ class ExtraState(nn.Module):
         pass
 
 
-class OldWeightNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.linear = nn.utils.weight_norm(linear())  # type: ignore[no-untyped-call]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)  # type: ignore[no-any-return]
+def _counts(module: Any, x: Tensor) -> Tensor:
+    module.count += 1
+    return module.linear(x).tanh() * module.count  # type: ignore[no-any-return]
 
 
-class Recurrent(nn.Module):
-    """Goes from token to token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cells(x)[0]  # type: ignore[no-any-return]
+def _less_its_mean(module: Any, x: Tensor) -> Tensor:
+    """Keeps a moving mean in a tensor that is no buffer."""
+    x = module.linear(x)
+    module.mean = 0.9 * module.mean + 0.1 * x.detach().mean()
+    return (x - module.mean).tanh()
 
 
-class Gated(nn.Module):
-    """x plus a gate times a function that mixes tokens; the gate begins at zero."""
-
-    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear, self.mix, self.gate = linear(), mix, nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gate * self.mix(self.linear(x))
+def _with_noise(module: Any, x: Tensor) -> Tensor:
+    noise = torch.rand(x.shape, generator=module.generator, dtype=torch.float64)
+    return module.linear(x).tanh() * noise  # type: ignore[no-any-return]
 
 
-class GatedConvolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution, self.gate = nn.Conv1d(WIDTH, WIDTH, 3), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = functional.pad(x, (0, 0, 2, 0)).mT
-        return x + self.gate * self.convolution(before).mT
+def _old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(linear())  # type: ignore[no-untyped-call,no-any-return]
 
 
-class AttentionFromZero(nn.Module):
-    """Attends by PyTorch, with a last projection that begins at zero, as residual branches are often initialised."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inwards, self.outwards = nn.Linear(WIDTH, 3 * WIDTH), linear()
-        nn.init.zeros_(self.outwards.weight)
-        nn.init.zeros_(self.outwards.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.inwards(x).chunk(3, -1)
-        return x + self.outwards(functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+def _convolved(module: Any, x: Tensor) -> Tensor:
+    return x + module.gate * module.convolution(functional.pad(x, (0, 0, 2, 0)).mT).mT  # type: ignore[no-any-return]
 
 
-class PositionsFromZero(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(64, WIDTH)
-        nn.init.zeros_(self.table.weight)
+def _attends(module: Any, x: Tensor) -> Tensor:
+    query, key, value = module.inwards(x).chunk(3, -1)
+    found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return x + module.outwards(found)  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(x.shape[1], device=x.device))
+
+def _from_zero(module: nn.Module) -> nn.Module:
+    """With weights of zero, as residual branches are often initialised."""
+    return changed(
+        module, *[lambda m, name=name: nn.init.zeros_(getattr(m, name)) for name in dict(module.named_parameters())]
+    )
 
 
 def look_back(x: Tensor, distance: int = 16) -> Tensor:
@@ -323,77 +261,40 @@ class Exponential(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0]
 
 
-class Attend(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inwards = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.inwards(x)[:, None].chunk(3, -1)
-        return x + causal_attention(query, key, value)[:, 0]
+def _attends_to_all(module: Any, x: Tensor) -> Tensor:
+    query, key, value = module.inwards(x)[:, None].chunk(3, -1)
+    return x + causal_attention(query, key, value)[:, 0]
 
 
-class InnerGradient(nn.Module):
-    """Adds the gradient of an energy of its input, computed in its forward."""
-
-    def __init__(self, with_weights: bool = False) -> None:
-        super().__init__()
-        self.energy, self.with_weights = nn.Sequential(linear(), nn.Tanh(), nn.Linear(WIDTH, 1)), with_weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inner = x if x.requires_grad else x.detach().requires_grad_()
-            wanted = [inner, *(self.energy.parameters() if self.with_weights else ())]
-            found = torch.autograd.grad(self.energy(inner).sum(), wanted, create_graph=True)
-        return x + found[0] + sum(g.square().sum() * 1e-3 for g in found[1:])
+def _adds_inner_gradient(module: Any, x: Tensor, with_weights: bool = False) -> Any:
+    """The gradient of an energy of the input, and of its weights."""
+    with torch.enable_grad():
+        inner = x if x.requires_grad else x.detach().requires_grad_()
+        wanted = [inner, *(module.energy.parameters() if with_weights else ())]
+        found = torch.autograd.grad(module.energy(inner).sum(), wanted, create_graph=True)
+    return x + found[0] + sum(g.square().sum() * 1e-3 for g in found[1:])
 
 
-class InnerBackward(nn.Module):
-    """Calls backward in its forward on a copy of its input, and uses the gradient as a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inner = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.energy(inner).tanh().sum(), inner)
-        return self.energy(x) + gradient
+def _adds_gradient_as_a_number(module: Any, x: Tensor) -> Any:
+    with torch.enable_grad():
+        inner = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(module.energy(inner).tanh().sum(), inner)
+    return module.energy(x) + gradient
 
 
-class FunctionalCall(nn.Module):
-    """Runs a Linear with other weights than its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Any:
-        doubled = {name: 2 * parameter for name, parameter in self.linear.named_parameters()}
-        return torch.func.functional_call(self.linear, doubled, (x,))
+def _energy() -> nn.Sequential:
+    return nn.Sequential(linear(), nn.Tanh(), nn.Linear(WIDTH, 1))
 
 
-class Mapped(nn.Module):
-    """Runs a Linear on each row by vmap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Any:
-        return torch.func.vmap(self.linear)(x)
+def _with_doubled_weights(module: Any, x: Tensor) -> Any:
+    doubled = {name: 2 * parameter for name, parameter in module.linear.named_parameters()}
+    return torch.func.functional_call(module.linear, doubled, (x,))
 
 
-class ForwardDerivative(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
-            return sum(torch.func.jvp(lambda each: self.linear(each).tanh(), (x,), (torch.ones_like(x),)))
+def _derivative(module: Any, x: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
+        return sum(torch.func.jvp(lambda each: module.linear(each).tanh(), (x,), (torch.ones_like(x),)))
 
 
 def _adds_gradient(module: Any, x: Tensor) -> Any:
@@ -424,24 +325,6 @@ def _adds_weight_gradient(module: Any, x: Tensor) -> Any:
     return torch.func.functional_call(module.linear, {name: w - found[name] for name, w in weights.items()}, (x,))
 
 
-class OfAVector(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.vector = linear(), nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.vector)
-
-
-class OfOneId(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.embed(torch.tensor(2, device=x.device))
-
-
 class OfIds(nn.Module):
     """Adds embeddings of ids that follow from the values."""
 
@@ -453,24 +336,13 @@ class OfIds(nn.Module):
         return x + self.embed((x[..., 0] > 0).long())
 
 
-class HandsOn(nn.Module):
+def hands_on(make: Callable[[Tensor], Tensor]) -> Apply:
     """Adds a second tensor of another kind."""
-
-    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.make(x)
+    return Apply(lambda x: (x, make(x)), linear=False)
 
 
-class TakesIn(nn.Module):
-    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.use = use
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        return self.use(*inputs)
+def takes_in(use: Callable[[Tensor, Tensor], Tensor]) -> Apply:
+    return Apply(lambda inputs: use(*inputs), linear=False)
 
 
 class ReadsFrom(nn.Module):
@@ -484,51 +356,23 @@ class ReadsFrom(nn.Module):
         return self.read(self.others[0], x)
 
 
-class Leaves(nn.Module):
+def _leaves(module: Any, x: Tensor) -> Tensor:
     """Leaves its output where another layer may find it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.output: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.output = self.linear(x)
-        return self.output
+    module.output = module.linear(x)
+    return module.output  # type: ignore[no-any-return]
 
 
-class Holds(nn.Module):
+def leaves() -> With:
+    return With(_leaves, linear=linear(), output=None)
+
+
+def holds(table: Tensor) -> With:
     """Uses a buffer that it may share."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.register_buffer("table", buffer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.table
+    return With(lambda m, x: m.linear(x) * m.buffer_table, linear=linear(), buffer_table=table)
 
 
-class Table(nn.Module):
-    """A module without parameters, which layers may share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.table
-
-
-class Through(nn.Module):
-    """A Linear and another module."""
-
-    def __init__(self, other: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.other = linear(), other
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.linear(x))  # type: ignore[no-any-return]
+def _table() -> Tensor:
+    return torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64)
 
 
 class Ternary(nn.BatchNorm1d):
@@ -547,11 +391,12 @@ def _halves(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _shared_layers(kind: str) -> list[nn.Module]:
+    table = _table()
     if kind == "buffer":
-        table = torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64)
-        return [Holds(table), nn.Tanh(), Holds(table)]
-    table_module = Table()
-    return [Through(table_module), nn.Tanh(), Through(table_module)]
+        return [holds(table), nn.Tanh(), holds(table)]
+    shared = With(lambda m, x: x * m.buffer_table, buffer_table=table)
+    first, second = (With(lambda m, x: m.shared(m.linear(x)), linear=linear(), shared=shared) for _ in range(2))
+    return [first, nn.Tanh(), second]
 
 
 def _tied() -> list[nn.Module]:
@@ -663,17 +508,17 @@ def hooks() -> list[LayerCase]:
         ),
         LayerCase(
             "hook on a stash",
-            lambda: _skip(lambda s: [changed(s.stash(), forward_hook), linear(), s.pop(), TakesIn(_halves)]),
+            lambda: _skip(lambda s: [changed(s.stash(), forward_hook), linear(), s.pop(), takes_in(_halves)]),
             r"layer 2 \(SkipStash\) has a forward hook",
         ),
         LayerCase(
             "hook on a pop",
-            lambda: _skip(lambda s: [s.stash(), linear(), changed(s.pop(), pre_hook), TakesIn(_halves)]),
+            lambda: _skip(lambda s: [s.stash(), linear(), changed(s.pop(), pre_hook), takes_in(_halves)]),
             r"layer 4 \(SkipPop\) has a forward pre-hook",
         ),
         LayerCase(
             "forward set on a stash",
-            lambda: _skip(lambda s: [changed(s.stash(), doubled_forward), linear(), s.pop(), TakesIn(_halves)]),
+            lambda: _skip(lambda s: [changed(s.stash(), doubled_forward), linear(), s.pop(), takes_in(_halves)]),
             r"layer 2 \(SkipStash\) has a forward that was set",
         ),
         LayerCase(
@@ -711,7 +556,7 @@ def nested_list() -> list[nn.Module]:
 
 def state() -> list[LayerCase]:
     return [
-        LayerCase("buffer", lambda: [Holds(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))]),
+        LayerCase("buffer", lambda: [holds(_table())]),
         LayerCase(
             "buffer changed in training",
             lambda: [ChangesBuffer(lambda m: m.scale.mul_(1.1))],
@@ -737,9 +582,15 @@ def state() -> list[LayerCase]:
             lambda: [With(lambda m, x: m.linear(x) * m.scale.mul_(1.1), linear=linear(), scale=torch.ones(1))],
             r"layer 2 \(With\): its attribute scale changes in training",
         ),
-        LayerCase("counter", lambda: [Counter()], BY_MICROBATCH, _AGAIN, sliced=_TWICE),
-        LayerCase("moving mean in an attribute", lambda: [MovingMean()], BY_MICROBATCH, _AGAIN, sliced=_TWICE),
-        LayerCase("last input kept", lambda: [Leaves()]),
+        LayerCase("counter", lambda: [With(_counts, linear=linear(), count=0)], BY_MICROBATCH, _AGAIN, sliced=_TWICE),
+        LayerCase(
+            "moving mean in an attribute",
+            lambda: [With(_less_its_mean, linear=linear(), mean=torch.zeros((), dtype=torch.float64))],
+            BY_MICROBATCH,
+            _AGAIN,
+            sliced=_TWICE,
+        ),
+        LayerCase("last input kept", lambda: [leaves()]),
         LayerCase(
             "tensor attribute",
             lambda: [With(lambda m, x: m.linear(x) * m.scale, linear=linear(), scale=torch.tensor(1.5))],
@@ -751,7 +602,7 @@ def state() -> list[LayerCase]:
         LayerCase("lock", lambda: [With(lambda m, x: m.linear(x), linear=linear(), lock=threading.Lock())]),
         LayerCase("pruned", lambda: [prune.random_unstructured(linear(), "weight", 0.5)]),
         LayerCase("weight norm", lambda: [parametrizations.weight_norm(linear())]),
-        LayerCase("weight norm of old", lambda: [OldWeightNorm()]),
+        LayerCase("weight norm of old", lambda: [With(lambda m, x: m.linear(x), linear=_old_weight_norm())]),
         LayerCase(
             "spectral norm",
             lambda: [parametrizations.spectral_norm(linear())],
@@ -770,7 +621,14 @@ def randomness() -> list[LayerCase]:
     return [
         LayerCase("dropout", lambda: [linear(), nn.Dropout(0.3)], draws=True),
         LayerCase("noise", lambda: [Apply(lambda x: x * torch.rand_like(x))], draws=True),
-        LayerCase("generator", lambda: [OwnGenerator()], EXACT, _AGAIN, sliced=DIFFERS, sliced_recomputed=_AGAIN),
+        LayerCase(
+            "generator",
+            lambda: [With(_with_noise, linear=linear(), generator=torch.Generator().manual_seed(3))],
+            EXACT,
+            _AGAIN,
+            sliced=DIFFERS,
+            sliced_recomputed=_AGAIN,
+        ),
         LayerCase(
             "Python's random numbers",
             lambda: [Apply(lambda x: (x * random.random()).tanh())],
@@ -814,12 +672,12 @@ def sharing() -> list[LayerCase]:
         LayerCase("weight of another layer", lambda: _reading(lambda m, x: x @ m.weight), together=True),
         LayerCase("weight of another layer, apart", lambda: _reading(lambda m, x: x @ m.weight), reads),
         LayerCase(
-            "output of another layer", lambda: _reading(lambda m, x: x + m.output, Leaves), together=True, sliced=alone
+            "output of another layer", lambda: _reading(lambda m, x: x + m.output, leaves), together=True, sliced=alone
         ),
         LayerCase(
-            "output of another layer, apart", lambda: _reading(lambda m, x: x + m.output, Leaves), reads, sliced=alone
+            "output of another layer, apart", lambda: _reading(lambda m, x: x + m.output, leaves), reads, sliced=alone
         ),
-        LayerCase("skip", lambda: _skip(lambda s: [s.stash(), linear(), nn.Tanh(), s.pop(), TakesIn(_halves)])),
+        LayerCase("skip", lambda: _skip(lambda s: [s.stash(), linear(), nn.Tanh(), s.pop(), takes_in(_halves)])),
         LayerCase(
             "half a skip in a nested sequence",
             lambda: _skip(lambda s: [changed(nn.Sequential(s.stash(), linear()), forward_hook), s.pop()]),
@@ -835,7 +693,7 @@ def values_and_shapes() -> list[LayerCase]:
         LayerCase("view of the input", lambda: [Apply(lambda x: x[:], linear=False), nn.ReLU(inplace=True)]),
         LayerCase(
             "tensor of a skip changed in place",
-            lambda: _skip(lambda s: [s.stash(), nn.ReLU(inplace=True), s.pop(), TakesIn(_halves)]),
+            lambda: _skip(lambda s: [s.stash(), nn.ReLU(inplace=True), s.pop(), takes_in(_halves)]),
             r"layer 3 \(ReLU\) changes in place a tensor that the skip 's' holds",
         ),
         LayerCase("shape from values", lambda: [Apply(lambda x: x[x > 0])], r"layer 2 \(Apply\): .* depends on values"),
@@ -847,10 +705,14 @@ def values_and_shapes() -> list[LayerCase]:
         LayerCase("list", lambda: [Apply(lambda x: [x])], r"layer 2 \(Apply\) returns a list"),
         LayerCase("dict", lambda: [Apply(lambda x: {"x": x})], r"layer 2 \(Apply\) returns a dict"),
         LayerCase("None in a tuple", lambda: [Apply(lambda x: (x, None))], r"layer 2 \(Apply\) returns a tuple of"),
-        LayerCase("mask", lambda: [HandsOn(lambda x: x > 0), TakesIn(_halves)]),
-        LayerCase("complex", lambda: [HandsOn(lambda x: x * 1j), TakesIn(lambda x, y: x + y.imag)]),
-        LayerCase("whole numbers", lambda: [HandsOn(lambda x: x.long()), TakesIn(_halves)]),
-        LayerCase("GRU", lambda: [Recurrent()], sliced=_MIXES),
+        LayerCase("mask", lambda: [hands_on(lambda x: x > 0), takes_in(_halves)]),
+        LayerCase("complex", lambda: [hands_on(lambda x: x * 1j), takes_in(lambda x, y: x + y.imag)]),
+        LayerCase("whole numbers", lambda: [hands_on(lambda x: x.long()), takes_in(_halves)]),
+        LayerCase(
+            "GRU",
+            lambda: [With(lambda m, x: m.cells(x)[0], cells=nn.GRU(WIDTH, WIDTH, batch_first=True))],
+            sliced=_MIXES,
+        ),
         LayerCase("checkpoint", lambda: [With(_checkpointed, inner=nested())]),
         LayerCase("checkpoint of old", lambda: [With(partial(_checkpointed, use_reentrant=True), inner=nested())]),
         LayerCase("autocast", lambda: [With(_in_bfloat16, linear=linear())]),
@@ -871,13 +733,16 @@ def _in_bfloat16(module: Any, x: Tensor) -> Tensor:
 
 def autograd() -> list[LayerCase]:
     return [
-        LayerCase("gradient in forward", lambda: [InnerGradient()]),
+        LayerCase("gradient in forward", lambda: [With(_adds_inner_gradient, energy=_energy())]),
         LayerCase(
-            "gradients of weights in forward", lambda: [InnerGradient(with_weights=True)], BY_MICROBATCH, sliced=_MIXES
+            "gradients of weights in forward",
+            lambda: [With(partial(_adds_inner_gradient, with_weights=True), energy=_energy())],
+            BY_MICROBATCH,
+            sliced=_MIXES,
         ),
-        LayerCase("gradient in forward as a number", lambda: [InnerBackward()]),
-        LayerCase("functional_call", lambda: [FunctionalCall()]),
-        LayerCase("vmap", lambda: [Mapped()]),
+        LayerCase("gradient in forward as a number", lambda: [With(_adds_gradient_as_a_number, energy=linear())]),
+        LayerCase("functional_call", lambda: [With(_with_doubled_weights, linear=linear())]),
+        LayerCase("vmap", lambda: [With(lambda m, x: torch.func.vmap(m.linear)(x), linear=linear())]),
         LayerCase("torch.func.grad", lambda: [With(_adds_gradient, linear=linear())]),
         LayerCase("torch.func.vjp", lambda: [With(_adds_product, linear=linear())]),
         LayerCase("torch.func.jacrev", lambda: [With(_adds_jacobian, linear=linear())]),
@@ -888,9 +753,17 @@ def autograd() -> list[LayerCase]:
             BY_MICROBATCH,
             sliced=_MIXES,
         ),
-        LayerCase("jvp", lambda: [ForwardDerivative()]),
-        LayerCase("Linear on a vector", lambda: [OfAVector()]),
-        LayerCase("embedding of one id", lambda: [OfOneId()]),
+        LayerCase("jvp", lambda: [With(_derivative, linear=linear())]),
+        LayerCase(
+            "Linear on a vector",
+            lambda: [
+                With(lambda m, x: x + m.linear(m.vector), linear=linear(), vector=nn.Parameter(torch.randn(WIDTH)))
+            ],
+        ),
+        LayerCase(
+            "embedding of one id",
+            lambda: [With(lambda m, x: x + m.embed(torch.tensor(2, device=x.device)), embed=nn.Embedding(4, WIDTH))],
+        ),
         LayerCase("embedding", lambda: [OfIds()]),
         LayerCase("embedding with max_norm", lambda: [OfIds(max_norm=1.0)]),
         LayerCase("sparse embedding", lambda: [OfIds(sparse=True)]),
@@ -924,10 +797,29 @@ def mixing() -> list[LayerCase]:
             lambda: [nn.InstanceNorm1d(TOKENS, track_running_stats=True)],
             "averages over the batch",
         ),
-        LayerCase("causal_attention", lambda: [Attend(), Attend()]),
-        LayerCase("gated convolution", lambda: [GatedConvolution()], sliced=_MIXES),
-        LayerCase("attention from zero", lambda: [AttentionFromZero()], sliced=_MIXES),
-        LayerCase("positions from zero", lambda: [PositionsFromZero()], sliced=_MIXES),
+        LayerCase(
+            "causal_attention", lambda: [With(_attends_to_all, inwards=nn.Linear(WIDTH, 3 * WIDTH)) for _ in range(2)]
+        ),
+        LayerCase(
+            "gated convolution",
+            lambda: [With(_convolved, convolution=nn.Conv1d(WIDTH, WIDTH, 3), gate=nn.Parameter(torch.zeros(WIDTH)))],
+            sliced=_MIXES,
+        ),
+        LayerCase(
+            "attention from zero",
+            lambda: [With(_attends, inwards=nn.Linear(WIDTH, 3 * WIDTH), outwards=_from_zero(linear()))],
+            sliced=_MIXES,
+        ),
+        LayerCase(
+            "positions from zero",
+            lambda: [
+                With(
+                    lambda m, x: x + m.table(torch.arange(x.shape[1], device=x.device)),
+                    table=_from_zero(nn.Embedding(64, WIDTH)),
+                )
+            ],
+            sliced=_MIXES,
+        ),
         LayerCase("look-back of 16", lambda: [Apply(look_back)], sliced=_MIXES),
         LayerCase(
             "gate that is a buffer",
@@ -940,7 +832,17 @@ def mixing() -> list[LayerCase]:
             ],
             sliced=_MIXES,
         ),
-        LayerCase("gated look-back", lambda: [Gated(look_back)], sliced=_MIXES),
+        LayerCase(
+            "gated look-back",
+            lambda: [
+                With(
+                    lambda m, x: x + m.gate * look_back(m.linear(x)),
+                    linear=linear(),
+                    gate=nn.Parameter(torch.zeros(())),
+                )
+            ],
+            sliced=_MIXES,
+        ),
         LayerCase("mixing in training alone", lambda: [With(mixes_in_training)], sliced=_MIXES),
         LayerCase("mean of blocks", lambda: [Apply(mean_of_blocks)], sliced=_MIXES),
         LayerCase("gradient that mixes tokens", lambda: [Apply(NormedGradient.apply)], sliced=_MIXES),

@@ -82,10 +82,7 @@ def counted(text: TokenisedText, tokenizer: Any, index: int = 0) -> str:
     [
         ({}, f"a fox{END}|an owl{END}"),
         ({"loss": "completion"}, f"an owl{END}"),
-        (
-            {"loss": "all"},
-            f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}",
-        ),
+        ({"loss": "all"}, f"<user>what is it<assistant>a fox{END}<user>and this<assistant>an owl{END}"),
     ],
     ids=["assistant", "completion", "all"],
 )

@@ -135,11 +135,7 @@ def test_a_broken_row_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("training", "data", "words"),
     [
-        (
-            {"epochs": 1, "steps": None},
-            {},
-            "training.epochs=1.0 with data.streaming=true, which reads while it",
-        ),
+        ({"epochs": 1, "steps": None}, {}, "training.epochs=1.0 with data.streaming=true, which reads while it"),
         ({"eval_every": 5}, {}, "training.eval_every=5 with data.streaming=true"),
         ({"single_process_steps": 5}, {}, "training.single_process_steps=5 with data.streaming=true"),
         ({}, {"tokenizer": None}, "a model without a tokenizer with data.streaming=true"),

@@ -180,10 +180,7 @@ PARTS: dict[str, tuple[list[str], Adapter | None]] = {
     "parts of layers": ([*LOW, "model.layers.1.self_attn*", "*gate_proj*"], None),
     "all but the head": (["model.*"], None),
     "an adapter": ([], ADAPTER),
-    ONE: (
-        [],
-        replace(ADAPTER, config=LoraConfig(r=4, target_modules=["down_proj"], layers_to_transform=[2])),
-    ),
+    ONE: ([], replace(ADAPTER, config=LoraConfig(r=4, target_modules=["down_proj"], layers_to_transform=[2]))),
 }
 
 

@@ -1,29 +1,50 @@
-"""A step's record has its figures, and its phases add up to the step."""
+"""A step's record has its figures and phases; trackers show every number; slow ranks are named."""
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
+import math
+import random
 import resource
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from slipstream.errors import SlipstreamError
+from slipstream.parallel import GpuMemory, RankGroup
 from slipstream.schedule import Action, Op, add_communication, add_recompute, make_schedule, spread_vocabulary
 from slipstream.simulator import simulate
 from slipstream.simulator.costs import UnitCost
 from slipstream.timeline import Span, Timeline
-from slipstream.train.metrics.flops import StepFigures
+from slipstream.train.metrics.flops import RunFigures, StepFigures
 from slipstream.train.metrics.records import (
+    NAMES,
+    ChangeRecord,
     MetricsFile,
+    MetricsRecord,
     Phases,
+    StartRecord,
     StepRecord,
+    Tracker,
     ValidationRecord,
     as_dictionary,
+    check_trackers,
+    flat,
+    make_trackers,
     peak_memory,
 )
+from slipstream.train.metrics.reporter import Stragglers, Traffic
 from slipstream.train.run_folder import TolerantWrites
 from support.architectures import ARCHITECTURES, tokens
+from support.forked import launch
+from support.paths import WORKERS
 from support.pipelines import make_pipe
+from support.tiny_training import metrics_of
 
 FIGURES = StepFigures(2000.0, 4e9, 5e9, 0.0123, 0.0154, 0.41, 0.5)
 STEP = StepRecord(1, 2.5, 0.1, 1.0, 0.5, 2000.0, 0.25, [2**20, 3 * 2**20])
@@ -171,3 +192,204 @@ def test_a_step_in_words() -> None:
     assert "  ".join(STEP.texts()) == "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  idle 25%  3.15 MB"
     expected = "loss 2.500  2,000 tokens/s  norm 1  lr 0.1  MFU 41%  idle 25%  3.15 MB"
     assert "  ".join(FULL.texts()) == expected
+
+
+RUN = RunFigures(1000, 1000, 2, 128, 4e9, 1e12, "measured", 1100.0, 5e9)
+
+
+def step(number: int, loss: float) -> StepRecord:
+    return StepRecord(
+        number,
+        loss,
+        1e-3,
+        0.5,
+        0.25,
+        512.0,
+        0.125,
+        [10, 20],
+        StepFigures(512.0, 4e9, 5e9, 0.008, 0.01, 0.25, 0.5),
+        Phases(forward=0.125),
+        {"pp": 64, "tp": 0},
+    )
+
+
+def write(trackers: list[Tracker], *records: MetricsRecord) -> None:
+    for tracker in trackers:
+        for record in records:
+            tracker.write(record)
+        tracker.close()
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> (step, value) of all event files, as TensorBoard shows them."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def texts(folder: Path) -> dict[str, str]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+
+
+def test_event_files_have_every_number_of_every_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    trackers = make_trackers(["tensorboard"], tmp_path, {"training": {"seq_len": 64}}, 0)
+    write(trackers, RUN, step(1, 4.0), step(2, 3.5), ValidationRecord(2, 3.75, math.exp(3.75)))
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 4.0), (2, 3.5)]
+    assert found["mfu"] == [(1, 0.25), (2, 0.25)]
+    assert found["phases/forward"] == [(1, 0.125), (2, 0.125)]
+    assert found["bytes_sent/pp"] == [(1, 64), (2, 64)]
+    assert found["peak_memory/1"] == [(1, 20), (2, 20)]
+    assert found["validation_loss"] == [(2, 3.75)]
+    lines = metrics_of(tmp_path)
+    assert set(found) == {name for line in lines[1:] for name, _ in flat(line) if name != "step"}
+    shown = texts(tmp_path)
+    assert "| training/seq_len | 64 |" in shown["settings/text_summary"]
+    assert "| peak_source | measured |" in shown["run/text_summary"]
+
+
+def test_a_start_a_bad_step_and_slow_ranks_are_texts(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    bad = {"why": "the loss isn't finite", "samples": [3], "done": "skipped"}
+    begun = StartRecord.now(0, ["node7"], torch.device("cpu"), {"pp": 2}, 0)
+    records = (begun, ChangeRecord(2.5), step(1, 4.0), replace(step(2, math.nan), bad=bad))
+    trackers = make_trackers(["tensorboard"], tmp_path, {}, 0)
+    write(trackers, *records, replace(step(3, 3.0), stragglers=["step 3: rank 1 (node7) is slow"]))
+    shown = texts(tmp_path)
+    assert shown["bad/why/text_summary"] == "the loss isn't finite"
+    assert shown["stragglers/0/text_summary"] == "step 3: rank 1 (node7) is slow"
+    assert "| hosts/0 | node7 |" in shown["start/text_summary"]
+    assert "| mesh/pp | 2 |" in shown["start/text_summary"]
+    assert "| change_seconds | 2.5 |" in shown["change/text_summary"]
+    assert f"| versions/torch | {torch.__version__} |" in shown["start/text_summary"]
+    assert [number for number, _ in scalars(tmp_path)["lr"]] == [1, 2, 3]
+    lines = metrics_of(tmp_path)
+    assert lines[0]["started_after"] == 0
+    assert (lines[3]["loss"], lines[3]["bad"]) == (None, bad)
+    assert lines[4]["stragglers"] == ["step 3: rank 1 (node7) is slow"]
+
+
+def test_a_resumed_run_shows_what_it_ran_again_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write(make_trackers(["tensorboard"], tmp_path, {}, 0), *(step(number, 1.0) for number in range(1, 5)))
+    write(make_trackers(["tensorboard"], tmp_path, {}, resumed_after=2), step(3, 2.0))
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    lines = metrics_of(tmp_path)
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_without_names_there_are_json_lines_alone(tmp_path: Path) -> None:
+    write(make_trackers([], tmp_path, {}, 0), step(1, 4.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_package_is_named_with_how_to_install_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were not installed: the package is not where Python looks for it."""
+    find = importlib.machinery.PathFinder.find_spec
+
+    def without(fullname: str, *args: Any, **kwargs: Any) -> Any:
+        return None if fullname == name else find(fullname, *args, **kwargs)
+
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", without)
+    monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+    with pytest.raises(SlipstreamError, match=rf"isn't installed; type pip install 'slipstream\[{name}\]'"):
+        check_trackers([name])
+
+
+def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="'tensorbord' isn't known; did you mean 'tensorboard'"):
+        make_trackers(["tensorbord"], tmp_path, {}, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_and_biases_takes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trackers = make_trackers(["wandb"], tmp_path, {"training": {"seq_len": 64}}, 0)
+    write(trackers, RUN, step(1, 4.0), ValidationRecord(1, 3.75, math.exp(3.75)))
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    data = kept.read_bytes()
+    assert b"validation_loss" in data
+    assert b"phases/forward" in data or b"phases" in data
+
+
+def test_what_a_rank_does_not_know_has_no_number() -> None:
+    gpu = GpuMemory(allocated=1, reserved=2, between=3, retries=4, failures=5)
+    record = as_dictionary(replace(step(1, 2.0), gpu_memory=[None, gpu]))
+    found = {name: value for name, value in flat(record) if name.startswith("gpu_memory")}
+    assert found == {f"gpu_memory/1/{name}": value for name, value in vars(gpu).items()}
+
+
+WORKER = WORKERS / "training/traffic.py"
+
+
+def test_collectives_send_what_a_ring_sends() -> None:
+    """A layer of tensor parallelism sends 8 b s h (t-1)/t elements (PTD-P section 3.2), replicas (d-1)/d of theirs."""
+    ended = launch(2, WORKER)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout)
+    layer = 8 * (2 * 24 * 8) * (2 - 1) // 2 * 4
+    replicas = (2 * 50 * 8 + 2 * 50 * 4) // 2
+    step = {"pp": 7, "dp": replicas, "tp": layer}
+    nothing = {"pp": 0, "dp": 0, "tp": 0}
+    assert found["rank"] == [step, step, nothing]
+    assert found["all"] == [{axis: 2 * size for axis, size in each.items()} for each in (step, step, nothing)]
+
+
+def test_a_process_alone_sends_nothing() -> None:
+    assert Traffic({"dp": RankGroup(), "tp": RankGroup()}).of_step(0) == {"pp": 0, "dp": 0, "tp": 0}
+
+
+HOSTS = ["node0", "node0", "node1", "node1"]
+REPLICAS = [[0, 2], [1, 3], [0, 2], [1, 3]]  # two pipelines of two stages
+ALONE = [[0], [1], [2], [3]]
+
+
+def lines_of(peers: list[list[int]], seconds: Callable[[int, int], float], steps: int) -> list[str]:
+    watch = Stragglers(peers, HOSTS)
+    return [
+        each.line
+        for step in range(1, steps + 1)
+        for each in watch.add(
+            step, [{"forward": 0.03, "backward": seconds(rank, step) - 0.03, "data": 0.0} for rank in range(4)]
+        )
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("peers", [REPLICAS, ALONE])
+def test_no_false_alarm_in_a_thousand_noisy_steps(peers: list[list[int]], seed: int) -> None:
+    """Stages differ by half; every step by a fifth; one in twenty of a rank takes up to three times as long, and a
+    machine is now and then slower for eight steps."""
+    noise = random.Random(seed)
+    busy = {step: noise.random() < 0.004 for step in range(1, 1001)}
+
+    def seconds(rank: int, step: int) -> float:
+        long = noise.uniform(1, 3) if noise.random() < 0.05 else 1.0
+        is_busy = any(busy.get(step - back, False) for back in range(8))
+        return (0.08 + 0.04 * (rank % 2)) * noise.uniform(0.9, 1.1) * long * (1.5 if is_busy and rank < 2 else 1)
+
+    assert lines_of(peers, seconds, 1000) == []
+
+
+@pytest.mark.parametrize(("peers", "against"), [(REPLICAS, "its peers' (rank 0)"), (ALONE, "its own before")])
+def test_a_slow_rank_is_named_once(peers: list[list[int]], against: str) -> None:
+    noise = random.Random(0)
+
+    def seconds(rank: int, step: int) -> float:
+        return 0.1 * noise.uniform(0.9, 1.1) * (1.6 if rank == 2 and step > 200 else 1)
+
+    (line,) = lines_of(peers, seconds, 400)
+    assert "rank 2 (node1) is slow in backward: it computes for 0.1" in line
+    assert line.endswith(against)
+    assert 200 < int(line.removeprefix("step ").partition(":")[0]) < 245
+
+
+def test_a_rank_that_has_caught_up_is_named_again_when_it_falls_back() -> None:
+    lines = lines_of(REPLICAS, lambda rank, step: 0.2 if rank == 2 and step % 100 > 50 else 0.1, 200)
+    assert len(lines) == 2

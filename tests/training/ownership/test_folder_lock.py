@@ -1,12 +1,10 @@
-"""One run at a time in an output folder, whatever dies, on whatever machine."""
+"""One run at a time in an output folder, whatever dies, and only what a run has listed is ever removed."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,8 @@ import pytest
 
 from slipstream.errors import SlipstreamError
 from slipstream.train.folder_lock import FolderLock
-from support.forked import run_alone
+from slipstream.train.run_folder import ListedFiles
+from support.forked import ForkedProgram, run_alone
 from support.paths import TESTS
 from support.timeouts import LIMIT
 
@@ -75,14 +74,21 @@ def test_a_run_that_has_been_silent_for_long_seems_to_have_ended(tmp_path: Path)
         assert not held.seems_held()
 
 
+def killed_owner(folder: Path) -> ForkedProgram:
+    """A process that was killed while it held the folder."""
+    script = folder.with_suffix(".py")
+    script.write_text(HOLDS)
+    process = ForkedProgram(folder, script, folder)
+    process.wait_for("taken\n")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return process
+
+
 @pytest.mark.parametrize("where", ["here", "on another machine"])
 def test_a_killed_owner_is_taken_over(tmp_path: Path, where: str) -> None:
     """At once where its process can be seen to be gone, else when its heartbeat has stopped."""
-    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "taken\n"
-        process.send_signal(signal.SIGKILL)
+    process = killed_owner(tmp_path)
     if where == "on another machine":
         values = json.loads(owner_file(tmp_path).read_text())
         owner_file(tmp_path).write_text(json.dumps(values | {"machine": "another", "host": "node7"}))
@@ -108,10 +114,7 @@ def test_an_owner_that_was_silent_for_too_long_ends(tmp_path: Path) -> None:
 
 
 def test_of_many_that_take_over_one_succeeds(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "taken\n"
-        process.kill()
+    killed_owner(tmp_path)
     locks, refused = [lock(tmp_path, [], stale_seconds=LIMIT) for _ in range(6)], []
 
     def take(each: FolderLock) -> None:
@@ -167,15 +170,15 @@ time.sleep(1000)
 
 @pytest.mark.more
 def test_a_run_that_has_lost_its_folder_ends_without_saving_anything(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "taken\n"
-        other = tmp_path / "slipstream-run" / "owner-0002.json"
-        part = other.with_suffix(".part")  # the run reads it at any time
-        part.write_text((tmp_path / "slipstream-run" / "owner-0001.json").read_text().replace('"key": "', '"key": "x'))
-        part.replace(other)
-        _, errors = process.communicate(timeout=LIMIT)
+    script = tmp_path.with_suffix(".py")
+    script.write_text(SCRIPT)
+    process = ForkedProgram(tmp_path, script, tmp_path)
+    process.wait_for("taken\n")
+    other = tmp_path / "slipstream-run" / "owner-0002.json"
+    part = other.with_suffix(".part")  # the run reads it at any time
+    part.write_text((tmp_path / "slipstream-run" / "owner-0001.json").read_text().replace('"key": "', '"key": "x'))
+    part.replace(other)
+    _, errors = process.communicate()
     assert process.returncode == 1
     assert errors.startswith("error: process ")
     assert errors.rstrip().endswith("this run ends")
@@ -189,3 +192,45 @@ def test_whoever_lost_its_folder_changes_nothing_of_the_next_run(tmp_path: Path)
     for how, problems in json.loads(ended.stdout).items():
         assert len(problems) > (20 if how == "begins again" else 40)
         assert [(number, each) for number, each in enumerate(problems, 1) if each] == []
+
+
+def test_what_is_listed_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    listed = ListedFiles(tmp_path)
+    for name in ("config.yaml", "inputs/deep/tokens", "model/config.json", "model/.hidden", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    listed.add(tmp_path / "config.yaml")
+    listed.add_folder(tmp_path / "inputs")
+    listed.add_folder(tmp_path / "model")
+    assert listed.find_unlisted(tmp_path / "model") is None
+    listed.itemise(tmp_path / "model")
+    (tmp_path / "model" / "own.gguf").touch()  # somebody puts it there
+    assert listed.find_unlisted(tmp_path / "model") == tmp_path / "model" / "own.gguf"
+    assert listed.find_unlisted(tmp_path / "notes.txt") == tmp_path / "notes.txt"
+    assert listed.find_unlisted(tmp_path / "inputs") is None
+    assert listed.find_unlisted(tmp_path / "nowhere") is None
+    listed.remove()
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"notes.txt", "model/own.gguf", "slipstream-run/files.json"}
+    assert not (tmp_path / "inputs").exists()
+    assert not listed.has(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("text", ['{"files": ["../mine"]}', '{"files": ["/mine"]}', "{}", "", '{"files": [1]}'])
+def test_a_list_that_leads_elsewhere_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "slipstream-run").mkdir()
+    (tmp_path / "slipstream-run" / "files.json").write_text(text)
+    with pytest.raises(SlipstreamError, match=r"files\.json isn't a list of a run's files"):
+        ListedFiles(tmp_path).remove()
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "far" / "kept").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "inputs").symlink_to(tmp_path / "far")
+    listed = ListedFiles(tmp_path / "run")
+    listed.add_folder(tmp_path / "run" / "inputs")
+    listed.remove()
+    assert (tmp_path / "far" / "kept").exists()
+    assert not (tmp_path / "run" / "inputs").is_symlink()
+    assert json.loads((tmp_path / "run" / "slipstream-run" / "files.json").read_text()) == {"files": []}

@@ -97,10 +97,7 @@ def test_pairs_from_which_nothing_is_learnt_are_left_out_and_counted() -> None:
     ("row", "problem"),
     [
         ({"chosen": "a", "rejected": "b"}, "row 1: chosen and rejected are texts, which need the column prompt"),
-        (
-            {"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"},
-            "lists of messages; where",
-        ),
+        ({"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"}, "lists of messages; where"),
         ({"prompt": [{"speaker": "user", "content": "a"}], "chosen": [], "rejected": [{}]}, "needs a role"),
     ],
 )

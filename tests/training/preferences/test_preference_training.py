@@ -28,10 +28,9 @@ from slipstream.train.export import opened_model
 from slipstream.train.preferences import load_with_reference, preference_loss
 from slipstream.train.preflight import preflight
 from slipstream.train.run_context import RunContext
-from support.forked import COMMAND, launch
 from support.parameters import first_of
 from support.preferences import log_probabilities
-from support.tiny_training import metrics_of, tiny_llama
+from support.tiny_training import half_of, metrics_of, run_training, tiny_llama
 
 BETA = 0.5
 SETTINGS: dict[str, Any] = {
@@ -61,11 +60,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(output: Path, file: Path, *more: str, num_processes: int = 2) -> str:
-    config = output.with_suffix(".yaml")
-    config.write_text(yaml.safe_dump({**SETTINGS, "data": {**SETTINGS["data"], "dataset": str(file)}}))
-    ended = launch(num_processes, COMMAND, "train", str(config), f"--training.output={output}", *more)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
+    settings = {**SETTINGS, "data": {**SETTINGS["data"], "dataset": str(file)}}
+    return run_training(num_processes, output, settings, *more).stdout
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +74,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
 
 
 def lines_of(output: Path, name: str) -> list[dict[str, Any]]:
-    lines = metrics_of(output)
-    return [line for line in lines if name in line]
+    return [line for line in metrics_of(output) if name in line]
 
 
 def found_by(model: PreTrainedModel, text: TokenisedText) -> NDArray[np.float64]:
@@ -162,7 +157,7 @@ def test_a_run_without_a_reference_is_resumed_and_evaluated(loss: str, file: Pat
 
 def begun(whole: Path, output: Path, *parts: str) -> Path:
     """A folder with the checkpoint of step 3, and these parts of the run."""
-    shutil.copytree(whole / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
+    half_of(whole, output)
     for part in parts:
         shutil.copy(whole / part, output / part)
     return output

@@ -18,11 +18,7 @@ from support.options import grouped
 
 MODEL = llama(num_hidden_layers=2)
 LENGTH = 20  # tokens
-MESHES = {
-    "pp": ({"pp": 2}, {}),
-    "zero": ({"dp": 2}, {"shard": "optimizer"}),
-    "tp": ({"tp": 2}, {}),
-}
+MESHES = {"pp": ({"pp": 2}, {}), "zero": ({"dp": 2}, {"shard": "optimizer"}), "tp": ({"tp": 2}, {})}
 
 
 def start(mesh: str, optimizer: str, seed: int = 1) -> tuple[Pipeline, Optimizer]:

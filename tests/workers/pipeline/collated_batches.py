@@ -86,4 +86,4 @@ def a_batch_that_a_replica_refuses() -> None:
 CASES = by_name(a_replica_without_padding, positions_beside_another_replicas_padding, a_batch_that_a_replica_refuses)
 
 if __name__ == "__main__":
-    run_cases(CASES, sys.argv[1:2])
+    run_cases(CASES, sys.argv[1:])

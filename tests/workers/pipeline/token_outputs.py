@@ -54,4 +54,4 @@ def stages_and_replicas() -> None:
 CASES = by_name(tensor_ranks, stages_and_replicas)
 
 if __name__ == "__main__":
-    run_cases(CASES, sys.argv[1:2])
+    run_cases(CASES, sys.argv[1:])
