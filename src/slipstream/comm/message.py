@@ -1,6 +1,6 @@
 """The format of a message: tensors of any shapes and dtypes in one buffer, behind a header that describes them.
 
-gloo silently accepts a shorter message into a larger buffer, so every message says what it is.
+gloo silently accepts a shorter message into a larger buffer, so every message describes itself.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SkipSend(NamedTuple):
         return f"{Action(self.op, self.stage, self.microbatch, self.slice)} to stage {self.to}"
 
 
-Message = Action | SkipSend  # what a SEND on both ends is known by
+Message = Action | SkipSend  # the key of a SEND on both ends
 
 
 class TransportError(RankFailedError):
-    """Raised where another message came than expected, or none: names what was expected and what came."""
+    """Raised where another message came than expected, or none: names both."""
 
 
 def header_bytes(specs: Sequence[TensorSpec]) -> int:
@@ -65,7 +65,7 @@ def pack(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 
 
 def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
-    """Writes what describes the message to the buffer's begin."""
+    """Writes the message's description to the buffer's begin."""
     header = header_of(message, tensors)
     if buffer.is_cuda:  # or the host would wait until the GPU has computed all that came before
         header = header.pin_memory()
@@ -73,7 +73,7 @@ def write_header(message: Message, tensors: Tensors, buffer: Tensor) -> None:
 
 
 def call_off(buffer: Tensor) -> None:
-    """Makes what is in a buffer a message that says that its tensors could not be read."""
+    """Turns a buffer into a message that says that its tensors could not be read."""
     buffer[:8].view(torch.int64).fill_(_NEVER_COPIED)
 
 
@@ -128,7 +128,7 @@ def check_header(header: Tensor, message: Message, specs: Sequence[TensorSpec]) 
 
 
 def _read(words: list[int]) -> _Came:
-    """Returns what a header describes; one of more tensors than there is room for is read as far as it goes."""
+    """Returns the message of a header; one of more tensors than there is room for is read as far as it goes."""
     op, stage, microbatch, index, num_tensors, *rest = words
     tensors: list[tuple[torch.Size, torch.dtype]] = []
     while rest and len(tensors) < num_tensors:

@@ -24,9 +24,8 @@ VocabularySpecs = Callable[[SkipSend], Sequence[TensorSpec]]
 class SideMessages(ABC):
     """One rank's end of these messages in one step.
 
-    What is waited for was sent when an action ended that the schedule puts before: so they add nothing that a rank
-    could wait for in a circle. Receives are posted in the order in which the other end's schedule sends, one ahead of
-    what is needed.
+    An awaited message was sent at the end of an action that the schedule puts before: so no ranks wait for each other
+    in a circle. Receives are posted in the order in which the other end's schedule sends, one ahead of what is needed.
     """
 
     def __init__(self, rank: int, schedule: Schedule, transport: Transport) -> None:
@@ -115,7 +114,7 @@ class SideMessages(ABC):
 class SkipMessages(SideMessages):
     """The skips past stages.
 
-    stage 0  --- F ---> stage 1 --- F ---> stage 2        what the stages hand on to each other
+    stage 0  --- F ---> stage 1 --- F ---> stage 2        the stages' own messages
         \\________________________________/                a skip, sent when F of stage 0 ends
     """
 
@@ -128,7 +127,7 @@ class SkipMessages(SideMessages):
         return tuple(tensor for message in self.incoming(action) for tensor in self.take(message))
 
     def hand_on(self, send: Action, tensors: Tensors) -> Tensors:
-        """Sends what goes elsewhere than the regular message `send`; returns what goes with that."""
+        """Sends the tensors that skip stages, and returns those that go with the regular message `send`."""
         specs = self._specs(send.op, (send.stage, send.microbatch, send.slice))
         for peer in _peers(specs):
             message = SkipSend(send.op, send.stage, send.microbatch, send.slice, to=peer)
@@ -152,7 +151,8 @@ class SkipMessages(SideMessages):
         row = self._schedule.actions[self._schedule.placement[message.stage]]
         made = [action for action in row if action.op in producers and action.stage == message.stage]
         sent = [message._replace(microbatch=action.microbatch, slice=action.slice) for action in made]
-        return [each for each in sent if self.specs_of(each)]  # a skip before CutTokens is the first slice's alone
+        # A skip before CutTokens is the first slice's alone.
+        return [message for message in sent if self.specs_of(message)]
 
     def proven_by(self, message: SkipSend) -> SkipSend | None:
         """A gradient proves that its skip arrived; a skip, that the gradient of its sender's last backward did."""
@@ -185,7 +185,6 @@ def _receive(send: Op) -> Op:
 
 
 def _peers(specs: Sequence[TensorSpec]) -> list[int]:
-    """Returns the other ends of skips, in the order in which their tensors are listed."""
     return list(dict.fromkeys(spec.peer for spec in specs if spec.peer is not None))
 
 
@@ -193,13 +192,13 @@ _DIRECTIONS: dict[Op, Direction] = {Op.F: "activations", Op.V: "activations", Op
 
 
 class VocabularyMessages(SideMessages):
-    """What goes between the ranks' rows of a spread vocabulary and the two ends of the model.
+    """The messages between the ranks' rows of a spread vocabulary and the two ends of the model.
 
     last stage  --- F: the head's input --->  rows of stage g
                 <-- V: their part ----------
                 --- L: the sums ----------->
 
-    first stage <-- E: what they look up ---  rows of stage g, where they embed too
+    first stage <-- E: the embeddings ------  rows of stage g, where they embed too
                 --- B or I: its gradient -->
     """
 
@@ -248,7 +247,7 @@ class VocabularyMessages(SideMessages):
         op, stage, m, i, to = message
         if op in (Op.V, Op.L):
             return SkipSend(Op.F if op is Op.V else Op.V, to, m, i, to=stage)
-        if op is Op.F:  # what the first stage made of it has gone through all stages
+        if op is Op.F:  # the first stage's output has gone through all stages
             return SkipSend(Op.E, to, m, i, to=0)
         before = self._gradients_before.get(Action(op, stage, m, i))
         return None if before is None else self.incoming(before)[0]

@@ -7,8 +7,8 @@
                copies                                  [to the GPU]
                computing                                           waits [F0] ...
 
-A rank waits on its main thread only for what others send, as with gloo between processors. The thread sends what was
-copied, in order; a copy waits for work of its own GPU alone, so every message is sent whatever its rank waits for.
+A rank waits on its main thread only for others' messages, as with gloo between processors. The thread sends the copies
+in order; a copy waits for work of its own GPU alone, so every message is sent whatever its rank waits for.
 
 Copies between a GPU and pinned host memory beside its computing, and the buffers they are between.
 
@@ -86,7 +86,7 @@ class StagedTransport(DistributedTransport):
     def _post_send(self, channel: Channel, message: Message, tensors: Tensors, buffer: Tensor) -> PendingWork:
         """Packs the message on the GPU, so that its tensors may change, and leaves it to the thread."""
         begin = header_bytes([TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors])
-        here, _ = self._here.take(buffer.numel())  # what it was used for comes before on the same stream
+        here, _ = self._here.take(buffer.numel())  # its last use comes before on the same stream
         write_header(message, tensors, buffer)
         write_tensors(tensors, here)
         copied = self._outward.copy(buffer[begin:], here[begin:], now_on(self._device))
@@ -94,7 +94,7 @@ class StagedTransport(DistributedTransport):
         return StagedSend(posted, partial(self._here.give, here))
 
     def _send_copied(self, copied: Moment, channel: Channel, buffer: Tensor) -> PendingWork:
-        """Sends what has been copied; where the GPU failed, says so to the receiver, for which this rank may wait."""
+        """Sends a copied message; where the GPU failed, says so to the receiver, for which this rank may wait."""
         try:
             wait_for(copied)
         except RuntimeError as error:
@@ -178,7 +178,7 @@ class BufferPool:
 
 
 def buffers_on(device: torch.device) -> BufferPool:
-    """Returns a pool of buffers on a GPU. What its current stream still computes may use the memory of a new one."""
+    """Returns a pool of buffers on a GPU. Pending work of its current stream may use the memory of a new one."""
     return BufferPool(lambda size: (torch.empty(size, dtype=torch.uint8, device=device), now_on(device)), True)
 
 
@@ -194,7 +194,7 @@ def now_on(device: torch.device) -> Moment:
 
 
 def hold_until(moment: Moment, device: torch.device) -> None:
-    """Lets what the device's current stream is given from now on wait for the moment."""
+    """Lets the later work of the device's current stream wait for the moment."""
     if moment is not None:
         torch.cuda.current_stream(device).wait_event(moment)
 

@@ -53,7 +53,7 @@ class Transport:
         """Posts the message and returns without waiting."""
 
     def settle(self, channel: Channel, message: Message) -> None:
-        """Frees what is kept of this message and of those before it, as the other end has received it."""
+        """Frees the memory of this message and of those before it, as the other end has received it."""
 
     def post_receive(self, channel: Channel, message: Message, specs: Sequence[TensorSpec]) -> None:
         """Makes room for the message and returns without waiting."""
@@ -110,12 +110,12 @@ class LocalTransport(Transport):
         """Hands the oldest send to the oldest receive, whichever is waited for first."""
         sent, posted = self._sent[channel], self._posted[channel]
         while sent and posted:
-            (found, tensors), (message, specs) = sent.popleft(), posted.popleft()
-            fits = found == message and len(tensors) == len(specs)
+            (sent_message, tensors), (message, specs) = sent.popleft(), posted.popleft()
+            fits = sent_message == message and len(tensors) == len(specs)
             for tensor, spec in zip(tensors, specs, strict=False):
                 fits = fits and (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype)
             if not fits:
-                check_header(header_of(found, tensors), message, specs)  # raises, and says how they differ
+                check_header(header_of(sent_message, tensors), message, specs)  # raises, and says how they differ
             self._arrived[message] = tensors
 
 
@@ -155,21 +155,21 @@ class DistributedTransport(Transport):
         """Sends a number through each channel of this rank, in the order that all ranks have.
 
         NCCL connects two ranks at their first message, for which the host of each end waits: in a step, a receive that
-        is posted ahead would wait for a rank that waits for what this one has still to compute.
+        is posted ahead would wait for a rank that waits for this one's computing.
         """
-        number = torch.zeros(1, device=self._device)
+        zero = torch.zeros(1, device=self._device)
         for channel in channels:
             ends, me = [self._global_ranks[rank] for rank in (channel.source, channel.destination)], dist.get_rank()
             if me in ends:
                 exchange = dist.send if me == ends[0] else dist.recv
-                exchange(number, ends[me == ends[0]], group=self._groups[channel])
+                exchange(zero, ends[me == ends[0]], group=self._groups[channel])
 
     def release_groups(self) -> None:
         self._groups.clear()
 
     def begin(self, agree: Callable[[], object]) -> None:
         self._agree = agree
-        self.bytes_sent = 0  # what another process has sent can't be called back: after a failed step all must restart
+        self.bytes_sent = 0  # messages to other processes can't be called back: after a failed step all must restart
 
     def expect(self, schedule: Schedule) -> None:
         self._windows = send_windows(schedule)
@@ -222,7 +222,7 @@ class DistributedTransport(Transport):
         return unpack(specs, buffer)
 
     def _arrived(self, message: Message) -> tuple[Tensor, Sequence[TensorSpec]]:
-        """Waits for a posted message; returns its buffer and what it should hold."""
+        """Waits for a posted message; returns its buffer and the specs of its tensors."""
         work, buffer, specs = self._posted.pop(message)
         with _explained(f"{message} did not arrive", "a message"):
             work.wait()
@@ -273,7 +273,7 @@ class ScatterGather(Transport):
         stage g    rank 0 [a b]  -- a -->  rank 0 [a b]    stage g + 1
                    rank 1 [a b]  -- b -->  rank 1 [a b]
 
-    What is received is copied into new memory, so the buffer under it is free immediately. All ranks of the tensor axis
+    Received parts are copied into new memory, so the buffer under it is free immediately. All ranks of the tensor axis
     receive the same messages in the same order. Not for sequence parallelism: there each rank has other tokens already.
     """
 
@@ -327,7 +327,7 @@ def part_size(size: int, num_parts: int) -> int:
 
 
 class FakeTransport(Transport):
-    """Drops what is sent; every receive of a shape and a dtype returns the same numbers."""
+    """Drops messages; every receive of a shape and a dtype returns the same numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
