@@ -1,9 +1,9 @@
-"""Forks local ranks from a process that has imported what they need, so that they needn't each do so.
+"""Forks local ranks from a process that has done their imports, so that they needn't each do so.
 
     launcher --fork--> server --fork--> rank 0, rank 1, ...
 
-The server is what the launcher was before it started a thread or used a GPU, and computes nothing, so what it forks is
-like a new process. It ends with the launcher, and its ranks with it.
+The server is the launcher before it started a thread or used a GPU, and computes nothing, so its forks are like new
+processes. It ends with the launcher, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANSWERED_BY_THE_LAUNCHER = {signal.SIGINT, *STOP_SIGNALS}
 _SECONDS_TO_LOOK = 1.0  # for the launcher, whose end is seen at once as a rule
 _SECONDS_TO_END = 3.0
 _PR_SET_PDEATHSIG = 1
-# What mallopt calls the settings of MALLOC, and what no environment variable can tell a process that runs already. A
+# mallopt's names of the settings of MALLOC, which no environment variable can change in a running process. A
 # threshold of -1 is never reached.
 _MALLOPT = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**26), "MALLOC_MMAP_THRESHOLD_": (-3, -1)}
 
@@ -70,7 +70,7 @@ class ForkServer:
         self._codes: dict[int, int] = {}
         self._started: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._has_ended = False
-        # In a thread, as what a signal interrupts in the main thread could lose a message.
+        # In a thread, as a signal in the main thread could lose a message.
         threading.Thread(target=self._hear, name="ends of ranks", daemon=True).start()
 
     def start(
@@ -81,7 +81,7 @@ class ForkServer:
         Raises RankFailedError if the server has ended.
         """
         with suppress(BrokenPipeError):
-            self._connection.send((module, list(arguments), [dict(each) for each in environments]))
+            self._connection.send((module, list(arguments), [dict(environment) for environment in environments]))
         if pids := self._started.get():
             return [ForkedRank(self, pid) for pid in pids]
         raise RankFailedError("the process that forks the ranks has ended, perhaps because memory was short")
@@ -152,14 +152,14 @@ def _serve(connection: Connection, other_end: Connection, launcher: int) -> None
             except EOFError:
                 _end_after_the_launcher(running)
             started = [
-                _FORK.Process(target=_run, args=(module, arguments, each, connection, os.getpid()), name=f"rank {rank}")
-                for rank, each in enumerate(environments)
+                _FORK.Process(target=_run, args=(module, arguments, env, connection, os.getpid()), name=f"rank {rank}")
+                for rank, env in enumerate(environments)
             ]
             for rank in started:
                 rank.start()
             connection.send([rank.pid for rank in started])
             running += started
-        for rank in [each for each in running if each.exitcode is not None]:
+        for rank in [rank_process for rank_process in running if rank_process.exitcode is not None]:
             running.remove(rank)
             connection.send((rank.pid, rank.exitcode))
 
@@ -174,15 +174,15 @@ def _end_after_the_launcher(ranks: list[Any]) -> Never:
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], connection: Connection, server: int) -> None:
-    """Makes this process what `python -m module *arguments` would have been, and runs it."""
+    """Runs a module in this process as `python -m module *arguments` would."""
     import torch
 
     connection.close()
     _signal_at_the_end_of(server, signal.SIGKILL)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_DFL)
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ANSWERED_BY_THE_LAUNCHER)
     defaults = environment.keys() - os.environ.keys()  # the others were set when this process began
     for name in defaults & _MALLOPT.keys():

@@ -33,11 +33,11 @@ _PARENT = "SLIPSTREAM_PARENT"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # as torchrun calls it
 _PR_SET_NAME = 15
 _PASSED_ON: dict[str, type[BaseException]] = {
-    each.__name__: each for each in (SlipstreamError, NonFiniteError, StoppedRunError)
+    kind.__name__: kind for kind in (SlipstreamError, NonFiniteError, StoppedRunError)
 }
 _KINDS = {**_PASSED_ON, RankFailedError.__name__: RankFailedError}  # whose messages need no traceback
 # Linux ends a process at the death of its parent if that is asked for, at any moment of its life, its imports included.
-# What a process has asked for stays when it becomes another program.
+# A process's requests stay when it becomes another program.
 _ASK = f"""
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -49,8 +49,8 @@ _ENDS_WITH_PARENT = ["-I", "-S", "-c", _ASK] if sys.platform == "linux" else []
 # Waits for the end of the process that has the other end of its pipe; ranks that end a moment later may still write.
 _REMOVE = 'read -r _; rm -rf "$1" || { sleep 3; rm -rf "$1"; }'
 _LOOK_SECONDS = 1.0
-_BREATH_SECONDS = 0.01  # between the end of a forked rank and what its server says of it
-_SECONDS_TO_SAY = 3  # what a rank waited for, after another has failed
+_BREATH_SECONDS = 0.01  # between the end of a forked rank and its server's message about it
+_SECONDS_TO_SAY = 3  # to name the awaited message, after another rank has failed
 _SECONDS_TO_END = 3  # between asking ranks to end and killing them
 _ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGBUS)  # which no program of ours sends to one rank alone
 
@@ -121,7 +121,7 @@ def launch_ranks(
         before = num_ended_for_memory()
         try:
             if server is None:
-                ranks.extend(_start_anew([*_ENDS_WITH_PARENT, "-m", module, *arguments], each) for each in environments)
+                ranks.extend(_start_anew([*_ENDS_WITH_PARENT, "-m", module, *arguments], env) for env in environments)
             else:
                 ranks.extend(server.start(module, arguments, environments))
             asked = _pass_stop_signals_on(ranks)
@@ -135,7 +135,7 @@ def launch_ranks(
         if server is not None and server.ending:
             raise RankFailedError(f"{server.ending}, and its ranks have ended with it")
         try:
-            if any(code in (StoppedRunError.exit_code, *(-number for number in asked)) for code in ended.values()):
+            if any(code in (StoppedRunError.exit_code, *(-request for request in asked)) for code in ended.values()):
                 name = signal.Signals(asked[0]).name if asked else "a signal"
                 raise StoppedRunError(f"{name} ended the ranks before they could save anything new")
             _raise_first_cause(ended, error_files, is_short=before is None or before != num_ended_for_memory())
@@ -168,8 +168,8 @@ def _start_anew(arguments: Sequence[str], environment: Mapping[str, str]) -> sub
 def _environment(
     rank: int, place: int, num_ranks: int, address: str, port: int, parent: int, error_file: Path
 ) -> dict[str, str]:
-    """Returns this environment with what torchrun would set, the memory settings, and one thread per rank; what the
-    user has set stays."""
+    """Returns this environment with torchrun's variables, the memory settings, and one thread per rank; the user's
+    variables stay."""
     chosen = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if loopback:
@@ -194,16 +194,16 @@ def _environment(
 def _own_signals() -> Iterator[None]:
     """Lets signals end this process by an exception, after which the ranks are ended; restores the handlers."""
     names = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *STOP_SIGNALS)
-    handlers = {each: signal.getsignal(each) for each in (*names, signal.SIGTSTP)}
+    handlers = {name: signal.getsignal(name) for name in (*names, signal.SIGTSTP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for each in names[1:]:
-        if each not in STOP_SIGNALS or handlers[each] is signal.SIG_DFL:  # else a request may end this by itself
-            signal.signal(each, _exit_by)
+    for name in names[1:]:
+        if name not in STOP_SIGNALS or handlers[name] is signal.SIG_DFL:  # else a request may end this by itself
+            signal.signal(name, _exit_by)
     try:
         yield
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
 
 
 def _stop_with(ranks: Sequence[LocalRank]) -> None:
@@ -239,8 +239,8 @@ def _pass_stop_signals_on(ranks: Sequence[LocalRank]) -> list[int]:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, number)
 
-    for each in STOP_SIGNALS:
-        signal.signal(each, take)
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, take)
     return came
 
 
@@ -260,19 +260,19 @@ class _Regrouping:
 
 
 def _wait(ranks: Sequence[LocalRank], regrouping: _Regrouping) -> dict[int, int]:
-    """Waits until all ranks have ended, or until shortly after one has failed, so that others can say what they waited
-    for; returns the exit codes of those that have ended, in this order."""
+    """Waits until all ranks have ended, or until shortly after one has failed, so that others can name the message they
+    waited for; returns the exit codes of those that have ended, in this order."""
     ended: dict[int, int] = {}
     deadline = math.inf
     while len(ended) < len(ranks) and time.monotonic() < deadline:
-        running = [rank.pid for number, rank in enumerate(ranks) if number not in ended]
+        running = [rank.pid for index, rank in enumerate(ranks) if index not in ended]
         wait_for_an_end(running, max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
         time.sleep(_BREATH_SECONDS)
         regrouping.look(ranks)
-        for number, rank in enumerate(ranks):
+        for index, rank in enumerate(ranks):
             code = rank.poll()
             if code is not None:
-                ended.setdefault(number, code)
+                ended.setdefault(index, code)
         if any(ended.values()):
             deadline = min(deadline, time.monotonic() + _SECONDS_TO_SAY)
     return ended
@@ -281,9 +281,9 @@ def _wait(ranks: Sequence[LocalRank], regrouping: _Regrouping) -> dict[int, int]
 def _end(ranks: Sequence[LocalRank], at_once: bool) -> None:
     """Asks the ranks that still run to end, with all that they have started, and kills them if they don't, or at once
     where one was killed: nothing is left that they could save."""
-    for number in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
         running = [rank for rank in ranks if rank.poll() is None]
-        _signal_groups(running, number)
+        _signal_groups(running, signal_number)
         deadline = time.monotonic() + _SECONDS_TO_END
         while (running := [rank for rank in running if rank.poll() is None]) and time.monotonic() < deadline:
             wait_for_an_end([rank.pid for rank in running], max(0.0, deadline - time.monotonic()))
@@ -336,7 +336,7 @@ def reported_to_the_launcher() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        kind = next((name for name, each in _KINDS.items() if isinstance(error, each)), "")
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "")
         message = str(error) if kind else traceback.format_exc().rstrip()
         # torch reads "message" from such files
         report = {"message": message, "time": time.time(), "kind": kind}
@@ -400,8 +400,8 @@ def _tasks_of_each(environment: Mapping[str, str]) -> list[int]:
     """Returns the number of tasks of every node: `2(x3),1` gives 2, 2, 2, 1."""
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        number, _, times = part.rstrip(")").partition("(x")
-        counts += [int(number)] * int(times or 1)
+        num_tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [int(num_tasks)] * int(times or 1)
     return counts
 
 

@@ -19,30 +19,30 @@ _WITHOUT_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _LONGEST_SILENCE = 60.0  # seconds between lines where there is no terminal
 _NARROWEST_BAR, _WIDEST_BAR = 10, 30
 _SPEED_PERIOD = 3600.0  # seconds over which the time left is estimated: rich's 30 have no two steps of a minute each
-_TIME_WIDTH = 14  # of "1:23:45 left" and what separates it
+_TIME_WIDTH = 14  # of "1:23:45 left" and the space before it
 
 
 class Progress:
     """Lines and bars on a console; `Progress(None)` shows nothing, for ranks that don't own the terminal.
 
-    What has happened and bars are of the level info, below which `--quiet` is; results are always shown.
+    Events and bars are of the level info, below which `--quiet` is; results are always shown.
     """
 
     def __init__(self, console: Console | None) -> None:
         self.console = console
 
     def say(self, text: str | Text) -> None:
-        """Prints a line on what is done or found, which stays."""
+        """Prints a line on the progress, which stays."""
         if shows("info"):
             self.say_result(text)
 
     def warn(self, text: str) -> None:
-        """Prints a line on what is probably not as it should be."""
+        """Prints a line on a probable mistake."""
         if shows("warning"):
             self.say_result(text)
 
     def say_result(self, text: str | Text) -> None:
-        """Prints a line of what the command was run for, whatever the level."""
+        """Prints a line of the command's result, whatever the level."""
         if self.console is None:
             return
         try:

@@ -83,7 +83,7 @@ def connect_ranks(facts: Mapping[str, str], problem: str | None = None, is_elast
 
     Args:
         facts: what must be equal on all ranks.
-        problem: what keeps this rank from taking part, if anything does.
+        problem: the obstacle to this rank's taking part, if any.
         is_elastic: whether the launcher's numbers of starts differ between nodes, and each start has a store.
 
     Raises:
@@ -227,18 +227,18 @@ def _describe_silence(place: RendezvousPoint, reason: str) -> str:
 
 def _resolve(place: RendezvousPoint) -> str:
     try:
-        found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)
     except OSError:
         return "a name without an address on this machine"
-    return " or ".join(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return " or ".join(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _interface_problem() -> str | None:
-    """Returns what is wrong with the interfaces that the user named, if anything is."""
-    given, known = os.environ.get(_INTERFACE), sorted(name for _, name in socket.if_nameindex())
-    if given is None or set(given.split(",")) <= set(known):
+    """Returns the problem of the interfaces that the user named, if any."""
+    chosen, known = os.environ.get(_INTERFACE), sorted(name for _, name in socket.if_nameindex())
+    if chosen is None or set(chosen.split(",")) <= set(known):
         return None
-    return f"{_INTERFACE}={given}, but the interfaces here are {', '.join(known)}; remove it, or name one of them"
+    return f"{_INTERFACE}={chosen}, but the interfaces here are {', '.join(known)}; remove it, or name one of them"
 
 
 def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
@@ -247,9 +247,9 @@ def _choose_address(mine: str, all_addresses: Sequence[str]) -> str:
     `mine` is on the route to the master. On the master's machine that can be the loopback interface (Debian's
     /etc/hosts gives the host's name to it); there, the route to a rank of another machine counts.
     """
-    given = os.environ.get(_INTERFACE)
-    if given is not None:
-        return find_address(given.partition(",")[0]) or mine
+    chosen = os.environ.get(_INTERFACE)
+    if chosen is not None:
+        return find_address(chosen.partition(",")[0]) or mine
     if len(set(all_addresses)) == 1:
         mine = loopback_address()  # all are on this machine, and no other should reach them
     elif is_loopback(mine):
@@ -299,12 +299,12 @@ _Value = TypeVar("_Value")
 
 
 def describe_process(settings: Mapping[str, Any], device_type: str, texts: Mapping[str, str]) -> dict[str, str]:
-    """Returns what must be equal on all ranks of a run, by name: versions, sources, kind of device, settings.
+    """Returns the facts that must be equal on all ranks of a run, by name: versions, sources, kind of device, settings.
 
     Args:
         settings: nested dictionaries of JSON values.
         device_type: "cpu" or "cuda", and whether ranks share it.
-        texts: the contents of files that the settings name, by what to call them; compared by their hashes.
+        texts: the contents of files that the settings name, by their names in messages; compared by their hashes.
     """
     return {
         "slipstream": __version__,
@@ -327,7 +327,7 @@ def differences(facts: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> lis
     """Returns a line for each name whose value differs between ranks: the values, and the ranks that have them."""
     lines = []
     for name in dict.fromkeys(chain(*facts)):
-        ranks_with = ranks_by_value([each.get(name, "absent") for each in facts])
+        ranks_with = ranks_by_value([rank_facts.get(name, "absent") for rank_facts in facts])
         if len(ranks_with) > 1:
             values = (f"{value} on {name_ranks(ranks, hosts)}" for value, ranks in ranks_with.items())
             lines.append(f"{name}: {'; '.join(values)}")

@@ -57,9 +57,8 @@ class RequestCount:
 
 @contextmanager
 def ended_by_requests() -> Iterator[Callable[[], None]]:
-    """Lets a request to stop end the body by StoppedRunError, as there is nothing in it to save.
-
-    Yields what raises it once more, should code that catches everything have swallowed it.
+    """Lets a request to stop end the body by StoppedRunError, as there is nothing in it to save. Yields a function that
+    raises it once more, should code that catches everything have swallowed it.
     """
     came: list[StoppedRunError] = []
 
@@ -72,7 +71,7 @@ def ended_by_requests() -> Iterator[Callable[[], None]]:
         if came:
             raise came[0]
 
-    handlers = {each: signal.signal(each, end) for each in STOP_SIGNALS}
+    handlers = {signal_number: signal.signal(signal_number, end) for signal_number in STOP_SIGNALS}
     try:
         yield end_if_asked
     except Exception as error:
@@ -80,8 +79,8 @@ def ended_by_requests() -> Iterator[Callable[[], None]]:
             raise came[0] from error
         raise
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
     end_if_asked()
 
 
@@ -104,8 +103,8 @@ class StopRequest:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        for each in STOP_SIGNALS:
-            signal.signal(each, lambda *_: None)  # the pipe gets those that have a handler
+        for signal_number in STOP_SIGNALS:
+            signal.signal(signal_number, lambda *_: None)  # the pipe gets those that have a handler
         threading.Thread(target=self._take, args=(reading,), name="stop requests", daemon=True).start()
 
     def begin(self) -> None:
@@ -115,15 +114,15 @@ class StopRequest:
     def _take(self, reading: int) -> None:
         requests = RequestCount()
         while True:
-            number = os.read(reading, 1)[0]
-            if number not in STOP_SIGNALS:
+            signal_number = os.read(reading, 1)[0]
+            if signal_number not in STOP_SIGNALS:
                 continue
             if not self._has_begun:
-                _end_at_once(signal.Signals(number).name)
-            requests.take(number)
+                _end_at_once(signal.Signals(signal_number).name)
+            requests.take(signal_number)
             if requests.ends_at_once:
-                os._exit(128 + number)
-            self.name = self.name or signal.Signals(number).name
+                os._exit(128 + signal_number)
+            self.name = self.name or signal.Signals(signal_number).name
 
 
 def _end_at_once(name: str) -> None:
@@ -187,7 +186,7 @@ def watched_local_rank(
 ) -> Iterator[dict[str, Any]]:
     """Connects a rank of our launcher with the others, and watches it in the body; every rank enters it.
 
-    Yields what `init_process_group` takes of the connection. `limit` is that of `watched_run`, and so is the other.
+    Yields the connection as arguments of `init_process_group`. `limit` is that of `watched_run`, and so is the other.
     """
     import torch.distributed as dist
 
