@@ -57,8 +57,8 @@ class BackgroundSave:
         self._thread.start()
 
     def finish(self) -> str | NonFiniteError:
-        """Waits for the end; returns a warning, or "", or the error of what isn't finite. Only rank 0 knows whether all
-        is well."""
+        """Waits for the end; returns a warning, or "", or the error that a tensor isn't finite. Only rank 0 knows
+        whether all is well."""
         while self._thread.is_alive():
             self._thread.join(_SECONDS_TO_SAY)
             if self._thread.is_alive():
@@ -90,7 +90,7 @@ class BackgroundSave:
             self._problem = f"the checkpoint of step {self.step} was not saved: rank {rank}: {describe_error(error)}"
 
     def _write(self) -> WrittenFile | NonFiniteError | str | None:
-        """Writes this rank's file, if there is anything to write; returns what is in it, or what prevented that."""
+        """Writes this rank's file, if there is anything to write; returns its list of tensors, or the problem."""
         part = self._folder.part(self.step)
         try:
             self._folder.make_part(self.step)  # rank 0 has done it, but a network's disk may not show it yet
@@ -161,7 +161,7 @@ class SnapshotEntry(NamedTuple):
         return self.start + self.view.nbytes
 
     def stored_in(self, file: str) -> StoredTensor:
-        """Returns what a manifest says of it."""
+        """Returns its entry in a manifest."""
         return StoredTensor(dtype=dtype_name(self.view), shape=self.shape, boxes=(StoredBox(file, self.box),))
 
 
@@ -195,7 +195,7 @@ class Snapshot:
         """
         self._file = file
         boxes = [(shard, box, view.contiguous()) for shard in shards if shard.writes for box, view in shard.boxes()]
-        boxes.sort(key=lambda each: -each[2].itemsize)
+        boxes.sort(key=lambda box: -box[2].itemsize)
         starts = accumulate((view.nbytes for _, _, view in boxes), initial=0)
         entries = [
             SnapshotEntry(shard.key, shard.share.shape, box, view, view._version, start)
@@ -207,7 +207,7 @@ class Snapshot:
             self.keep()
 
     def keep(self) -> None:
-        """Copies what isn't written yet; when it returns, all tensors may change."""
+        """Copies the tensors that aren't written yet; when it returns, all tensors may change."""
         with self._lock:
             if self._is_copied or self._num_written == len(self._entries):
                 return

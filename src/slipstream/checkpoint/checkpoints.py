@@ -22,12 +22,12 @@ from slipstream.parallel import RankGroup
 class Checkpoints:
     """The checkpoints in one folder, on a disk that all ranks share.
 
-    A save is written while training continues. Before the optimizer next changes what is saved, call `keep`: it copies
-    to host memory what isn't written by then, which takes up to as much memory as all the shards that this rank writes.
-    A save that fails is reported by the next `save`, `wait` or `close`; earlier checkpoints stay as they are. Where it
-    failed as something isn't finite, these raise NonFiniteError: no training can go on from there. After an exception,
-    when not all ranks come to `close`, leave it out: the threads end with the process, and what they had
-    written isn't taken for a checkpoint.
+    A save is written while training continues. Before the optimizer's next update, call `keep`: it copies the tensors
+    that aren't written by then to host memory, which takes up to as much memory as all the shards that this rank
+    writes. A save that fails is reported by the next `save`, `wait` or `close`; earlier checkpoints stay as they are.
+    Where it failed as something isn't finite, these raise NonFiniteError: no training can go on from there. After an
+    exception, when not all ranks come to `close`, leave it out: the threads end with the process, and their files
+    aren't taken for a checkpoint.
 
     Every method is collective over `world`, unless it says otherwise.
 
@@ -39,7 +39,7 @@ class Checkpoints:
         say: gets a line of text, the same on every rank, about a problem that doesn't end the run.
         saved: gets, on rank 0, the step of a checkpoint that is complete, the seconds that writing it took, and its
             bytes.
-        saving_group: what the ranks of a save exchange goes over it, if it isn't used meanwhile, such as `world` where
+        saving_group: carries the messages of a save, if it isn't used meanwhile, such as `world` where
             each save is waited for; default: one of its own.
         work: a folder on the same disk, in which a checkpoint is written before it gets its name; default: `folder`.
             Nothing is published, set aside or removed any more once somebody has moved it away.
@@ -67,7 +67,7 @@ class Checkpoints:
         self._saving_group = saving_group
 
     def prepare(self) -> None:
-        """Makes the folder and removes what an interrupted save left. Call it before training.
+        """Makes the folder and removes an interrupted save. Call it before training.
 
         Raises:
             SlipstreamError: if the folder can't be written.
@@ -84,7 +84,7 @@ class Checkpoints:
 
         Args:
             step: the step of training after which it is saved.
-            shards: what this rank has of the tensors.
+            shards: this rank's parts of the tensors.
             facts: anything that JSON can hold; those of rank 0 are saved.
 
         Raises:
@@ -171,8 +171,7 @@ class Checkpoints:
         """Fills the tensors of the shards in place, whatever mesh saved them; `writes` makes no difference.
 
         Args:
-            saved: what `find` returned.
-            shards: what this rank has of the tensors.
+            saved: from `find`. shards: this rank's parts of the tensors.
             problem: why this rank can't use the checkpoint, which all ranks are then told; "" where it can.
 
         Raises:
@@ -203,7 +202,7 @@ class Checkpoints:
         )
 
     def _verify(self, step: int) -> tuple[SavedCheckpoint | None, str]:
-        """Returns the checkpoint, or None and what is wrong with it: the same on all ranks."""
+        """Returns the checkpoint, or None and its problem: the same on all ranks."""
         folder, problem, saved, what = self._folder.complete(step), "", None, DamagedError.what
         try:
             saved = SavedCheckpoint(folder, Manifest.read(folder))
@@ -222,8 +221,7 @@ class Checkpoints:
         return (None, f"{what}: {problems}") if problems else (saved, "")
 
     def _gather_problems(self, problem: str) -> str:
-        """Returns the different problems of all ranks, on all ranks."""
-        return "; ".join(dict.fromkeys(each for each in self._world.gather(problem) if each))
+        return "; ".join(dict.fromkeys(text for text in self._world.gather(problem) if text))
 
     def _warn(self, warning: str) -> None:
         steps = self._steps()
@@ -231,11 +229,10 @@ class Checkpoints:
         self._say(f"{warning}. {last}")
 
     def _steps(self) -> list[int]:
-        """Returns the steps that rank 0 finds, on all ranks."""
         return self._world.decided(self._folder.steps)
 
     def _try_on_first(self, act: Callable[[], object]) -> str:
-        """Lets rank 0 act, and returns on all ranks what prevented it, or ""."""
+        """Lets rank 0 act, and returns on all ranks the problem that prevented it, or ""."""
         try:
             self._world.decided(act)
         except OSError as error:

@@ -23,7 +23,7 @@ class DamagedError(Exception):
 
 
 class OtherFormatError(DamagedError):
-    """A file is of a format that this version doesn't read; the message says which, and what to do."""
+    """A file is of a format that this version doesn't read; the message says which, and how to go on."""
 
     what = "can't be read"
 
@@ -80,7 +80,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns what `write_record` wrote; raises DamagedError where the file differs from that."""
+    """Returns the record of `write_record`; raises DamagedError where the file differs from it."""
     with _damage_named(path):
         data = path.read_bytes()
     body = data[len(_head(b"")) :]

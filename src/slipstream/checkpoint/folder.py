@@ -3,7 +3,7 @@
 checkpoints/
   step-00000012/            a checkpoint; the folder's name shows that it is complete
     manifest.json             files, tensors and facts
-    rank-00000.safetensors    what each rank wrote
+    rank-00000.safetensors the file of each rank
   step-00000016.part/       a checkpoint that is being written, or was when the run ended
   step-00000020.aside/      one that is set aside, as the run was resumed from an earlier step since
 
@@ -101,7 +101,7 @@ class CheckpointFolder:
             shutil.rmtree(self.part(step))
 
     def commit(self, step: int) -> None:
-        """Turns what was written into the checkpoint of a step, in one atomic rename.
+        """Turns the written files into the checkpoint of a step, in one atomic rename.
 
         Checkpoints of this step and later ones were saved before the run was resumed from an earlier one: they are set
         aside first, so that the newest checkpoint is always the one to resume from.
@@ -112,7 +112,7 @@ class CheckpointFolder:
             if later >= step:
                 name = f"{self.complete(later).name}.aside"
                 # the earlier ones may have been removed, so the last number counts
-                taken = [int(each.name.rpartition("aside")[2][1:] or 1) for each in self.path.glob(f"{name}*")]
+                taken = [int(path.name.rpartition("aside")[2][1:] or 1) for path in self.path.glob(f"{name}*")]
                 aside = self._work / (f"{name}-{max(taken) + 1}" if taken else name)
                 self.complete(later).rename(aside).rename(self.path / aside.name)
         self.part(step).rename(self.complete(step))
@@ -144,24 +144,23 @@ class Improvement(NamedTuple):
 
 def improvements_of(facts: Mapping[str, Any]) -> list[Improvement]:
     """Returns the improvements whose checkpoints a run keeps, the newest last; none where it doesn't."""
-    return [Improvement(*each) for each in facts.get("validation", {}).get("improvements", ())]
+    return [Improvement(*fields) for fields in facts.get("validation", {}).get("improvements", ())]
 
 
 def newest_saved(folder: CheckpointFolder, improvements: Sequence[Improvement]) -> Improvement | None:
     """Returns the newest of the improvements that has a complete checkpoint."""
     steps = folder.steps()
-    saved = (each for each in reversed(improvements) if each.step in steps and _may_be_of(folder, each))
-    return next(saved, None)
+    return next((item for item in reversed(improvements) if item.step in steps and _may_be_of(folder, item)), None)
 
 
 def find_best(folder: CheckpointFolder) -> Improvement | None:
-    """Returns the best checkpoint by what the newest readable manifest says; None where the run keeps none."""
+    """Returns the best checkpoint by the newest readable manifest; None where the run keeps none."""
     facts = next((facts for step in folder.steps() if (facts := _facts(folder, step)) is not None), {})
     return newest_saved(folder, improvements_of(facts))
 
 
 def require_best(folder: CheckpointFolder) -> Improvement:
-    """Returns the best checkpoint. Raises SlipstreamError, with what to type instead, where there is none."""
+    """Returns the best checkpoint. Raises SlipstreamError, with the setting to type, where there is none."""
     best = find_best(folder)
     if best is None:
         there = ", ".join(map(str, folder.steps())) or "none"

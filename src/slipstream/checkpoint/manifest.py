@@ -77,7 +77,7 @@ class StoredBox(NamedTuple):
 
 
 class StoredTensor(BaseModel, extra="forbid", frozen=True):
-    """A whole tensor, or what one rank writes of it: its dtype's name in torch, its shape, and where its boxes are."""
+    """A whole tensor, or the part that one rank writes: its dtype's name in torch, its shape, and its boxes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class StoredTensor(BaseModel, extra="forbid", frozen=True):
 
 
 class WrittenFile(NamedTuple):
-    """The file that a rank has written, and what it holds of which tensor; a tensor has an entry for each box."""
+    """The file that a rank has written, and its parts of tensors; a tensor has an entry for each box."""
 
     name: str
     digest: FileDigest
@@ -103,10 +103,10 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
 
     @classmethod
     def of(cls, step: int, facts: Mapping[str, Any], written: Sequence[WrittenFile]) -> Manifest:
-        """Returns the manifest of what the ranks have written.
+        """Returns the manifest of the ranks' files.
 
         Raises:
-            ValueError: if that isn't each element of each tensor exactly once.
+            ValueError: if they don't have each element of each tensor exactly once.
         """
         parts: dict[str, list[StoredTensor]] = {}
         for key, part in (entry for file in written for entry in file.entries):
@@ -124,7 +124,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
         """Reads the manifest in a folder.
 
         Raises:
-            DamagedError: if it isn't what was written, or this version can't read its format.
+            DamagedError: if it differs from the one written, or this version can't read its format.
         """
         record = read_record(folder / MANIFEST)
         if not isinstance(record.get("format"), int):
@@ -146,7 +146,7 @@ class Manifest(BaseModel, extra="forbid", frozen=True):
                 _check_boxes(key, tensor.shape, tensor.boxes)
         except ValueError as error:
             raise DamagedError(f"{MANIFEST} isn't of a whole checkpoint: {error}") from None
-        dtypes = {each.dtype for each in manifest.tensors.values()}
+        dtypes = {tensor.dtype for tensor in manifest.tensors.values()}
         if unknown := {name for name in dtypes if not isinstance(getattr(torch, name, None), torch.dtype)}:
             raise DamagedError(f"{MANIFEST} has a tensor of {min(unknown)!r}, which isn't a dtype")
         return manifest

@@ -1,4 +1,4 @@
-"""What an optimizer of any class keeps of each parameter, as shards of a checkpoint that any mesh can load."""
+"""The state of an optimizer of any class, as shards of a checkpoint that any mesh can load."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _OF_WHOLE_MATRICES = {"Adafactor", "Muon"}
 
 
 def training_shards(parts: Iterable[ParameterShard], optimizer: Optimizer | None) -> Iterator[TensorShard]:
-    """Yields the shards `model.NAME` of this rank's parameters, and `optimizer.KIND.NAME` of what its optimizer
-    keeps of each; without an optimizer, the parameters' alone.
+    """Yields the shards `model.NAME` of this rank's parameters, and `optimizer.KIND.NAME` of its optimizer's state of
+    each; without an optimizer, the parameters' alone.
 
     State of a parameter's shape is cut as the parameter is. State of one element belongs to all of the parameter, and
     has to be the same wherever rows of it are. State of another shape belongs to a whole parameter.
@@ -48,14 +48,14 @@ def training_shards(parts: Iterable[ParameterShard], optimizer: Optimizer | None
 
 
 def kept_parts(parts: Iterable[ParameterShard], has_adapter: bool) -> Iterator[ParameterShard]:
-    """Yields what a checkpoint keeps: all, or of a model with an adapter what is trained: its base stays as it is."""
+    """Yields the parts that a checkpoint keeps: all, or of a model with an adapter the trained ones: its base stays."""
     return (part for part in parts if not has_adapter or part.parameter.requires_grad)
 
 
 def describe_cut(parts: Iterable[ParameterShard], optimizer: Optimizer) -> str:
-    """Returns which parameter is cut though the optimizer's update of a part isn't that part of its update, and what to
-    do; "" where none is."""
-    names = {each.__name__ for each in type(optimizer).__mro__} & _OF_WHOLE_MATRICES
+    """Returns which parameter is cut though the optimizer's update of a part isn't that part of its update, and the
+    remedy; "" where none is."""
+    names = {ancestor.__name__ for ancestor in type(optimizer).__mro__} & _OF_WHOLE_MATRICES
     cut = next((part.name for part in parts if part.parameter.requires_grad and not part.is_whole), None)
     if not names or cut is None:
         return ""
@@ -125,11 +125,11 @@ def _shard_of(part: ParameterShard, kind: Any, value: Any, optimizer: Optimizer)
 
 
 def _targets(manifest: Manifest, parts: Sequence[ParameterShard], optimizer: Optimizer) -> Iterator[_Target]:
-    groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-    kept = _kept_state(manifest)
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    states = _kept_state(manifest)
     for part in parts:
         if id(part.parameter) in groups and part.parameter.numel():
-            for kind, stored in kept.get(part.name, {}).items():
+            for kind, stored in states.get(part.name, {}).items():
                 yield _target(part, kind, stored, optimizer, groups[id(part.parameter)])
 
 
@@ -160,14 +160,14 @@ def _new(shape: tuple[int, ...], dtype: torch.dtype, parameter: Tensor, group: M
 
 
 def _kept_state(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
-    """Returns what the checkpoint has of each parameter by kind."""
-    kept: dict[str, dict[str, StoredTensor]] = {}
+    """Returns the checkpoint's state of each parameter by kind."""
+    states: dict[str, dict[str, StoredTensor]] = {}
     for key, stored in manifest.tensors.items():
         place, _, rest = key.partition(".")
         if place == "optimizer":
             kind, _, name = rest.partition(".")
-            kept.setdefault(name, {})[kind] = stored
-    return kept
+            states.setdefault(name, {})[kind] = stored
+    return states
 
 
 _WHOLE = "Use only pp and dp, without tp, parallel.shard and a spread vocabulary"

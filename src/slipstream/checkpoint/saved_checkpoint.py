@@ -66,10 +66,10 @@ class CheckpointReader(StorageReader):
 
     Args:
         folder: the folder of a step.
-        manifest: what it holds, where all of the checkpoint has been verified already.
+        manifest: its contents, where all of the checkpoint has been verified already.
 
     Raises:
-        SlipstreamError: if a file isn't what was written, or `folder` isn't a checkpoint.
+        SlipstreamError: if a file differs from the one written, or `folder` isn't a checkpoint.
     """
 
     def __init__(self, folder: str | PathLike[str], manifest: Manifest | None = None) -> None:
