@@ -1,4 +1,4 @@
-"""What ran when, measured or simulated: spans, idle intervals with their causes, pictures and traces."""
+"""A step's actions over time, measured or simulated: spans, idle intervals with their causes, pictures, traces."""
 
 from slipstream.timeline.chrome_trace import chrome_trace, load_trace, save_trace
 from slipstream.timeline.picture import draw_timelines

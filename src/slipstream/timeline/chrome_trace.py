@@ -51,7 +51,7 @@ class _Group:
         self._timeline, self._first, self._prefix = timeline, first, prefix
         self._waits = find_waits(timeline)
         self._threads: dict[Action, int] = {}
-        self._numbers = {span.action: number for number, span in enumerate(timeline.spans)}
+        self._numbers = {span.action: index for index, span in enumerate(timeline.spans)}
 
     def events(self) -> Iterator[_Event]:
         for rank in range(self._timeline.num_ranks):
@@ -65,7 +65,6 @@ class _Group:
         return {"ph": phase, "pid": self._first + rank, **fields}
 
     def _at(self, time: float) -> float:
-        """Returns the microseconds since the timeline's start."""
         return float(time - self._timeline.start) * 1e6
 
     def _rank(self, rank: int) -> Iterator[_Event]:
@@ -115,8 +114,8 @@ class _Group:
         spans, schedule = self._timeline.span_of, self._timeline.schedule
         pairs = ((spans.get(before), span) for span in spans.values() for before in predecessors(span.action, schedule))
         between_ranks = ((tail, head) for tail, head in pairs if tail is not None and tail.rank != head.rank)
-        for number, (tail, head) in enumerate(between_ranks, start=1):
-            arrow = {"name": "message", "cat": "message", "id": f"{self._first}.{number}", "bp": "e"}
+        for index, (tail, head) in enumerate(between_ranks, start=1):
+            arrow = {"name": "message", "cat": "message", "id": f"{self._first}.{index}", "bp": "e"}
             for phase, span, time in (("s", tail, tail.start), ("f", head, max(tail.start, head.start))):
                 yield self._event(phase, span.rank, tid=self._threads[span.action], ts=self._at(time), **arrow)
 
@@ -147,13 +146,13 @@ def load_trace(path: str | Path) -> tuple[Timeline, ...]:
 
 def _timelines(trace: dict[str, Any], other: dict[str, Any]) -> tuple[Timeline, ...]:
     described = other["timelines"]
-    homes = dict(enumerate((i, rank) for i, each in enumerate(described) for rank in range(each["num_ranks"])))
+    homes = dict(enumerate((i, rank) for i, timeline in enumerate(described) for rank in range(timeline["num_ranks"])))
     spans: list[list[Span]] = [[] for _ in described]
     boxes = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] != "wait"]
     for event in sorted(boxes, key=lambda event: int(event["args"]["number"])):
         index, rank = homes[event["pid"]]
         spans[index].append(_read_span(event, rank))
-    return tuple(_timeline(each, own) for each, own in zip(described, spans, strict=True))
+    return tuple(_timeline(record, part) for record, part in zip(described, spans, strict=True))
 
 
 def _read_span(event: _Event, rank: int) -> Span:

@@ -58,8 +58,8 @@ def draw_timelines(
     Args:
         path: where the picture goes; its suffix, .png, .svg or .pdf, says in which format.
         timelines: drawn one below the other; their times are in seconds.
-        memory_unit: "B" where the timelines count memory in bytes, else the name of what they count.
-        memory_name: what the memory holds, for the axis.
+        memory_unit: "B" where the timelines count memory in bytes, else the name of their unit.
+        memory_name: the memory's name on the axis.
 
     Raises:
         SlipstreamError: the path has another suffix.
@@ -84,8 +84,8 @@ def draw_timelines(
         one.set_xlim(0, span)
         one.tick_params(axis="x", labelbottom=one is axes[-1], bottom=one is axes[-1], labelsize=_FONT)
     axes[-1].set_xlabel(f"time ({unit})", fontsize=_FONT)
-    for number, (name, swatches) in enumerate(rows):
-        _draw_legend(figure, name, swatches, 1 - (panels[-1].bottom + _AXIS + _LEGEND * (number + 0.5)) / height)
+    for row, (name, swatches) in enumerate(rows):
+        _draw_legend(figure, name, swatches, 1 - (panels[-1].bottom + _AXIS + _LEGEND * (row + 0.5)) / height)
     figure.savefig(path, facecolor="white")
 
 
@@ -133,8 +133,8 @@ def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
         ("slice", "slices"): slices,
     }
     words = ", ".join(f"{n} {one if n == 1 else more}" for (one, more), n in counts.items() if n)
-    number = "microbatch" if schedule.num_microbatches > 1 else "slice"
-    right = f"{words}   |   number: {number}"
+    labelled = "microbatch" if schedule.num_microbatches > 1 else "slice"
+    right = f"{words}   |   number: {labelled}"
     inches = 16 * 0.0078 * len(title) + _FONT * 0.0075 * len(right)  # about as wide as the letters are
     fit = min(1.0, (_WIDTH * (_RIGHT - _LEFT) - 0.3) / inches)
     figure.text(_LEFT, y, title, fontsize=16 * fit, fontweight="bold", va="center", color=INK)
@@ -142,7 +142,7 @@ def _draw_title(figure: Any, timeline: Timeline, y: float) -> None:
 
 
 def _legend_rows(timelines: Sequence[Timeline]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns name and swatches of each line of the legend, only for what is on the picture."""
+    """Returns name and swatches of each line of the legend, only for the colours on the picture."""
     from matplotlib.patches import Patch
 
     causes = {wait.cause for timeline in timelines for wait in find_waits(timeline)}
@@ -194,7 +194,7 @@ _SMALLEST = 5.5  # points: a smaller number is not written
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of a panel: how seconds become positions and inches; `unit` names what positions count."""
+    """The scale of a panel: how seconds become positions and inches; `unit` names the unit of positions."""
 
     per_second: float
     unit: str
@@ -217,7 +217,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class MemoryScale:
-    """The scale of memory: `size` bytes are one `unit`, and `most` is the highest peak of what `name` says."""
+    """The scale of memory: `size` bytes are one `unit`, and `most` is the highest peak of `name`."""
 
     size: float
     unit: str

@@ -1,4 +1,4 @@
-"""A timeline, simulated or measured: what ran when, the memory that was held, and why ranks were idle."""
+"""A timeline, simulated or measured: when actions ran, the memory in use, and why ranks were idle."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Timeline:
     Args:
         spans: every action that ran, with its rank, start and end in seconds.
         num_ranks: pipeline ranks.
-        memory: per rank, (time, bytes) at each change of what it holds; empty if unknown.
-        name: what ran, such as the schedule's name.
+        memory: per rank, (time, bytes) at each change of its memory; empty if unknown.
+        name: for titles, such as the schedule's name.
         measured: True for a run, False for a simulation.
     """
 
@@ -224,7 +224,7 @@ class TimelineWindow(Timeline):
 
 
 def _steps_between(steps: tuple[tuple[float, float], ...], since: float, until: float) -> Iterator[tuple[float, float]]:
-    """Yields the memory steps inside the window, after what was held when it began."""
+    """Yields the memory steps inside the window, after the bytes in use when it began."""
     times = [time for time, _ in steps]
     first, last = bisect_right(times, since), bisect_left(times, until)
     if first:
@@ -251,9 +251,9 @@ class Wait:
         rank: the idle rank.
         start: in seconds, on the clock of the timeline.
         end: in seconds.
-        cause: what keeps the rank from computing.
-        action: what it runs next; None if it has nothing left to run.
-        before: what that action waits for: the action of rank `source`, or the copy; None if nothing is awaited.
+        cause: the reason why the rank doesn't compute.
+        action: its next action; None if it has none left.
+        before: the awaited action of rank `source`, or the awaited copy; None if nothing is awaited.
         source: the rank that computes `before`; None if no other rank does.
     """
 
@@ -273,9 +273,9 @@ class Wait:
 def find_waits(timeline: Timeline) -> tuple[Wait, ...]:
     """Returns the idle intervals, rank by rank and in order of time.
 
-    A gap between compute actions is cut where its cause changes: first another rank computes what is awaited, then its
-    message travels, then the executor takes it. A rank's busy seconds and its waits add up to the makespan. The clocks
-    of several processes may disagree, so a wait ends at the latest when the action that waited starts.
+    A gap between compute actions is cut where its cause changes: first another rank computes the awaited action, then
+    its message travels, then the executor takes it. A rank's busy seconds and its waits add up to the makespan. The
+    clocks of several processes may disagree, so a wait ends at the latest when the action that waited starts.
     """
     if isinstance(timeline, TimelineWindow):
         return _clip(find_waits(timeline.whole), timeline)
@@ -307,9 +307,9 @@ class _Lane:
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
         self._timeline, self._rank = timeline, rank
-        own = [span for span in timeline.spans if span.rank == rank]
-        self._computing = sorted((s for s in own if s.computes), key=lambda span: (span.start, span.end))
-        self._copies = [s for s in own if not s.computes and s.action.op not in COMMUNICATION]
+        spans = [span for span in timeline.spans if span.rank == rank]
+        self._computing = sorted((s for s in spans if s.computes), key=lambda span: (span.start, span.end))
+        self._copies = [s for s in spans if not s.computes and s.action.op not in COMMUNICATION]
 
     def waits(self) -> Iterator[Wait]:
         start = free = self._timeline.start
