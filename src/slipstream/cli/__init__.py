@@ -18,7 +18,7 @@ from slipstream.errors import InterruptedRunError, NonFiniteError, RankFailedErr
 from slipstream.terminal import at_level
 from slipstream.version import __version__
 
-_INTERRUPTED = 130  # what typer exits with, silently, after Ctrl-C
+_INTERRUPTED = 130  # typer's exit code, silently, after Ctrl-C
 
 app = typer.Typer(
     help="Pipeline-parallel training of causal language models with token slices.",
@@ -51,7 +51,6 @@ def _common_options(
     quiet: Quiet = False,
     log_level: LogLevel = None,
 ) -> None:
-    """Takes the options that come before a command's name."""
     context.with_resource(at_level(chosen_level(quiet, log_level)))
 
 

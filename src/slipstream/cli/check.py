@@ -1,4 +1,4 @@
-"""`slipstream check`: what can be done with a model, and whether it can be trained in token slices."""
+"""`slipstream check`: how a model can be split, and whether it can be trained in token slices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check(
 ) -> None:
     """Show how MODEL can be split, and compare a sliced and an unsliced toy of its architecture: exact or not, and why.
 
-    It also says which tokenizer there is, and of a training configuration what a run would warn of in the turns of its
-    first conversations.
+    It also names the tokenizer, and with a training configuration gives a run's warnings about the turns of its first
+    conversations.
 
     Exits with 0 if the model can be trained in token slices, and with 1 if it can't, or if a training configuration
     names no tokenizer that can be used.
@@ -60,7 +60,7 @@ def check(
 
 
 def _tokenizer(model: str, is_run: bool, trusts_code: bool) -> tuple[str, bool]:
-    """Returns what there is to say of the tokenizer, and whether one can be used."""
+    """Returns a line on the tokenizer, and whether it can be used."""
     from slipstream.errors import SlipstreamError
     from slipstream.train.config import load_config
     from slipstream.train.data import load_tokenizer
@@ -73,14 +73,14 @@ def _tokenizer(model: str, is_run: bool, trusts_code: bool) -> tuple[str, bool]:
     except SlipstreamError:  # which the turns' row says
         return "", True
     try:
-        found = load_tokenizer(model, trusts_code) if config is None else named_tokenizer(config)
+        tokenizer = load_tokenizer(model, trusts_code) if config is None else named_tokenizer(config)
     except SlipstreamError as error:
         return str(error), False
-    return "trained on the text" if found is None else f"{len(found):,} tokens", True
+    return "trained on the text" if tokenizer is None else f"{len(tokenizer):,} tokens", True
 
 
 def _layers(report: ModelReport) -> Table:
-    """Returns the kinds of layers, which layers are of each, and what they read from earlier tokens."""
+    """Returns the kinds of layers, which layers are of each, and how they read earlier tokens."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -104,7 +104,7 @@ def _path_text(paths: frozenset[str] | None) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Returns whole numbers in order as ranges: 0-2, 5."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])]
+    runs = [[index for _, index in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
@@ -118,7 +118,7 @@ def _facts(report: ModelReport) -> Table:
 
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
-    """Yields what the report says, by its name."""
+    """Yields the rows of the report: name and text."""
     from slipstream.units import count_text, plural
 
     size = "" if report.num_parameters is None else f", {count_text(report.num_parameters)} parameters"
@@ -135,16 +135,16 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
         yield "dropout", f"{', '.join(report.dropout)}: replayed exactly; other slices draw other numbers"
     if report.max_length:
         yield "longest sequence", f"{report.max_length:,} tokens"
-    if (found := report.self_check) is not None:
-        packed = "of any length" if found.longest_packed == float("inf") else f"up to {found.longest_packed:,} tokens"
+    if (check := report.self_check) is not None:
+        packed = "of any length" if check.longest_packed == float("inf") else f"up to {check.longest_packed:,} tokens"
         yield (
             "packed documents",
-            packed if found.longest_packed else "refused: positions count from the sequence's start",
+            packed if check.longest_packed else "refused: positions count from the sequence's start",
         )
         yield (
             "token slices",
-            f"exact: largest relative difference {found.output_error:.0e} in outputs, {found.gradient_error:.0e} in "
-            f"gradients ({plural(found.num_layers, 'layer')}, float64, {found.seconds:.1f} s)",
+            f"exact: largest relative difference {check.output_error:.0e} in outputs, {check.gradient_error:.0e} in "
+            f"gradients ({plural(check.num_layers, 'layer')}, float64, {check.seconds:.1f} s)",
         )
         alike = ", ".join(map(str, report.context_ranks))
         possible = f"{alike} ranks by heads for tokens, those of tp included; any number by keys"
@@ -154,7 +154,7 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
 
 
 def _turns(file: Path) -> list[str]:
-    """Returns what is to be said of the conversations of a training configuration."""
+    """Returns the warnings about the conversations of a training configuration."""
     from slipstream.errors import SlipstreamError
     from slipstream.train.config import load_config
     from slipstream.train.preflight import check_turns

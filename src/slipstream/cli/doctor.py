@@ -1,4 +1,4 @@
-"""`slipstream doctor`: what this machine can do, what isn't here, and what would keep a training from running."""
+"""`slipstream doctor`: this machine's abilities, what it lacks, and problems that would keep training from running."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def doctor(
 
     is_first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # of ranks that share a terminal
     with spinner("checking this machine") if is_first else nullcontext(lambda _text: None) as change:
-        found = examine(folder, timeout, lambda topic: change(f"checking the {topic}"))
-    print_findings(found, as_json) if found.rank == 0 else complain(found)
-    if found.exchange is not None:
+        examination = examine(folder, timeout, lambda topic: change(f"checking the {topic}"))
+    print_findings(examination, as_json) if examination.rank == 0 else complain(examination)
+    if examination.exchange is not None:
         sys.stdout.flush()
-        found.exchange.leave(0 if found.can_train else 1)
-    if not found.can_train:
+        examination.exchange.leave(0 if examination.can_train else 1)
+    if not examination.can_train:
         raise Exit(1)
 
 
@@ -64,7 +64,7 @@ def print_findings(found: Examination, as_json: bool) -> None:
 
 
 def complain(found: Examination) -> None:
-    """Says what another rank than 0 has found wrong, as rank 0 may not be able to."""
+    """Prints the problems of another rank than 0, as rank 0 may not be able to."""
     for finding in found.findings:
         if finding.problem is not None:
             sys.stderr.write(f"rank {found.rank}: {finding.topic}: {finding.problem}\n")
@@ -83,7 +83,7 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _lines(finding: Finding) -> Iterator[tuple[str, str, str]]:
-    """Yields what is printed of a finding: topic, text and style."""
+    """Yields a finding's lines: topic, text and style."""
     yield finding.topic, finding.text, ""
     if finding.advice is not None:
         yield "", f"better: {finding.advice}", "yellow"

@@ -1,4 +1,4 @@
-"""`slipstream export`, `eval` and `generate`: what is done with the model of a checkpoint or folder."""
+"""`slipstream export`, `eval` and `generate`: commands on the model of a checkpoint or folder."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def evaluate(
 ) -> None:
     """Show MODEL's loss on FILE, with the perplexity of text and samples and the rewards of pairs of answers.
 
-    For a run, uses its exported model, else its newest checkpoint, and reports what its validation does, with the run's
+    For a run, uses its exported model, else its newest checkpoint, and reports its validation's figures, with the run's
     sections data and preference. Any of their settings can be given: --data.loss=all --preference.beta=0.2. Runs in one
     process.
     """
     settings = [*context.args]
-    if stray := next((each for each in settings if not each.startswith("--")), None):
+    if stray := next((setting for setting in settings if not setting.startswith("--")), None):
         raise SlipstreamError(f"{stray!r} is an unexpected argument; write settings as --data.loss=all")
-    if stray := next((each for each in settings if not each.startswith(("--data.", "--preference."))), None):
+    if stray := next((setting for setting in settings if not setting.startswith(("--data.", "--preference."))), None):
         raise SlipstreamError(
             f"`slipstream eval` doesn't take {stray}: give settings of data and preference, such as "
             "--data.loss=all, or see `slipstream eval --help`"
         )
     from slipstream.train.config import read_settings
 
-    read_settings(settings)  # says what is misspelt before torch is imported
+    read_settings(settings)  # names misspelt settings before torch is imported
     from slipstream.launch import Progress
     from slipstream.train.evaluation import EvaluationRequest, PairLoss, evaluate_model
     from slipstream.train.export import opened_model
@@ -94,13 +94,14 @@ def evaluate(
     if column is not None:
         settings.append(f"--data.text_column={column}")
     with opened_model(model, remote_code, progress, best) as opened:
-        found = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
-    if isinstance(found, PairLoss):
-        progress.say_result(f"evaluated: {plural(found.num_pairs, 'pair')}, {describe_rewards(found.rewards)}")
-        progress.say_result(f"loss: {found.loss:.4f} per pair")
+        evaluation = evaluate_model(opened, EvaluationRequest(file, seq_len, slice_len, settings, reference), progress)
+    if isinstance(evaluation, PairLoss):
+        count = plural(evaluation.num_pairs, "pair")
+        progress.say_result(f"evaluated: {count}, {describe_rewards(evaluation.rewards)}")
+        progress.say_result(f"loss: {evaluation.loss:.4f} per pair")
         return
-    progress.say_result(f"evaluated: {plural(found.num_tokens, 'token')}, {found.num_predicted:,} predicted")
-    progress.say_result(f"loss: {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}")
+    progress.say_result(f"evaluated: {plural(evaluation.num_tokens, 'token')}, {evaluation.num_predicted:,} predicted")
+    progress.say_result(f"loss: {evaluation.loss:.4f} nats per token, perplexity {evaluation.perplexity:.2f}")
 
 
 def generate(

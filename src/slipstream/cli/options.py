@@ -67,11 +67,12 @@ def with_output_options(command: Callable[..., None]) -> Callable[..., None]:
                 ) from error
 
     types = get_type_hints(command, include_extras=True)
-    parameters = [each.replace(annotation=types[name]) for name, each in inspect.signature(command).parameters.items()]
+    known = inspect.signature(command).parameters
+    parameters = [parameter.replace(annotation=types[name]) for name, parameter in known.items()]
     for name, (kind, default) in _OPTIONS.items():
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
 
@@ -85,8 +86,8 @@ class CommandWithSettings(TyperCommand):
     allow_extra_args = True  # a word without dashes, which is said to be no setting
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Takes the settings out of what was typed, and leaves the rest to the command's own options."""
-        own = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        """Takes the settings out of the typed words, and leaves the rest to the command's own options."""
+        options = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
         rest, settings, typed = [], [], list(args)
         while typed:
             word = typed.pop(0)
@@ -94,12 +95,12 @@ class CommandWithSettings(TyperCommand):
             is_misspelt = (
                 not equals
                 and "." not in name
-                and get_close_matches(name[2:], [each.lstrip("-") for each in own], cutoff=0.7)
+                and get_close_matches(name[2:], [option.lstrip("-") for option in options], cutoff=0.7)
             )
-            if not word.startswith("--") or name in own or word == "--" or is_misspelt:
+            if not word.startswith("--") or name in options or word == "--" or is_misspelt:
                 rest.append(word)
                 continue
-            follows = not equals and bool(typed) and not typed[0].startswith("--") and typed[0] not in own
+            follows = not equals and bool(typed) and not typed[0].startswith("--") and typed[0] not in options
             settings.append(f"{word}={typed.pop(0)}" if follows else word)
         super().parse_args(ctx, rest)
         ctx.args += settings
@@ -107,19 +108,19 @@ class CommandWithSettings(TyperCommand):
 
 
 def count(text: str, least: int = 1) -> Any:
-    """Returns an option of a whole number, at least 1 or what `least` says, with its help."""
-    return _number(text, f"a whole number from {least}", lambda number: number.is_integer() and number >= least, int)
+    """Returns an option of a whole number, at least 1 or `least`, with its help."""
+    return _number(text, f"a whole number from {least}", lambda value: value.is_integer() and value >= least, int)
 
 
 def amount(text: str) -> Any:
     """Returns an option of a number of at least 0, with its help."""
-    return _number(text, "a number from 0", lambda number: 0 <= number < math.inf)
+    return _number(text, "a number from 0", lambda value: 0 <= value < math.inf)
 
 
 def above_zero(text: str, unit: str, example: str) -> Any:
     """Returns an option of a number above 0 in a unit, such as bytes, with its help and an example."""
     what = f"a number of {unit} above 0, such as {example}"
-    return _number(text, what, lambda number: 0 < number < math.inf, metavar=unit.upper())
+    return _number(text, what, lambda value: 0 < value < math.inf, metavar=unit.upper())
 
 
 def _number(
@@ -127,12 +128,12 @@ def _number(
 ) -> Any:
     def parse(given: str | float) -> Any:
         try:
-            number = float(given)
+            value = float(given)
         except ValueError:
-            number = math.nan
-        if not allows(number):
+            value = math.nan
+        if not allows(value):
             raise BadParameter(f"{given!r}: give {what}")
-        return kind(number)
+        return kind(value)
 
     return Option(help=text, parser=parse, metavar=metavar)
 

@@ -102,13 +102,13 @@ def plan(
         **_parse(str, schedule=schedule, slicing=slicing, recompute=recompute, shard=shard, vocabulary=vocabulary),
         **_parse(float, offload=offload),
     }
-    found = _run(model, cluster, output, report, overwrite, **settings)
-    for line in training_lines(found, tokens, price_per_device_hour):
+    best_plan = _run(model, cluster, output, report, overwrite, **settings)
+    for line in training_lines(best_plan, tokens, price_per_device_hour):
         print(line)
     print(f"wrote {output}" + (f" and {report}" if report is not None else ""))
-    steps = 10 if tokens is None else num_steps(found, tokens)
+    steps = 10 if tokens is None else num_steps(best_plan, tokens)
     typed = f"train {output} --data.files=[TEXT.txt] --training.output=runs/x --training.steps={steps}"
-    print(f"to train{_launcher(found, cluster)} {typed}")
+    print(f"to train{_launcher(best_plan, cluster)} {typed}")
 
 
 def _launcher(plan: Plan, cluster: str | None) -> str:
@@ -130,7 +130,7 @@ def num_steps(plan: Plan, tokens: float) -> int:
 
 
 def training_lines(plan: Plan, tokens: float | None, price: float | None) -> list[str]:
-    """Returns what training by a plan takes on so many tokens, and costs at so many dollars for a device and hour."""
+    """Returns the time of training by a plan on some tokens, and its price at some dollars for a device and hour."""
     from slipstream.units import long_duration_text, plural
 
     hours = plan.best.step_seconds * plan.num_devices / 3600  # of devices, for a step
@@ -142,8 +142,8 @@ def training_lines(plan: Plan, tokens: float | None, price: float | None) -> lis
             f"{steps * hours:,.1f} device hours" + ("" if price is None else f", ${steps * hours * price:,.2f}")
         )
     elif price is not None:
-        each = hours / (plan.global_batch * plan.seq_len) * 1e9
-        lines.append(f"a billion tokens: {each:,.1f} device hours, ${each * price:,.2f}")
+        device_hours = hours / (plan.global_batch * plan.seq_len) * 1e9
+        lines.append(f"a billion tokens: {device_hours:,.1f} device hours, ${device_hours * price:,.2f}")
     return lines
 
 
@@ -155,8 +155,8 @@ def _parse(kind: Callable[[str], Any], **texts: str | None) -> dict[str, list[An
             if text is not None:
                 values[name] = [kind(part.strip()) for part in text.split(",")]
         except ValueError as error:
-            given = f"--{name.replace('_', '-')}={text}"
-            raise SlipstreamError(f"{given} can't be read ({error}); give values separated by commas") from None
+            option = f"--{name.replace('_', '-')}={text}"
+            raise SlipstreamError(f"{option} can't be read ({error}); give values separated by commas") from None
     return values
 
 
@@ -177,18 +177,18 @@ def _run(model: str, cluster: str | None, output: Path, report: Path | None, ove
         adapter = lora_section(model)
         if adapter is not None:
             settings |= _adapter_settings(adapter, model_section(model))
-        found = find_plan(model, cluster, progress=show, **settings)
-    _print(found)
-    write_plan_file(found, model_section(model), output, adapter)
+        plan = find_plan(model, cluster, progress=show, **settings)
+    _print(plan)
+    write_plan_file(plan, model_section(model), output, adapter)
     if report is not None:
         from slipstream.planner.report import write_report
 
-        write_report(found, report)
-    return found
+        write_report(plan, report)
+    return plan
 
 
 def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `slipstream.plan` takes of the adapter that a training configuration describes."""
+    """Returns the adapter of a training configuration as arguments of `slipstream.plan`."""
     from pydantic import ValidationError
 
     from slipstream.option_problems import describe_problems
@@ -198,7 +198,7 @@ def _adapter_settings(section: dict[str, Any], model: dict[str, Any]) -> dict[st
         lora = LoraSection.model_validate(section)
         return {"lora": lora.peft_config(str(model.get("path"))), "lora_base_precision": lora.base_precision}
     except ValidationError as error:
-        raise SlipstreamError("\n".join(f"lora: {each}" for each in describe_problems(error, LoraSection))) from None
+        raise SlipstreamError("\n".join(f"lora: {line}" for line in describe_problems(error, LoraSection))) from None
 
 
 def _print(plan: Plan) -> None:
@@ -232,7 +232,7 @@ def _print(plan: Plan) -> None:
 
 
 def _tables(plan: Plan, shared: Container[str]) -> tuple[Table, Table]:
-    """Returns the best plans without the choices that are `shared`, and what the best one's fullest rank holds."""
+    """Returns the best plans without the choices that are `shared`, and the memory of the best one's fullest rank."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

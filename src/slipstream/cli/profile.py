@@ -59,8 +59,8 @@ def profile(
         config = load_config(Path(model))
         section, seq_len = config.model, seq_len or config.training.seq_len
         shared = config.parallel
-    given = {"tensor": tp, "context": cp, "experts": ep}
-    shared = shared.model_copy(update={name: size for name, size in given.items() if size is not None})
+    sizes = {"tensor": tp, "context": cp, "experts": ep}
+    shared = shared.model_copy(update={name: size for name, size in sizes.items() if size is not None})
     if seq_len is None:
         raise SlipstreamError("how long are the sequences? give --seq-len=4096, for example")
     settings = {
@@ -76,11 +76,11 @@ def profile(
         "context_exchange": shared.context_exchange,
     }
     degrees = Degrees(shared.tensor, shared.context, shared.experts)
-    found = measure_profile(load_model_config(section), settings, ranks, device, degrees)
-    found.save(output)
+    profile = measure_profile(load_model_config(section), settings, ranks, device, degrees)
+    profile.save(output)
     console = make_console()
-    console.print(_table(found))
-    for line in _remarks(found):
+    console.print(_table(profile))
+    for line in _remarks(profile):
         console.print(line, markup=False)
     console.print(f"wrote {output}", markup=False)
 

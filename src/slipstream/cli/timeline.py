@@ -104,7 +104,7 @@ def timeline(
     from slipstream.schedule import Op
 
     gradients = {Op.I: input_gradient, Op.W: weight_gradient}
-    seconds = {op: backward / 2 if each is None else each for op, each in gradients.items()}
+    seconds = {op: backward / 2 if seconds is None else seconds for op, seconds in gradients.items()}
     seconds |= {Op.F: forward, Op.B: backward, Op.R: forward, Op.OFFLOAD: 0, Op.RELOAD: 0}
     make = partial(_make, ranks, microbatches, slices, stages_per_rank)
     cost: Callable[[Schedule], TableCost] = partial(_cost, seconds, head, link)
@@ -157,7 +157,7 @@ def _of_run(folder: Path) -> Path:
         raise SlipstreamError(
             f"the run in {folder} has no {run.perfetto.name}, which is written after its last step: wait until then"
         )
-    inside = sorted(each.parent for each in folder.glob(f"*/{run.perfetto.name}"))
+    inside = sorted(path.parent for path in folder.glob(f"*/{run.perfetto.name}"))
     raise SlipstreamError(
         f"{folder} isn't a run's folder: it has no {run.perfetto.name}. Give what training.output was"
         + (f", such as {inside[0]}" if inside else "")
@@ -178,7 +178,7 @@ def _cost(seconds: Mapping[Op, float], head: float, link: float, plan: Schedule)
     share = [1 / plan.placement.count(rank) for rank in plan.placement]
     work = [*share[:-1], share[-1] + head]
     units = [(g, i) for g in range(plan.num_stages) for i in range(plan.num_slices)]
-    times = {(g, i, op): each * work[g] for g, i in units for op, each in seconds.items()}
+    times = {(g, i, op): share * work[g] for g, i in units for op, share in seconds.items()}
     held = {(g, i): share[g] / plan.num_slices for g, i in units}
     # Messages queue for a TableCost's bandwidth but share its latency; these are to queue.
     return TableCost(times, [link] * plan.num_slices, bandwidth=1.0, activations=held)
@@ -206,7 +206,7 @@ def _costs_of(
     """Returns the costs of a schedule: those of a model on a cluster, those kept of it here, or a profile's."""
     from slipstream.planning.schedule_costs import schedule_costs
 
-    tokens = [int(each) for each in lengths or ()]
+    tokens = [int(length) for length in lengths or ()]
     source: CostSource
     if profile is not None:
         from slipstream.cost import ProfileSource, load_profile
@@ -241,7 +241,7 @@ def _read(path: Path) -> Schedule:
 
 
 def _simulate_again(name: str, measured: tuple[Timeline, ...]) -> Timeline:
-    """Returns the simulation of a run with its measured times: the run without what the executor added."""
+    """Returns the simulation of a run with its measured times: the run without the executor's delays."""
     from slipstream.simulator import MeasuredCost, simulate
 
     if len(measured) != 1 or not measured[0].measured:
@@ -295,6 +295,6 @@ def _table(timeline: Timeline) -> str:
     rows = [[f"({unit})", "busy", *causes, "idle", *(["peak"] if peaks else [])]]
     for rank, idle in enumerate(waited):
         seconds = [timeline.busy(rank), *(idle.get(cause, 0) for cause in causes), sum(idle.values())]
-        numbers = [f"{float(each) * per_second:.4g}" for each in seconds]
+        numbers = [f"{float(value) * per_second:.4g}" for value in seconds]
         rows.append([f"rank {rank}", *numbers, *(f"{float(peak):.4g}" for peak in peaks[rank : rank + 1])])
     return table_text(rows, str.rjust)

@@ -59,7 +59,8 @@ def train(
     from slipstream.train.config import load_config
 
     settings = load_config(config, context.args)
-    handlers = {each: signal.signal(each, _end_before_the_run) for each in STOP_SIGNALS}  # until the run takes them
+    # Until the run takes the signals.
+    handlers = {number: signal.signal(number, _end_before_the_run) for number in STOP_SIGNALS}
     try:
         if shows("info") and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print("importing torch and transformers", flush=True)  # which takes seconds, and minutes on a busy disk
@@ -67,8 +68,8 @@ def train(
 
         start_training(settings)
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def init(
@@ -88,18 +89,18 @@ def init(
 ) -> None:
     """Write a configuration that trains MODEL on DATA on this machine, with comments: for `slipstream train`.
 
-    Finds out what the rows of DATA are: text, conversations, prompts with completions, or pairs of answers. Any setting
-    can be given as for `slipstream train`: --training.seq_len=4096.
+    Tells the kind of DATA's rows: text, conversations, prompts with completions, or pairs of answers. Any setting can
+    be given as for `slipstream train`: --training.seq_len=4096.
     """
     check_new_file(output, "--output", overwrite)
     from slipstream.train.config import read_settings
 
-    given = read_settings([*context.args, *(["model.trust_remote_code=true"] if remote_code else [])])
+    chosen = read_settings([*context.args, *(["model.trust_remote_code=true"] if remote_code else [])])
     from slipstream.extras.init import write_config
     from slipstream.launch import Progress
 
     progress = Progress(make_console())
-    written = write_config(model, data, output, given, progress)
+    written = write_config(model, data, output, chosen, progress)
     output.write_text(written.text, encoding="utf-8")
     for line in written.lines:
         progress.say(line)
@@ -118,8 +119,8 @@ def runs(
         bool, Option("--overwrite", help="Replace the file even if it isn't a run page; run pages are always replaced.")
     ] = False,
 ) -> None:
-    """Write an HTML page of the runs in FOLDER: curves, the last step, what happened, settings. It needs no network."""
+    """Write an HTML page of the runs in FOLDER: curves, the last step, events, settings. It needs no network."""
     from slipstream.extras.run_page import write_run_page
 
-    path, number = write_run_page(folder, output, overwrite)
-    print(f"wrote {path} ({number} {'run' if number == 1 else 'runs'})")
+    path, num_runs = write_run_page(folder, output, overwrite)
+    print(f"wrote {path} ({num_runs} {'run' if num_runs == 1 else 'runs'})")
