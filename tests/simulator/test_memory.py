@@ -23,9 +23,7 @@ from slipstream.schedule import (
     send_windows,
 )
 from slipstream.simulator import Footprint, MemoryKind, MemoryTable, StageSlice, UnitCost, memory_of, simulate
-from slipstream.simulator.action_graph import ActionArrays
-from slipstream.simulator.buffers import pool_bytes
-from slipstream.simulator.memory_arrays import order_bytes
+from slipstream.simulator.memory_account import order_bytes
 from support.examples import examples
 
 ONLY_ACTIVATIONS = {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1, Op.OFFLOAD: -1, Op.RELOAD: 1}
@@ -94,8 +92,8 @@ def test_activations_are_the_simulators(schedule: Schedule) -> None:
 
 @examples(60)
 @given(schedules(), st.data())
-def test_the_account_over_arrays_is_that_of_the_lowered_order(schedule: Schedule, data: st.DataObject) -> None:
-    """Buffers of messages and all; and on the host is what is offloaded and not reloaded yet."""
+def test_an_order_holds_what_it_holds_lowered(schedule: Schedule, data: st.DataObject) -> None:
+    """Buffers of messages and all, by kind or not; and on the host is what is offloaded and not reloaded yet."""
     size, stages = st.integers(0, 20), range(schedule.num_stages)
     sizes = [{stage: data.draw(size) for stage in stages} for _ in range(4)]
     gradients = {(stage, op): data.draw(size) for stage in stages for op in (Op.B, Op.W)}
@@ -105,11 +103,33 @@ def test_the_account_over_arrays_is_that_of_the_lowered_order(schedule: Schedule
     table = MemoryTable(
         found, first, sizes[0], sizes[1], messages, data.draw(st.integers(0, 2)), sizes[2], gradients, sizes[3]
     )
-    account = order_bytes(ActionArrays.of(schedule), table)
-    assert account.rank_peaks().tolist() == [rank.peak for rank in memory_of(schedule, table)]
+    account, lowered = order_bytes(schedule, table), add_communication(schedule)
+    assert account.memory() == memory_of(lowered, table)
+    peaks = [rank.peak for rank in account.memory()]
+    assert account.rank_peaks().tolist() == order_bytes(lowered, table).rank_peaks().tolist() == peaks
     for row, away in zip(schedule.actions, account.host_peaks(), strict=True):
         moved = [-found[StageSlice.of(a, schedule), a.op].leaves for a in row if a.op in (Op.OFFLOAD, Op.RELOAD)]
         assert away == max(accumulate(moved, initial=0))
+
+
+def test_a_message_is_held_until_it_is_sent() -> None:
+    """A schedule that is given with its sends has them where it likes: here the first a forward late."""
+    schedule, given_table = Schedule.parse(LATE), table(2, 2, message_bytes=[5, 7])
+    first, _ = memory_of(schedule, given_table)
+    assert [m.during[MemoryKind.MESSAGES] - pools(schedule, given_table)[0] for m in first.moments[:5]] == [
+        0, 5, 12, 7, 0,
+    ]  # fmt: skip
+    assert order_bytes(schedule, given_table).rank_peaks()[0] == first.peak == first.moments[2].most
+
+
+LATE = """
+schedule: late
+placement: 0 1
+microbatches: 1
+slices: 2
+rank 0: 0F0.0 0F0.1 0SEND_F0.0 0SEND_F0.1 0RECV_B0.1 0B0.1 0RECV_B0.0 0B0.0
+rank 1: 1RECV_F0.0 1F0.0 1RECV_F0.1 1F0.1 1B0.1 1SEND_B0.1 1B0.0 1SEND_B0.0
+"""
 
 
 def test_the_simulator_draws_all_that_is_held() -> None:
@@ -220,6 +240,11 @@ def test_offloaded_memory_is_free_an_action_later_in_a_step_of_graphs() -> None:
     assert all(found.moments[-1].after == 0 for found in peaks)
 
 
+def pools(schedule: Schedule, given_table: MemoryTable) -> list[float]:
+    """The buffers of messages of each rank: before its first action nothing else waits."""
+    return [rank.moments[0].during[MemoryKind.MESSAGES] for rank in memory_of(schedule, given_table)]
+
+
 def test_the_pool_of_two_ranks_by_hand() -> None:
     """1F1B of two ranks and three microbatches. A buffer holds a payload of 10 and a header of 1.
 
@@ -235,29 +260,25 @@ def test_the_pool_of_two_ranks_by_hand() -> None:
             used += action.op in (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)  # fewer than the window of 8
             in_use[rank] = max(in_use[rank], used)
             used -= action.op is Op.B
-    assert [pool_bytes(schedule, rank, given_table) for rank in range(2)] == [11 * most for most in in_use]
+    assert pools(schedule, given_table) == [11 * most for most in in_use]
 
 
 def test_sends_beyond_the_window_use_buffers_again() -> None:
     """20 microbatches: 8 sends on their way, and what was received: for one backward, and already for the next."""
     schedule = add_communication(one_f_one_b(2, 20, 1))
     assert set(send_windows(schedule).values()) == {8}
-    ones = MemoryTable({}, message_bytes=[1])
-    assert pool_bytes(schedule, 0, ones) == 8 + 2
-    assert pool_bytes(schedule, 1, ones) == 8 + 2
+    assert pools(schedule, table(2, 1, message_bytes=[1])) == [8 + 2, 8 + 2]
 
 
 def test_inputs_on_the_host_leave_their_buffers_after_the_forward() -> None:
     """Otherwise every input stays until its backward, whose gradient takes the buffer."""
-    ones = MemoryTable({}, message_bytes=[1])
-    plain, offloaded = gpipe(2, 20, 1), add_offload(gpipe(2, 20, 1))
-    assert pool_bytes(add_communication(plain), 1, ones) == 20
-    assert pool_bytes(add_communication(offloaded), 1, ones) <= 8 + 2 + 1  # the last slice has no time to be moved
+    ones, plain = table(2, 1, message_bytes=[1]), gpipe(2, 20, 1)
+    assert pools(plain, ones)[1] == 20
+    assert pools(add_offload(plain), ones)[1] <= 8 + 2 + 1  # the last slice has no time to be moved
 
 
 def test_slices_of_other_lengths_have_buffers_of_their_own() -> None:
-    schedule = add_communication(gpipe(2, 1, 2))
-    assert pool_bytes(schedule, 0, table(2, 2, message_bytes=[10, 30])) == 2 * (10 + 30)
+    assert pools(gpipe(2, 1, 2), table(2, 2, message_bytes=[10, 30]))[0] == 2 * (10 + 30)
 
 
 def test_a_frozen_stage_keeps_a_microbatch_s_context_until_its_last_forward() -> None:
@@ -269,16 +290,13 @@ def test_a_frozen_stage_keeps_a_microbatch_s_context_until_its_last_forward() ->
     forwards = [moment for moment in first.moments if moment.action.op is Op.SEND_F]
     held = {(each.action.stage, each.action.slice): each.during[MemoryKind.CONTEXT] for each in forwards}
     assert held == {(stage, index): 5 * (index == 0) for stage in (0, 2) for index in range(2)}
-    assert first.moments[-1].after == pool_bytes(add_communication(schedule), 0, found)
+    assert first.moments[-1].after == pools(schedule, found)[0]
 
 
 def test_the_buffer_of_a_frozen_stage_s_input_is_free_after_its_forward() -> None:
     whole = gpipe(3, 6, 1)
-    pools = [
-        pool_bytes(add_communication(each), 1, table(3, 1, message_bytes=[10]))
-        for each in (whole, freeze_stages(whole, 2))
-    ]
-    assert pools == [140, 60]  # two inputs and four outputs on their way; with a backward all six inputs stay
+    found = [pools(each, table(3, 1, message_bytes=[10]))[1] for each in (whole, freeze_stages(whole, 2))]
+    assert found == [140, 60]  # two inputs and four outputs on their way; with a backward all six inputs stay
 
 
 def test_a_unit_that_the_table_lacks() -> None:

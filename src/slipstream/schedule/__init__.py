@@ -33,6 +33,7 @@ from slipstream.schedule.lowering import (
     send_windows,
     split_backwards,
     unit_seconds,
+    without_communication,
 )
 from slipstream.schedule.passes import add_offload, add_recompute, in_flushes, spread_vocabulary
 from slipstream.schedule.rules import awaited_send, gradients_before, input_gradient, predecessors, report_wait, sending

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from slipstream.schedule.action import BACKWARDS, RECEIVES, SENDS, Action, Op, ScheduleError
+from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, Action, Op, ScheduleError
 from slipstream.schedule.rules import consumer, predecessors, sending
 from slipstream.schedule.schedule import Schedule
 from slipstream.schedule.validation import grid, running_order, validate
@@ -43,6 +43,11 @@ def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a compute-only schedule, for evaluation."""
     kept = (Op.F, Op.V, Op.L, Op.E)
     return _rewritten(schedule, lambda action: (action,) if action.op in kept else ())
+
+
+def without_communication(schedule: Schedule) -> Schedule:
+    """Returns the schedule without sends and receives."""
+    return _rewritten(schedule, lambda action: () if action.op in COMMUNICATION else (action,))
 
 
 def freeze_stages(schedule: Schedule, number: int) -> Schedule:

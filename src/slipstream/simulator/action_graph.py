@@ -19,6 +19,7 @@ from slipstream.simulator.costs import CostModel
 
 OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD, *sorted(VOCABULARY))
 NUMBERS = {op: number for number, op in enumerate(OPS)}
+_SENT = [NUMBERS[op] for op in (Op.F, Op.B, Op.I)]  # the ops whose results pass between stages
 _PLACES = 2**20  # slices of a stage that are told apart
 
 
@@ -189,11 +190,31 @@ class ActionArrays:
         return Precedence.of(self.op, self.stage, self.microbatch, self.slice, self.schedule)
 
     @cached_property
+    def slices(self) -> Ints:
+        """The number of each action's slice among those of all microbatches."""
+        counts = np.array(self.schedule.slice_counts)
+        numbers: Ints = (np.cumsum(counts) - counts)[self.microbatch] + self.slice
+        return numbers
+
+    def places(self, *ops: Op) -> Ints:
+        """Returns which action has one of these ops, (stages, slices of all microbatches); -1 for none."""
+        found = np.full((self.schedule.num_stages, sum(self.schedule.slice_counts)), -1)
+        mine = np.flatnonzero(np.logical_or.reduce([self.op == NUMBERS[op] for op in ops]))
+        found[self.stage[mine], self.slices[mine]] = mine
+        return found
+
+    def has(self, op: Op) -> Flags:
+        """Marks the actions whose slice has such an op on their stage."""
+        marks: Flags = self.places(op)[self.stage, self.slices] >= 0
+        return marks
+
+    @cached_property
     def producer(self) -> Ints:
-        """The action of another rank whose result each action needs, or -1."""
+        """The action of the stage before or after, on another rank, whose result each action needs, or -1."""
         first_before, before, *_ = self.precedence
         after = np.repeat(np.arange(len(self.op)), np.diff(first_before))
-        crosses = self.rank[before] != self.rank[after]
+        sent = np.isin(self.op, _SENT)
+        crosses = (self.rank[before] != self.rank[after]) & sent[before] & sent[after]
         producer = np.full(len(self.op), -1)
         producer[after[crosses]] = before[crosses]
         return producer

@@ -1,14 +1,14 @@
-"""The transport's buffers on a rank, counted from the order of its sends, receives and computing."""
+"""The buffers of a spread head's messages on a rank, counted from the order of its actions."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from slipstream.schedule import RECEIVES, SENDS, Action, Channel, Op, Schedule, channel, gradients_before, send_windows
-from slipstream.simulator.memory_table import MemoryTables, table_of
+from slipstream.schedule import Action, Op, Schedule, gradients_before
 
 
 class _Line(NamedTuple):
@@ -26,8 +26,11 @@ class VocabularyBuffers:
     kept until the end of the step.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, tables: MemoryTables) -> None:
-        self._schedule, self._tables = schedule, tables
+    def __init__(self, schedule: Schedule, rank: int, sizes: Mapping[Op, Sequence[float]]) -> None:
+        """`sizes` are the bytes of each buffer, header included, of every slice of all microbatches: of the message of
+        V, of L, and of E; of F, the head's input."""
+        self._schedule, self._sizes = schedule, sizes
+        self._firsts = [*accumulate(schedule.slice_counts, initial=0)]
         self._last = schedule.num_stages - 1
         has_first, has_last = (schedule.placement[end] == rank for end in (0, self._last))
         others = [g for g in schedule.vocabulary_stages if schedule.placement[g] != rank]
@@ -128,57 +131,5 @@ class VocabularyBuffers:
         return gradients_before(self._schedule)
 
     def _size(self, op: Op, action: Action) -> float:
-        """Returns the bytes of the buffer, header included; a gradient of what was looked up is as large as that."""
-        return table_of(self._tables, action.microbatch).buffer(Op.E if op is Op.B else op, action.slice)
-
-
-Windows = Mapping[Channel, int]  # see `send_windows`
-
-
-def pool_bytes(schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None = None) -> float:
-    """Returns the bytes of the transport's buffers on a rank: of each size as many as are ever in use at the same time.
-
-    One for every receive from when it is posted until the backward of its slice is done (W's where it is split, since
-    a forward's input and an output's gradient belong to a weight gradient's factors; F's where the input is moved to
-    the host or no backward comes), and one for every send until as many later ones have gone out on its channel as its
-    window is wide. Those of a spread head's messages come from the same pool (`VocabularyBuffers`).
-    """
-    windows = windows or send_windows(schedule)
-    used: Counter[float] = Counter()  # buffers by size, which are reused and never freed
-    most: Counter[float] = Counter()
-    sent: defaultdict[Channel, deque[float]] = defaultdict(deque)
-    posted: set[Action] = set()
-    spread = VocabularyBuffers(schedule, rank, tables) if schedule.spreads_vocabulary else None
-    for action in schedule.actions[rank]:
-        table = table_of(tables, action.microbatch)
-        size = table.payload(action.slice) + table.header_bytes
-        if action.op in SENDS:
-            on_their_way = sent[line := channel(action, schedule)]
-            if len(on_their_way) >= windows[line]:
-                used[on_their_way.popleft()] -= 1
-            on_their_way.append(size)
-        elif action.op in RECEIVES:
-            posted.add(action)
-        else:
-            released = _released(action, schedule) & posted
-            posted -= released
-            returned = [(size, -len(released))]
-            sent_here = [*spread.changes(action)] if spread else []
-            # a backward returns what it received once its result is sent, others before they compute
-            for own, change in sent_here + returned if action.op is Op.B else returned + sent_here:
-                used[own] += change
-                most[own] = max(most[own], used[own])
-            continue
-        used[size] += 1
-        most[size] = max(most[size], used[size])
-    return sum(size * number for size, number in most.items())
-
-
-def _released(action: Action, schedule: Schedule) -> set[Action]:
-    """Returns the receives whose buffers are free after an action."""
-    if action.op in (Op.B, Op.W):
-        return {action.with_op(Op.RECV_F), action.with_op(Op.RECV_B)}
-    if action.op is not Op.F:
-        return set()
-    is_done = action.stage < schedule.num_frozen_stages or action.with_op(Op.OFFLOAD) in schedule.positions
-    return {action.with_op(Op.RECV_F)} if is_done else set()
+        """Returns the bytes of the buffer; a gradient of what was looked up is as large as that."""
+        return self._sizes[Op.E if op is Op.B else op][self._firsts[action.microbatch] + action.slice]

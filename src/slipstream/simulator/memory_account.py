@@ -1,25 +1,39 @@
-"""The memory that a rank holds while its actions run, by kind, and its peak: a matter of their order, not of times."""
+"""The memory that ranks hold while their actions run: a matter of their order, not of times.
+
+Arrays tell it of a whole order at once: a search has many orders, and a step is planned while another one runs.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from slipstream.array_types import Flags, Floats, Ints
 from slipstream.schedule import (
     BACKWARDS,
-    RECEIVES,
-    SENDS,
+    NARROWEST_WINDOW,
     VOCABULARY,
     Action,
     Op,
     Schedule,
-    add_communication,
-    input_gradient,
-    send_windows,
+    sending,
+    unit_seconds,
+    without_communication,
 )
-from slipstream.simulator.buffers import Windows, pool_bytes
-from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTables, StageSlice, table_of
+from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays, first_of
+from slipstream.simulator.buffers import VocabularyBuffers
+from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, MemoryTables, StageSlice, table_of
+
+_F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
+_UNIT_SECONDS = np.array([unit_seconds(Action(op, 0)) for op in OPS], float)
+NO_MOMENT = Footprint(0.0, -np.inf)  # of a reduction: the next action holds as much
+GRADIENT_MAKERS = ((Op.B,), (Op.I,), (Op.W,), (Op.VW, Op.EW))  # the ops of which a stage's first makes weight gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,164 +74,440 @@ def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False
     Raises:
         SlipstreamError: the table lacks a unit.
     """
-    if not schedule.is_lowered:
-        schedule = add_communication(schedule)
-    windows = send_windows(schedule)
-    return tuple(rank_memory(schedule, rank, tables, windows, frees_late) for rank in range(schedule.num_ranks))
+    return order_bytes(schedule, tables).memory(frees_late)
 
 
-def rank_memory(
-    schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None = None, frees_late: bool = False
-) -> RankMemory:
-    """Returns what one rank of a lowered schedule holds.
+def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables) -> RankMemory:
+    """Returns what one rank holds, as `memory_of` does, from the bytes of that rank's stages alone."""
+    return order_bytes(schedule, tables, rank).rank_memory(rank)
+
+
+class _Messages(NamedTuple):
+    """Messages between stages, in the order of their sends. A moment is a number that grows along a rank's row."""
+
+    sender: Ints  # the action whose result is sent
+    user: Ints  # the action that needs it
+    sent: Ints  # the moment of the SEND
+    posted: Ints  # the moment of the RECV
+    done: Ints  # the moment at which each action of the order runs
+
+
+@dataclass(frozen=True)
+class OrderBytes:
+    """The bytes of every action of an order, and what its ranks hold all the time.
 
     Args:
-        schedule: with sends and receives.
-        rank: the pipeline rank.
-        tables: bytes of the actions of that rank's stages, of all microbatches or of each.
-        windows: the `send_windows` of the schedule, if they are known already.
-        frees_late: see `memory_of`.
+        arrays: the order, without sends and receives.
+        lowered: the same with sends and receives. None: they are the executor's.
+        leaves: what each action leaves for others.
+        peaks: the most that each holds over what was held before.
+        first: likewise, of an action that makes weight gradients. Not a number: those and its peak.
+        made: the weight gradients that each stage's first action of `GRADIENT_MAKERS` makes, (4, stages): B all that I
+            and W make.
+        context: the keys and values of each action's microbatch on its stage.
+        context_gradients: their gradients.
+        payload: the message of each slice of each microbatch, without its header.
+        header: of each message.
+        buffers: of each op that sends a message of a spread head, with its header, for each slice of each microbatch.
+        w_shares: of each slice of each microbatch, as `MemoryTable` has it.
+        parameters: of each rank.
+        optimizer: of each rank.
     """
-    account = _Account(schedule, rank, tables, windows)
-    row = [*_freeing_late(schedule.actions[rank])] if frees_late else schedule.actions[rank]
-    return RankMemory(tuple(account.run(action) for action in row if action.op not in RECEIVES | {Op.REDUCE_GRAD}))
+
+    arrays: ActionArrays
+    lowered: Schedule | None
+    leaves: Floats
+    peaks: Floats
+    first: Floats
+    made: Floats
+    context: Floats
+    context_gradients: Floats
+    payload: Floats
+    header: float
+    buffers: Mapping[Op, Floats]
+    w_shares: Flags
+    parameters: Floats
+    optimizer: Floats
+
+    def rank_peaks(self) -> Floats:
+        """Returns the most bytes that each rank holds."""
+        most, makes = (each.copy() for each in self._gradients)
+        gives, after = sum(self._gives.values(), self.leaves), self._sent_after
+        # What is sent is held until then, and no longer when the next action begins.
+        most[after] = np.maximum(most[after], gives[after])
+        sent = np.bincount(after + 1, self._payloads[self._messages.sender], len(makes) + 1)[:-1]
+        sent[self.arrays.firsts[:-1]] = 0.0  # what is sent at the end of the rank before
+        makes -= sent
+        return self.parameters + self.optimizer + self._pools + row_peaks(self.arrays.firsts, makes, most, -gives)
+
+    def host_peaks(self) -> Floats:
+        """Returns the most bytes that each rank has on its host."""
+        moved = self.leaves * ((self.arrays.op == NUMBERS[Op.OFFLOAD]) | (self.arrays.op == NUMBERS[Op.RELOAD]))
+        nothing = np.zeros(len(moved))
+        return row_peaks(self.arrays.firsts, -moved, nothing, nothing)
+
+    def memory(self, frees_late: bool = False) -> tuple[RankMemory, ...]:
+        """Returns what every rank holds, action by action and by kind; see `memory_of`."""
+        return tuple(self.rank_memory(rank, frees_late) for rank in range(self.arrays.schedule.num_ranks))
+
+    def rank_memory(self, rank: int, frees_late: bool = False) -> RankMemory:
+        """Returns what one rank holds."""
+        arrays, (begin, end) = self.arrays, self.arrays.firsts[rank : rank + 2].tolist()
+        row, here = arrays.schedule.actions[rank], slice(begin, end)
+        most, makes, leaves, payload = (each[here].tolist() for each in (*self._gradients, self.leaves, self._payloads))
+        gives = {kind: each[here].tolist() for kind, each in self._gives.items()}
+        sends: defaultdict[int, list[int]] = defaultdict(list)
+        for after, sender in zip(self._sent_after.tolist(), self._messages.sender.tolist(), strict=True):
+            sends[after - begin].append(sender - begin)
+        held = dict.fromkeys(MemoryKind, 0.0)
+        held[MemoryKind.PARAMETERS], held[MemoryKind.OPTIMIZER] = self.parameters[rank], self.optimizer[rank]
+        held[MemoryKind.MESSAGES] = self._pools[rank]
+        saved: defaultdict[Action, float] = defaultdict(float)  # of each slice on a stage
+        moments = []
+        for number in _freeing_late(row) if frees_late else range(len(row)):
+            action = row[number]
+            if action.op is not Op.REDUCE_GRAD:
+                held[MemoryKind.GRADIENTS] += makes[number]
+                # What RELOAD brings back is activations, as before.
+                kind = MemoryKind.ACTIVATIONS if action.op is Op.RELOAD else MemoryKind.WORKSPACE
+                during = held | {kind: held[kind] + most[number]}
+                _leave(action, leaves[number], payload[number], held, saved)
+                for kind, each in gives.items():
+                    held[kind] += each[number]
+                moments.append(Moment(action, during, sum(held.values())))
+            for sender in sends[number]:
+                during, send = dict(held), sending(row[sender], arrays.schedule)
+                assert send is not None
+                held[MemoryKind.MESSAGES] -= payload[sender]
+                moments.append(Moment(send, during, sum(held.values())))
+        return RankMemory(tuple(moments))
+
+    @cached_property
+    def _payloads(self) -> Floats:
+        """The message of each action's slice."""
+        return self.payload[self.arrays.slices]
+
+    @cached_property
+    def _gradients(self) -> tuple[Floats, Floats]:
+        """The most that each action holds besides weight gradients, and those that it makes."""
+        op, stage, size = self.arrays.op, self.arrays.stage, len(self.arrays.op)
+        firsts = np.full(self.made.shape, size)
+        for number, makers in enumerate(GRADIENT_MAKERS):
+            among = np.logical_or.reduce([op == NUMBERS[each] for each in makers])
+            places = np.flatnonzero(first_of(stage, among))
+            firsts[number, stage[places]] = places
+        makes = firsts < size
+        makes[1:3] &= firsts[1:3] < firsts[0]  # where B came before there is nothing left to make
+        more = self.made.copy()
+        more[0] -= (self.made[1:3] * makes[1:3]).sum(axis=0)
+        takes, during, at = np.zeros(size), self.peaks.copy(), firsts[makes]
+        takes[at] = more[makes]
+        during[at] = np.where(np.isnan(self.first[at]), during[at], self.first[at] - self.made[makes])
+        return during, takes
+
+    @cached_property
+    def _gives(self) -> dict[MemoryKind, Floats]:
+        """The bytes by which each action changes what is held after it besides what it leaves, by kind.
+
+        A result is held until it is sent or, if the next stage is on this rank, until that no longer needs it. Hidden
+        states are the next stage's first activation, unless that is frozen. A gradient belongs to the factors of W.
+        """
+        arrays, op, (before, here, after) = self.arrays, self.arrays.op, self._neighbours
+        opens, begins, closes = (each.astype(int) for each in arrays.context_marks)
+        ends = closes * (arrays.stage >= arrays.schedule.num_frozen_stages)
+        forward, backward = op == _F, (op == _B) | (op == _I)
+        results = (forward & (after >= 0)).astype(int)
+        results += backward & (arrays.stage > arrays.schedule.num_frozen_stages)
+        results -= np.where(self._needs_no_input, forward, backward) & (before == here)
+        results -= ((op == _B) | (op == _W)) & (after == here)
+        found = {
+            MemoryKind.CONTEXT: self.context * (opens - closes),
+            MemoryKind.CONTEXT_GRADIENTS: self.context_gradients * (begins - ends),
+            MemoryKind.MESSAGES: self._payloads * results,
+        }
+        if arrays.schedule.spreads_vocabulary:
+            found[MemoryKind.ACTIVATIONS] = self._shared_outputs()
+        if arrays.schedule.spreads_embedding:
+            found[MemoryKind.MESSAGES] += self._passed_lookups()
+        return found
+
+    def _shared_outputs(self) -> Floats:
+        """The last stage's output, which goes with VW: held until the backward of its slice where that comes later."""
+        arrays, last = self.arrays, self.arrays.schedule.num_stages - 1
+        return _held_between(arrays.places(Op.VW)[last], arrays.places(Op.B, Op.I)[last], self.payload, len(arrays.op))
+
+    def _passed_lookups(self) -> Floats:
+        """What the first stage's rank looks up, until that stage's forward takes it, and the gradient of its input,
+        which goes with W where that works on it, until the rows have added it where that is later."""
+        arrays, schedule = self.arrays, self.arrays.schedule
+        rows = next(g for g in schedule.vocabulary_stages if schedule.placement[g] == schedule.placement[0])
+        weights, gradient = arrays.places(Op.W)[0], arrays.places(Op.B, Op.I)[0]
+        gradient = np.where(self.w_shares & (weights >= 0), weights, gradient)
+        size, number = self.buffers[Op.E] - self.header, len(arrays.op)
+        lookups = _held_between(arrays.places(Op.E)[rows], arrays.places(Op.F)[0], size, number)
+        return lookups + _held_between(gradient, arrays.places(Op.EW)[rows], size, number)
+
+    @cached_property
+    def _neighbours(self) -> tuple[Ints, Ints, Ints]:
+        """The ranks of the stage before each action's, of its own and of the one after; -1 for none."""
+        ranks = np.concatenate([[-1], self.arrays.schedule.placement, [-1]])
+        return ranks[self.arrays.stage], self.arrays.rank, ranks[self.arrays.stage + 2]
+
+    @cached_property
+    def _needs_no_input(self) -> Flags:
+        """Marks the actions on slices whose input only the forward needs: what follows works on a copy, or nothing."""
+        return (self.arrays.stage < self.arrays.schedule.num_frozen_stages) | self.arrays.has(Op.OFFLOAD)
+
+    @cached_property
+    def _messages(self) -> _Messages:
+        """The messages between stages, of an order that isn't lowered at the moments that lowering would give them."""
+        arrays, lowered = self.arrays, self.lowered
+        user = np.flatnonzero(arrays.producer >= 0)
+        user = user[np.argsort(arrays.producer[user], kind="stable")]
+        sender = arrays.producer[user]
+        if lowered is None:
+            numbers = np.arange(len(arrays.op))
+            return _Messages(sender, user, 3 * sender + 4, 3 * self._posted(sender, user), 3 * numbers + 2)
+        begins = np.cumsum([0, *map(len, lowered.actions)])
+        moments = {action: begins[rank] + index for action, (rank, index) in lowered.positions.items()}
+        actions = [action for row in arrays.schedule.actions for action in row]
+        sends = [sending(actions[number], lowered) for number in sender]
+        sent = np.array([moments[each] for each in sends if each], np.int64)
+        posted = np.array([moments[each.other_end] for each in sends if each], np.int64)
+        order = np.argsort(sent)
+        done = np.array([moments[action] for action in actions], np.int64)
+        return _Messages(sender[order], user[order], sent[order], posted[order], done)
+
+    def _posted(self, sender: Ints, user: Ints) -> Ints:
+        """Returns before which action of its rank each message's receive is posted.
+
+        It is where the rank stands when the message is sent, or one action before it is needed, and not after that of a
+        later message (`add_communication`).
+        """
+        from slipstream.simulator.time_kernel import start_times  # loads numba
+
+        arrays, posted = self.arrays, np.zeros_like(user)
+        graph, order = arrays.graph(_UNIT_SECONDS[arrays.op])
+        starts = start_times(graph, order)
+        ends = starts + graph.seconds
+        for mine in self._lines(sender, user):
+            begin, end = arrays.firsts[(rank := arrays.rank[user[mine[0]]])], arrays.firsts[rank + 1]
+            witnessed = begin + np.searchsorted(starts[begin:end], ends[sender[mine]])
+            latest = np.minimum(witnessed, np.maximum(user[mine] - 1, begin))
+            posted[mine] = np.minimum.accumulate(latest[::-1])[::-1]
+        return posted
+
+    def _lines(self, sender: Ints, user: Ints) -> Iterator[Ints]:
+        """Yields the messages of each channel."""
+        lines = np.stack([self.arrays.op[sender] == _F, self.arrays.rank[sender], self.arrays.rank[user]])
+        for line in np.unique(lines, axis=1).T:
+            yield np.flatnonzero((lines == line[:, None]).all(axis=0))
+
+    @cached_property
+    def _sent_after(self) -> Ints:
+        """The action after which each message is sent."""
+        return np.searchsorted(self._messages.done, self._messages.sent) - 1
+
+    @cached_property
+    def _pools(self) -> Floats:
+        """The bytes of each rank's buffers of messages: of each size as many as are ever in use at the same time.
+
+        One for every receive from when it is posted until the backward of its slice is done (W's where it is split,
+        since a forward's input and an output's gradient belong to a weight gradient's factors; F's where the input is
+        moved to the host or no backward comes), and one for every send until as many later ones have gone out on its
+        channel as its window is wide. Those of a spread head's messages come from the same pool.
+        """
+        arrays, (before, rank, after) = self.arrays, self._neighbours
+        sender, user, sent, posted, done = self._messages
+        oldest = np.full_like(user, -1)
+        for mine in self._lines(sender, user):
+            open_receives = np.searchsorted(np.sort(posted[mine]), posted[mine], side="right")
+            open_receives -= np.searchsorted(np.sort(done[user[mine]]), posted[mine], side="right")
+            window = max(NARROWEST_WINDOW, 2 * int(open_receives.max()))
+            oldest[mine[window:]] = mine[:-window]
+        waits = np.flatnonzero(oldest >= 0)
+        last_with_input = np.where(self._needs_no_input, arrays.op == _F, (arrays.op == _B) | (arrays.op == _W))
+        returned = (last_with_input & (before >= 0) & (before != rank)).astype(int)
+        returned += ((arrays.op == _B) | (arrays.op == _W)) & (after >= 0) & (after != rank)
+        ends = np.flatnonzero(returned)
+        sizes = self.payload + self.header
+        size = sizes[arrays.slices]
+        by_cause = [
+            (rank[user], posted, size[user], np.ones_like(user)),
+            (rank[sender[waits]], sent[waits], size[sender[oldest[waits]]], -np.ones_like(waits)),
+            (rank[sender], sent, size[sender], np.ones_like(sender)),
+            (rank[ends], done[ends], size[ends], -returned[ends]),
+        ]
+        if arrays.schedule.spreads_vocabulary:
+            # A backward returns what it received once its result is sent, others before they compute.
+            early, late = self._head_changes()
+            by_cause = [*by_cause[:3], early, by_cause[3], late]
+        ranks, moments, sizes, changes = (np.concatenate(each) for each in zip(*by_cause, strict=True))
+        return _most_in_use(ranks, moments, sizes, changes, arrays.schedule.num_ranks)
+
+    def _head_changes(self) -> Iterator[tuple[Ints, Ints, Floats, Ints]]:
+        """Yields the ranks, moments, sizes and changes of the buffers of a spread head's messages: of whole backwards,
+        and of all others."""
+        arrays, of_whole, of_others = self.arrays, list[tuple[float, ...]](), list[tuple[float, ...]]()
+        sizes = {op: each.tolist() for op, each in (*self.buffers.items(), (Op.F, self.payload + self.header))}
+        done = iter(self._messages.done.tolist())
+        for rank, row in enumerate(arrays.schedule.actions):
+            spread = VocabularyBuffers(arrays.schedule, rank, sizes)
+            for action in row:
+                moment, found = next(done), of_whole if action.op is Op.B else of_others
+                found += [(rank, moment, *change) for change in spread.changes(action)]
+        for found in (of_whole, of_others):
+            ranks, moments, own, changes = np.array(found, float).reshape(-1, 4).T
+            yield ranks.astype(int), moments.astype(int), own, changes.astype(int)
 
 
-def _freeing_late(row: Sequence[Action]) -> Iterator[Action]:
-    """Yields the actions of a row, each OFFLOAD where its memory is free: before the second action that computes."""
-    started, copied = list[Action](), list[Action]()
-    for action in row:
+def _leave(
+    action: Action,
+    leaves: float,
+    payload: float,
+    held: dict[MemoryKind, float],
+    saved: defaultdict[Action, float],
+) -> None:
+    """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.
+
+    Of what L leaves, the last stage's backward frees the gradient that it starts from.
+    """
+    if action.op in VOCABULARY:
+        gradient = payload if action.op is Op.L else 0.0
+        held[MemoryKind.VOCABULARY] += leaves - gradient
+        leaves = gradient
+    unit = action.with_op(Op.F)
+    before = saved[unit]
+    saved[unit] += leaves
+    if action.op is Op.I:
+        held[MemoryKind.ACTIVATIONS] -= before
+        held[MemoryKind.WEIGHT_INPUTS] += before + leaves
+    else:
+        held[MemoryKind.WEIGHT_INPUTS if action.op is Op.W else MemoryKind.ACTIVATIONS] += leaves
+
+
+def _freeing_late(row: Sequence[Action]) -> Iterator[int]:
+    """Yields the places of a row, each OFFLOAD where its memory is free: before the second action that computes."""
+    started, copied = list[int](), list[int]()
+    for number, action in enumerate(row):
         if action.op is Op.OFFLOAD:
-            started.append(action)
+            started.append(number)
             continue
         if action.op in BACKWARDS | {Op.F, Op.R}:
             yield from copied
             started, copied = [], started
-        yield action
+        yield number
     yield from (*copied, *started)
 
 
-def ends_context(forward: Action, schedule: Schedule) -> bool:
-    """Returns whether keys and values of a microbatch are freed after a forward: the last, where no backward comes."""
-    return forward.stage < schedule.num_frozen_stages and forward.slice == schedule.slice_counts[forward.microbatch] - 1
+def _held_between(made: Ints, taken: Ints, sizes: Floats, number: int) -> Floats:
+    """Returns by how much each of so many actions changes what is held, where what `made` make is held until `taken`
+    have run, if these come later; -1 is no action."""
+    later, changes = (made >= 0) & (made < taken), np.zeros(number)
+    np.add.at(changes, made[later], sizes[later])
+    np.subtract.at(changes, taken[later], sizes[later])
+    return changes
 
 
-class _Account:
-    """Counts what one rank holds, action by action."""
+def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int | None = None) -> OrderBytes:
+    """Returns the bytes of an order.
 
-    def __init__(self, schedule: Schedule, rank: int, tables: MemoryTables, windows: Windows | None) -> None:
-        self.schedule, self.tables = schedule, tables
-        self.table = table_of(tables, 0)  # of the action that runs
-        self.stages = [stage for stage, there in enumerate(schedule.placement) if there == rank]
-        self.held: dict[MemoryKind, float] = dict.fromkeys(MemoryKind, 0)
-        self.held[MemoryKind.PARAMETERS] = sum(self.table.parameters.get(stage, 0) for stage in self.stages)
-        self.held[MemoryKind.OPTIMIZER] = sum(self.table.optimizer.get(stage, 0) for stage in self.stages)
-        self.held[MemoryKind.MESSAGES] = pool_bytes(schedule, rank, tables, windows)
-        self.ran: set[tuple[int, Op]] = set()  # backwards of which a stage has run one
-        self.made: defaultdict[int, float] = defaultdict(float)  # weight gradients of a stage
-        self.left: dict[tuple[int, int], int] = {}  # backwards to come, of a stage and microbatch that has context
-        self.saved: defaultdict[tuple[StageSlice, int], float] = defaultdict(float)  # and microbatch, after I
+    Args:
+        order: with or without sends and receives; or the arrays of one without.
+        tables: bytes of the actions, of all microbatches or of each.
+        rank: the only one whose actions the tables need to have. None: all.
 
-    def run(self, action: Action) -> Moment:
-        self.table = table_of(self.tables, action.microbatch)
-        if action.op in SENDS:
-            during = dict(self.held)
-            self.held[MemoryKind.MESSAGES] -= self.table.payload(action.slice)
-            return Moment(action, during, sum(self.held.values()))
-        unit = StageSlice.of(action, self.schedule)
-        footprint = self.table.footprint(unit, action.op)
-        # What RELOAD brings back is activations, as before.
-        kind = MemoryKind.ACTIVATIONS if action.op is Op.RELOAD else MemoryKind.WORKSPACE
-        during = self.held | {kind: self.held[kind] + self._peak(action, unit, footprint)}
-        self._leave(action, unit, footprint.leaves)
-        self._count_context(action)
-        self._hand_over(action, unit)
-        if self.schedule.spreads_vocabulary and action.stage == self.schedule.num_stages - 1:
-            self._share_output(action)
-        if self.schedule.spreads_embedding and 0 in self.stages:
-            self._pass_lookup(action)
-        return Moment(action, during, sum(self.held.values()))
+    Raises:
+        SlipstreamError: a table lacks a unit.
+    """
+    arrays = ActionArrays.of(without_communication(order)) if isinstance(order, Schedule) else order
+    schedule, op, stage = arrays.schedule, arrays.op, arrays.stage
+    stages, placement = range(schedule.num_stages), schedule.placement
+    of_microbatch = [table_of(tables, number) for number in range(schedule.num_microbatches)]
+    every = list({id(table): table for table in of_microbatch}.values())
+    places = {id(table): number for number, table in enumerate(every)}
+    which = np.array([places[id(table)] for table in of_microbatch])
+    saved = arrays.has(Op.R), arrays.has(Op.OFFLOAD)
+    shape = len(OPS), schedule.num_stages, schedule.num_slices, 2, 2, len(every)
+    numbers = np.ravel_multi_index((op, stage, arrays.slice, *saved, which[arrays.microbatch]), shape)
+    different, like = np.unique(numbers, return_inverse=True)
+    footprints, first = list[Footprint](), list[float]()
+    for number, g, i, again, away, place in np.transpose(np.unravel_index(different, shape)).tolist():
+        unit, own = StageSlice(g, i, bool(again), bool(away)), OPS[number]
+        is_counted = own is not Op.REDUCE_GRAD and rank in (None, placement[g])
+        footprints.append(every[place].footprint(unit, own) if is_counted else NO_MOMENT)
+        first.append(every[place].first.get((unit, own), np.nan))
+    context, gradients = (
+        np.array([[of_stages.get(g, 0.0) for g in stages] for of_stages in kinds], float)[
+            which[arrays.microbatch], stage
+        ]
+        for kinds in ([each.context for each in every], [each.context_gradients for each in every])
+    )
+    keys = [*zip(which.tolist(), schedule.slice_counts, strict=True)]
 
-    def _peak(self, action: Action, unit: StageSlice, footprint: Footprint) -> float:
-        """Returns the peak over what is held; a stage's first B, I, W or VW makes gradients that later ones add to.
+    def per_slice(value: Any) -> Any:
+        known = {key: [value(every[key[0]], index=index) for index in range(key[1])] for key in dict.fromkeys(keys)}
+        return np.array([each for key in keys for each in known[key]])
 
-        B makes all that I and W make. VW and EW make the same, whichever comes first.
-        """
-        key = stage, op = action.stage, Op.VW if action.op is Op.EW else action.op
-        if op not in BACKWARDS | {Op.VW} or key in self.ran or (op is not Op.VW and (stage, Op.B) in self.ran):
-            return footprint.peak
-        self.ran.add(key)
-        made = self.table.gradients.get(key, 0)
-        self.held[MemoryKind.GRADIENTS] += (more := made - self.made[stage] if op is Op.B else made)
-        self.made[stage] += 0 if op is Op.VW else more
-        return self.table.first.get((unit, action.op), footprint.peak + made) - made
+    return OrderBytes(
+        arrays,
+        lowered=order if isinstance(order, Schedule) and order.is_lowered else None,
+        leaves=np.array([each.leaves for each in footprints], float)[like],
+        peaks=np.array([each.peak for each in footprints], float)[like],
+        first=np.array(first, float)[like],
+        made=gradients_made(every[0], schedule.num_stages),
+        context=context,
+        context_gradients=gradients,
+        payload=per_slice(MemoryTable.payload).astype(float),
+        header=every[0].header_bytes,
+        buffers={
+            op: per_slice(partial(MemoryTable.buffer, op=op)).astype(float)
+            for op in (Op.V, Op.L, Op.E)
+            if schedule.spreads_vocabulary
+        },
+        w_shares=per_slice(lambda table, index: table.w_shares.get(index, False)).astype(np.bool_),
+        parameters=np.bincount(placement, [every[0].parameters.get(g, 0.0) for g in stages]).astype(float),
+        optimizer=np.bincount(placement, [every[0].optimizer.get(g, 0.0) for g in stages]).astype(float),
+    )
 
-    def _leave(self, action: Action, unit: StageSlice, leaves: float) -> None:
-        """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.
 
-        Of what L leaves, the last stage's backward frees the gradient that it starts from.
-        """
-        if action.op in VOCABULARY:
-            gradient = self.table.payload(action.slice) if action.op is Op.L else 0
-            self.held[MemoryKind.VOCABULARY] += leaves - gradient
-            leaves = gradient
-        before = self.saved[unit, action.microbatch]
-        self.saved[unit, action.microbatch] += leaves
-        if action.op is Op.I:
-            self.held[MemoryKind.ACTIVATIONS] -= before
-            self.held[MemoryKind.WEIGHT_INPUTS] += before + leaves
-        else:
-            self.held[MemoryKind.WEIGHT_INPUTS if action.op is Op.W else MemoryKind.ACTIVATIONS] += leaves
+def gradients_made(table: MemoryTable, num_stages: int) -> Floats:
+    """Returns the weight gradients of a table as `OrderBytes` has them."""
+    ops = [makers[0] for makers in GRADIENT_MAKERS]
+    return np.array([[table.gradients.get((g, op), 0.0) for g in range(num_stages)] for op in ops], float)
 
-    def _share_output(self, action: Action) -> None:
-        """Keeps the last stage's output, which goes with VW, until the backward of its slice where that comes later."""
-        if action.op not in (Op.B, Op.I, Op.VW):
-            return
-        rows, backward = action.with_op(Op.VW), input_gradient(*action[1:], self.schedule)
-        if self.schedule.positions[rows] < self.schedule.positions[backward]:
-            payload = self.table.payload(action.slice)
-            self.held[MemoryKind.ACTIVATIONS] += payload if action == rows else -payload
 
-    def _pass_lookup(self, action: Action) -> None:
-        """Counts what this rank's rows look up until the first stage's forward takes it, and the gradient of that
-        stage's input, which goes with W where that works on it, until they have added it where that is later."""
-        rows = self.stages[-1], *action[2:]
-        gradient = input_gradient(0, *action[2:], self.schedule)
-        if gradient.op is Op.I and self.table.w_shares.get(action.slice, False):
-            gradient = gradient.with_op(Op.W)
-        size = self.table.buffer(Op.E, action.slice) - self.table.header_bytes
-        for made, taken in ((Action(Op.E, *rows), gradient.with_op(Op.F)), (gradient, Action(Op.EW, *rows))):
-            if action in (made, taken) and self.schedule.positions[made] < self.schedule.positions[taken]:
-                self.held[MemoryKind.MESSAGES] += size if action == made else -size
+def row_peaks(firsts: Ints, before: Floats, during: Floats, after: Floats) -> Floats:
+    """Returns the most bytes that each rank holds.
 
-    def _count_context(self, action: Action) -> None:
-        key = stage, microbatch = action.stage, action.microbatch
-        num_slices = self.schedule.slice_counts[microbatch]
-        context, gradients = self.table.context.get(stage, 0), self.table.context_gradients.get(stage, 0)
-        if action.op is Op.F:
-            if key not in self.left:
-                self.left[key] = num_slices
-                self.held[MemoryKind.CONTEXT] += context
-            self.held[MemoryKind.CONTEXT] -= context if ends_context(action, self.schedule) else 0
-        elif action.op in (Op.B, Op.I):
-            self.held[MemoryKind.CONTEXT_GRADIENTS] += gradients if self.left[key] == num_slices else 0
-            self.left[key] -= 1
-            if not self.left[key]:
-                self.held[MemoryKind.CONTEXT] -= context
-                self.held[MemoryKind.CONTEXT_GRADIENTS] -= gradients
+    Args:
+        firsts: rank r's actions are `firsts[r]` up to `firsts[r + 1]`.
+        before: the bytes that each action takes as it begins.
+        during: those that it holds besides while it runs.
+        after: those that it frees as it ends.
+    """
+    most = []
+    for first, end in pairwise(firsts):
+        held = np.cumsum(before[first:end]) - np.concatenate([[0.0], np.cumsum(after[first : end - 1])])
+        most.append((held + during[first:end]).max())
+    return np.array(most)
 
-    def _hand_over(self, action: Action, unit: StageSlice) -> None:
-        """Counts a result until it is sent or, if the next stage is on this rank, until that no longer needs it.
 
-        Hidden states are the next stage's first activation, unless that is frozen. A gradient belongs to the factors of
-        W.
-        """
-        payload = self.table.payload(action.slice)
-        stage, last, frozen = action.stage, self.schedule.num_stages - 1, self.schedule.num_frozen_stages
-        made = (action.op is Op.F and stage < last) + (action.op in (Op.B, Op.I) and stage > frozen)
-        taken = 0
-        if stage - 1 in self.stages:
-            taken += action.op is Op.F if unit.offloaded or stage < frozen else action.op in (Op.B, Op.I)
-        if stage + 1 in self.stages:
-            taken += action.op in (Op.B, Op.W)
-        self.held[MemoryKind.MESSAGES] += (made - taken) * payload
+def _most_in_use(ranks: Ints, moments: Ints, sizes: Floats, changes: Ints, num_ranks: int) -> Floats:
+    """Returns the bytes of each rank's buffers: of each size as many as are ever in use at the same time.
+
+    Args:
+        ranks: of each change of the number in use.
+        moments: of each; those of one moment are in order.
+        sizes: of the buffers, in bytes.
+        changes: of their number.
+        num_ranks: of the schedule.
+    """
+    order = np.lexsort((moments, sizes, ranks))
+    ranks, sizes, changes = ranks[order], sizes[order], changes[order]
+    first = np.flatnonzero((np.diff(ranks, prepend=-1) != 0) | (np.diff(sizes, prepend=-1.0) != 0))
+    if not len(first):
+        return np.zeros(num_ranks)
+    used = np.cumsum(changes)
+    most = np.maximum.reduceat(used, first) - used[first] + changes[first]
+    return np.bincount(ranks[first], sizes[first] * most, num_ranks).astype(float)

@@ -101,11 +101,9 @@ class MemoryTable:
         return self.message_bytes[index] if self.message_bytes else 0
 
     def buffer(self, op: Op, index: int) -> float:
-        """Returns the bytes of the buffer of a spread head's message, header included; of F, the head's input."""
-        if op in (Op.F, Op.E):
-            own = self.payload(index) + self.header_bytes
-            return own if op is Op.F else self.vocabulary_bytes.get((op, index), own)
-        return self.vocabulary_bytes.get((op, index), 0)
+        """Returns the bytes of the buffer of a spread head's message of V, L or E, header included."""
+        looked_up = self.payload(index) + self.header_bytes
+        return self.vocabulary_bytes.get((op, index), looked_up if op is Op.E else 0)
 
 
 MemoryTables = MemoryTable | Sequence[MemoryTable]  # of all microbatches alike, or of each

@@ -1,16 +1,18 @@
-"""The account over arrays of an order that isn't lowered says what the full account says of the lowered one."""
+"""What rows of any length hold, by a few that were rehearsed, is what their own tables say, lowered or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.pipeline.memory.row_account import LinearMemoryModel, Slices, covers, rows_to_rehearse
+from slipstream.errors import SlipstreamError
+from slipstream.pipeline.memory.row_account import LinearMemoryModel, Slices, rows_to_rehearse
 from slipstream.planner.order.ordering_problem import OrderingProblem
-from slipstream.schedule import Action, Op, Schedule, add_reductions, predecessors
+from slipstream.schedule import Action, Op, Schedule, add_communication, add_recompute, add_reductions, predecessors
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, UnitCost, memory_of
 from support.examples import examples
 from support.step_problems import PLACEMENTS
@@ -26,27 +28,33 @@ def test_an_order_holds_what_it_holds_lowered(data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from(PLACEMENTS))
     row = st.lists(st.sampled_from([1, 2, 64, 100]) | st.integers(1, 700), min_size=1, max_size=6).map(tuple)
     slices = data.draw(st.lists(row, min_size=1, max_size=6))
-    rows = random_rows(random, len(placement))
+    rows, table = random_rows(random, len(placement))
     schedule = random_order(random, placement, [*map(len, slices)])
     if data.draw(st.booleans()):
         schedule = add_reductions(schedule)
-    assert covers(schedule)
-    full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert rows.step_bytes(placement, slices).of_order(schedule).rank_peaks() == pytest.approx(full, rel=1e-12)
+    full = [rank.peak for rank in memory_of(add_communication(schedule), [*map(table, slices)])]
+    assert rows.order_bytes(schedule, slices).rank_peaks() == pytest.approx(full, rel=1e-9)
+
+
+def test_an_action_that_was_never_rehearsed() -> None:
+    rows, _ = random_rows(Random(0), 2)
+    schedule = add_recompute(OrderingProblem((0, 1), 1, [2], UnitCost()).whole)
+    with pytest.raises(SlipstreamError, match=r"of stage 0 holds was never rehearsed: give rows of one length\."):
+        rows.order_bytes(schedule, [(3, 4)])
 
 
 def test_long_waits_fill_the_buffers_of_messages() -> None:
     """All forwards come before all backwards, so more sends are on their way than a channel lets through."""
     slices = [(5,) * 12, (7, 5, 3)]
-    rows, placement = random_rows(Random(0), 3), (0, 1, 2)
+    (rows, table), placement = random_rows(Random(0), 3), (0, 1, 2)
     flush = OrderingProblem(placement, 2, [12, 3], UnitCost()).whole
     forwards = [[each for each in row if each.op is Op.F] for row in flush.actions]
     backwards = [[each for each in reversed(row) if each.op is Op.B] for row in flush.actions]
     rest = [sorted(row, key=lambda each: (each.microbatch, -each.slice)) for row in backwards]
     actions = tuple((*first, *then) for first, then in zip(forwards, rest, strict=True))
     schedule = Schedule("flush", actions, placement, 2, 12, slice_counts=(12, 3))
-    full = [rank.peak for rank in memory_of(schedule, [rows.table(each) for each in slices])]
-    assert rows.step_bytes(placement, slices).of_order(schedule).rank_peaks() == pytest.approx(full, rel=1e-12)
+    full = [rank.peak for rank in memory_of(add_communication(schedule), [*map(table, slices)])]
+    assert rows.order_bytes(schedule, slices).rank_peaks() == pytest.approx(full, rel=1e-9)
 
 
 def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) -> Schedule:
@@ -67,8 +75,8 @@ def random_order(random: Random, placement: tuple[int, ...], counts: list[int]) 
     return problem.schedule_of([[each for each in done if placement[each.stage] == rank] for rank in range(len(rows))])
 
 
-def random_rows(random: Random, num_stages: int) -> LinearMemoryModel:
-    """What rows of any length hold, at random, as if a few had been rehearsed."""
+def random_rows(random: Random, num_stages: int) -> tuple[LinearMemoryModel, Callable[[Slices], MemoryTable]]:
+    """What rows of any length hold, at random: as if a few had been rehearsed, and a row's own table."""
     rates = {(stage, op): [random.uniform(-50, 100) for _ in range(8)] for stage in range(num_stages) for op in OPS}
     state = {stage: random.uniform(1e3, 1e5) for stage in range(num_stages)}
     context, context_gradients = ({g: random.uniform(0, 30) for g in state} for _ in range(2))
@@ -100,4 +108,4 @@ def random_rows(random: Random, num_stages: int) -> LinearMemoryModel:
             optimizer=state,
         )
 
-    return LinearMemoryModel(tuple((slices, table(slices)) for slices in rows_to_rehearse(None)))
+    return LinearMemoryModel(tuple((slices, table(slices)) for slices in rows_to_rehearse(None))), table

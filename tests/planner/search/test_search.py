@@ -41,7 +41,7 @@ from slipstream.profile import count_model
 from slipstream.schedule import COMMUNICATION, SCHEDULES, Op, make_schedule
 from slipstream.schedule.lowering import add_reductions
 from slipstream.simulator import MemoryKind, StageSlice, memory_of, simulate
-from slipstream.simulator.memory_arrays import order_bytes
+from slipstream.simulator.memory_account import order_bytes
 from support.adapters import lora
 from support.architectures import llama
 from support.examples import examples

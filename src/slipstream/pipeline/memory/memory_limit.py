@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from slipstream.errors import SlipstreamError
@@ -19,19 +18,14 @@ from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, token_bytes
 from slipstream.pipeline.families import ModelFamily, StageLayout
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse
-from slipstream.pipeline.memory.row_account import (
-    LinearMemoryModel,
-    both_backwards,
-    covers,
-    rows_to_rehearse,
-)
+from slipstream.pipeline.memory.row_account import LinearMemoryModel, both_backwards, rows_to_rehearse
 from slipstream.pipeline.tuning import HeldBytes
 from slipstream.planner.steps import StepMemory, StepPlan, StepProblem, find_plan_within, find_step_plan
 from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
 
-_ROUNDED_UP = 1 + 1e-9  # both accounts add the same numbers, but in another order
+_ROUNDED_UP = 1 + 1e-9  # peaks, and what is held by kind, add the same numbers in another order
 _MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
 
 
@@ -64,7 +58,7 @@ class MemoryLimit:
     ) -> None:
         self.limit, self._ranks, self._family, self._device = limit, ranks, family, device
         self._layout, self._lay_out, self._rehearsal = layout, lay_out, rehearsal
-        self._memory_of = partial(memory_of, frees_late=records)
+        self._frees_late = records
         self._tables: dict[tuple[int, ...], MemoryTable] = {}  # by the rows of a microbatch, and slices
         self.rows: LinearMemoryModel | None = None  # of batches whose sequences differ in length
         self._fitting: dict[tuple[Schedule, tuple[SlicedMicrobatch, ...]], None] = {}  # in order
@@ -93,12 +87,8 @@ class MemoryLimit:
         Without sends and receives a schedule may be given too, and takes far less time.
         """
         assert self.rows is not None
-        if covers(schedule):
-            peaks = self.rows.step_bytes(schedule.placement, slices).of_order(schedule).rank_peaks()
-            if np.isfinite(peaks).all():
-                return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks.tolist()]
-        ranks = self._memory_of(schedule, [self.rows.table(each) for each in slices])
-        return [rank.peak + token_bytes(sum(map(sum, slices))) for rank in ranks]
+        peaks = self.rows.order_bytes(schedule, slices).rank_peaks().tolist()
+        return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks]
 
     def held_by(self, step: RehearsedStep) -> HeldBytes:
         """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective.
@@ -114,10 +104,9 @@ class MemoryLimit:
 
     def _memory(self, step: RehearsedStep, has_lengths: bool = False) -> tuple[RankMemory, ...]:
         if has_lengths and self.rows is not None:
-            known = {each.slices: self.rows.table(each.slices) for each in step.microbatches}
-            of_all = [known[each.slices] for each in step.microbatches]
-            if all(_covers(table, step.schedule, number) for number, table in enumerate(of_all)):
-                return self._memory_of(step.schedule, of_all)
+            slices = [each.slices for each in step.microbatches]
+            with suppress(SlipstreamError):  # an action that wasn't rehearsed with other rows
+                return self.rows.order_bytes(step.schedule, slices).memory(self._frees_late)
         alike = len(step.microbatches) == 1
         for number, each in enumerate(step.microbatches):
             table = self._tables.get(_key(each))
@@ -126,7 +115,7 @@ class MemoryLimit:
                 self._tables[_key(each)] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, number))])
         tables = [self._tables[_key(each)] for each in step.microbatches]
         _forget_oldest(self._tables, _MOST_TABLES)
-        return self._memory_of(step.schedule, tables[0] if alike else tables)
+        return memory_of(step.schedule, tables[0] if alike else tables, self._frees_late)
 
     def rehearsed(
         self, layout: StageLayout, batch: SplitBatch, microbatches: Sequence[SlicedMicrobatch]

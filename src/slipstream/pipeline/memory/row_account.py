@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.schedule import Action, Op, Schedule
-from slipstream.simulator import Footprint, MemoryTable, StageSlice
-
-if TYPE_CHECKING:
-    from slipstream.simulator.memory_arrays import StepBytes
+from slipstream.errors import SlipstreamError
+from slipstream.schedule import Action, Op, Schedule, without_communication
+from slipstream.simulator import MemoryTable
+from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays
+from slipstream.simulator.memory_account import NO_MOMENT, OrderBytes, gradients_made
 
 _LONGEST_ROW = 768  # tokens of the rows that are rehearsed
 Slices = tuple[int, ...]
-_OPS = (Op.F, Op.B, Op.I, Op.W)
 
 
 @dataclass(frozen=True)
@@ -37,36 +35,6 @@ class LinearMemoryModel:
     """
 
     rehearsed: tuple[tuple[Slices, MemoryTable], ...]
-
-    def table(self, slices: Slices) -> MemoryTable:
-        """Returns the bytes of the actions on a row in these slices."""
-        tokens, ends = sum(slices), np.cumsum(slices)
-        features = np.stack([np.ones(len(slices)), np.array(slices, float), ends.astype(float)], axis=1)
-        footprints, first = {}, {}
-        for (stage, recomputed, offloaded, op), (leaves, peaks) in self._fits.items():
-            left, most = (features @ leaves).tolist(), (features @ peaks).tolist()
-            for index in range(len(slices)):
-                made = self._allocated(op, stage, index, slices)
-                unit = StageSlice(stage, index, recomputed, offloaded)
-                footprints[unit, op] = Footprint(left[index], most[index] + made)
-        last = len(slices) - 1
-        for (stage, recomputed, offloaded, op), peaks in self._firsts.items():
-            made = self._allocated(op, stage, last, slices)
-            first[StageSlice(stage, last, recomputed, offloaded), op] = float(features[last] @ peaks) + made
-        return replace(
-            self._any,
-            footprints=footprints,
-            first=first,
-            context={stage: each * tokens for stage, each in self._context.items()},
-            context_gradients={stage: each * tokens for stage, each in self._context_gradients.items()},
-            message_bytes=[self._message * length for length in slices],
-            vocabulary_bytes={
-                (op, index): float(features[index] @ size)
-                for op, size in self._vocabulary.items()
-                for index in range(len(slices))
-            },
-            w_shares=dict.fromkeys(range(len(slices)), True) if any(self._any.w_shares.values()) else {},
-        )
 
     def activation_bytes(self, num_stages: int) -> Floats:
         """Returns what a slice holds from its F to the end of its backward, a constant and for each of its tokens,
@@ -87,48 +55,56 @@ class LinearMemoryModel:
             held[rank] += table.parameters.get(stage, 0.0) + table.optimizer.get(stage, 0.0) + made
         return held
 
-    def step_bytes(self, placement: Sequence[int], slices: Sequence[Slices]) -> StepBytes:
-        """Returns the bytes of a step of rows in these slices, as `table` has those of each.
+    def order_bytes(self, order: Schedule, slices: Sequence[Slices]) -> OrderBytes:
+        """Returns the bytes of a step of rows in these slices, in an order with or without sends and receives.
 
-        An action that was never rehearsed takes infinitely many.
+        Raises SlipstreamError where an action was never rehearsed.
         """
-        from slipstream.simulator.memory_arrays import StepBytes  # loads numba
-
+        arrays = ActionArrays.of(without_communication(order))
+        schedule, op, stage = arrays.schedule, arrays.op, arrays.stage
         lengths = np.array([length for row in slices for length in row], float)
         ends = np.concatenate([np.cumsum(row) for row in slices]).astype(float)
-        counts = np.array([len(row) for row in slices])
-        totals = np.array([sum(row) for row in slices], float)
-        last = np.cumsum(counts) - 1
         features = np.stack([np.ones(len(lengths)), lengths, ends])
-        shape = len(_OPS), len(placement), len(lengths)
-        leaves, peaks, made = np.zeros(shape), np.full(shape, np.inf), np.zeros(shape)
-        stages, kinds = range(len(placement)), (self._context, self._context_gradients)
-        context, context_gradients = (np.outer([kind.get(g, 0.0) for g in stages], totals) for kind in kinds)
-        made[0][:, last - counts + 1] = context
-        made[1:3, :, last] = context_gradients
-        gradients = np.zeros(shape[:2])
-        for (stage, recomputed, offloaded, op), (left, most) in self._fits.items():
-            if op in _OPS and not recomputed and not offloaded:
-                number = _OPS.index(op)
-                leaves[number, stage], peaks[number, stage] = left @ features, most @ features
-                gradients[number, stage] = self._any.gradients.get((stage, op), 0.0)
-        peaks += made
-        first = peaks + gradients[:, :, None]
-        for (stage, recomputed, offloaded, op), most in self._firsts.items():
-            if op in _OPS and not recomputed and not offloaded:
-                number = _OPS.index(op)
-                first[number, stage][last] = (most @ features + made[number, stage])[last]
-        kept = [self._any.parameters.get(g, 0.0) + self._any.optimizer.get(g, 0.0) for g in stages]
-        return StepBytes(
+        saved = arrays.has(Op.R), arrays.has(Op.OFFLOAD)
+        shape = schedule.num_stages, 2, 2, len(OPS)
+        different, like = np.unique(np.ravel_multi_index((stage, *saved, op), shape), return_inverse=True)
+        fits, firsts = list[tuple[Floats, Floats]](), list[Floats]()
+        for g, again, away, number in np.transpose(np.unravel_index(different, shape)).tolist():
+            key = g, bool(again), bool(away), OPS[number]
+            if key not in self._fits and OPS[number] is not Op.REDUCE_GRAD:
+                raise SlipstreamError(
+                    f"what {OPS[number]} of stage {g} holds was never rehearsed: give rows of one length."
+                )
+            fits.append(self._fits.get(key, (np.zeros(3), np.array([NO_MOMENT.peak, 0.0, 0.0]))))
+            firsts.append(self._firsts.get(key, np.full(3, np.nan)))
+        coefficients = np.array([[*fit, first] for fit, first in zip(fits, firsts, strict=True)])[like]
+        leaves, peaks, first = np.einsum("akf,fa->ka", coefficients, features[:, arrays.slices])
+        num_tokens, is_last = (
+            np.array([value(row) for row in slices])[arrays.microbatch] for value in (sum, lambda row: len(row) - 1)
+        )
+        context, gradients = (
+            np.array([rates.get(g, 0.0) for g in range(schedule.num_stages)])[stage] * num_tokens
+            for rates in (self._context, self._context_gradients)
+        )
+        is_last = arrays.slice == is_last
+        backward = (op == NUMBERS[Op.B]) | (op == NUMBERS[Op.I])
+        made = context * ((op == NUMBERS[Op.F]) & (arrays.slice == 0)) + gradients * (backward & is_last)
+        table, stages = self._any, range(schedule.num_stages)
+        return OrderBytes(
+            arrays,
+            lowered=order if order.is_lowered else None,
             leaves=leaves,
-            peaks=peaks,
-            first=first,
+            peaks=peaks + made,
+            first=np.where(is_last, first + made, np.nan),
+            made=gradients_made(table, schedule.num_stages),
             context=context,
-            context_gradients=context_gradients,
+            context_gradients=gradients,
             payload=self._message * lengths,
-            header=self._any.header_bytes,
-            gradients=gradients,
-            state=np.bincount(placement, kept).astype(float),
+            header=table.header_bytes,
+            buffers={op: size @ features for op, size in self._buffers.items()},
+            w_shares=np.full(len(lengths), any(table.w_shares.values())),
+            parameters=np.bincount(schedule.placement, [table.parameters.get(g, 0.0) for g in stages]).astype(float),
+            optimizer=np.bincount(schedule.placement, [table.optimizer.get(g, 0.0) for g in stages]).astype(float),
         )
 
     @property
@@ -153,12 +129,13 @@ class LinearMemoryModel:
         return {stage: size / sum(slices) for stage, size in table.context_gradients.items()}
 
     @cached_property
-    def _vocabulary(self) -> dict[Op, Floats]:
+    def _buffers(self) -> dict[Op, Floats]:
         """The bytes of a message of each kind of a spread head: of a constant, and a token of the slice."""
-        points = defaultdict(list)
+        points = {op: list[tuple[float, float, float, float]]() for op in (Op.V, Op.L, Op.E)}
         for slices, table in self.rehearsed:
-            for (op, index), size in table.vocabulary_bytes.items():
-                points[op].append((slices[index], 0.0, size, 0.0))
+            for index, length in enumerate(slices):
+                for op, of_op in points.items():
+                    of_op.append((length, 0.0, table.buffer(op, index), 0.0))
         return {op: _affine(found, 2) for op, found in points.items()}
 
     def _allocated(self, op: Op, stage: int, index: int, slices: Slices) -> float:
@@ -233,8 +210,3 @@ def _raised(points: Sequence[tuple[float, float, float, float]], value: int) -> 
     found: Floats = np.linalg.lstsq(features, values, rcond=None)[0]
     found[0] += max(0.0, float((values - features @ found).max()))
     return found
-
-
-def covers(schedule: Schedule) -> bool:
-    """Returns whether the account over arrays knows all actions of a schedule."""
-    return schedule.ops.issubset((*_OPS, Op.REDUCE_GRAD))

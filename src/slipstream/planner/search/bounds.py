@@ -26,7 +26,7 @@ from slipstream.schedule import (
     split_backwards,
 )
 from slipstream.simulator.action_graph import OPS, ActionArrays, first_of
-from slipstream.simulator.memory_arrays import row_peaks
+from slipstream.simulator.memory_account import row_peaks
 
 _Result = TypeVar("_Result")
 

@@ -14,9 +14,9 @@ from slipstream.planner.plans import AUTO, Configuration, Prediction
 from slipstream.planner.search.bounds import MemoryBound, PlacedPartition, StageTimes
 from slipstream.planner.search.plan_space import PlanSpace
 from slipstream.schedule import Op, Schedule
-from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice, memory_of
+from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice
 from slipstream.simulator.action_graph import OPS, ActionArrays
-from slipstream.simulator.memory_arrays import OrderBytes, order_bytes
+from slipstream.simulator.memory_account import OrderBytes, order_bytes
 from slipstream.simulator.time_kernel import end_times
 
 
@@ -68,17 +68,16 @@ class SimulatedConfiguration:
 
     def host_peak(self) -> float:
         """Returns the most bytes that a rank holds on its host."""
-        return float(self._bytes.host_peaks().max())
+        return float(self.bytes.host_peaks().max())
 
     def peaks(self) -> list[float]:
         """Returns the most bytes that each rank holds."""
-        if self.cut.spreads_head:
-            return [rank.peak for rank in memory_of(self.schedule, self.table)]
-        peaks: list[float] = self._bytes.rank_peaks().tolist()
+        peaks: list[float] = self.bytes.rank_peaks().tolist()
         return peaks
 
     @cached_property
-    def _bytes(self) -> OrderBytes:
+    def bytes(self) -> OrderBytes:
+        """What its actions take and leave."""
         return order_bytes(self.arrays, self.table)
 
     @cached_property
@@ -182,7 +181,7 @@ def predict(candidate: SimulatedConfiguration) -> Prediction:
         mfu=None if peak is None else peak / (step * c.num_devices),
         idle_fraction=max(0.0, float(1 - seconds.sum() / (schedule.num_ranks * ends.max()))),
         seconds_by_cause=causes,
-        memory=tuple(_by_kind(each) for each in memory_of(schedule, candidate.table)),
+        memory=tuple(_by_kind(each) for each in candidate.bytes.memory()),
         memory_limit=space.memory,
         joint=space.found[c].plan if c.schedule == AUTO else None,
     )
