@@ -37,6 +37,19 @@ def fit_nonnegative(columns: Floats, wanted: Floats) -> Floats:
     return coefficients
 
 
+def fit_relative(columns: Floats, wanted: Floats, least: float = 0.0) -> Floats:
+    """Returns the coefficients of the columns, none below 0, with the least squared relative error.
+
+    Args:
+        columns: (values, columns).
+        wanted: (values,), of 0 or more.
+        least: the error of what is smaller is relative to this.
+    """
+    if not wanted.any():
+        return np.zeros(columns.shape[1])
+    return fit_nonnegative(columns / np.maximum(wanted, least)[:, None], np.ones(len(wanted)))
+
+
 def _feasible(columns: Floats, wanted: Floats, found: Floats, free: Flags) -> Floats:
     """Returns the best coefficients of the free columns, from which it takes those that would be below 0."""
     while True:
@@ -181,7 +194,7 @@ def fit_times(
     t = np.array([*seconds.values()])
     table = [np.interp(i, lengths, row) for row in np.eye(len(lengths))]
     extra = [np.where(j > 0, x, 0.0) for x in _features(i, j, windows)]
-    found = fit_nonnegative(np.stack([x / t for x in (*table, *extra)], axis=1), np.ones(len(t)))
+    found = fit_relative(np.stack([*table, *extra], axis=1), t)
     base, coefficients = found[: len(lengths)], found[len(lengths) :]
     return TimeFit(tuple(lengths), tuple(map(float, base)), tuple(windows), tuple(map(float, coefficients)))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.comm import ScatterGather, Transport, connect_transport
 from slipstream.cost import MeasuredLink
+from slipstream.cost.fit import fit_relative
 from slipstream.model import TensorSpec
 from slipstream.parallel import Ranks
 from slipstream.schedule import Action, Channel, Op
@@ -72,9 +73,8 @@ def fit_link(
 ) -> MeasuredLink:
     """Fits latency + bytes / bandwidth with the least squared relative error; neither is below what was measured."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    rows = np.stack([1 / seconds, sizes / seconds], axis=1)
-    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
-    latency = min(max(latency, 0.0), seconds.min())
+    latency, per_byte = fit_relative(np.stack([np.ones(len(sizes)), sizes], axis=1), seconds)
+    latency = min(latency, seconds.min())
     per_byte = max(per_byte, 1e-3 * float((seconds / sizes).min()))
     points, handling = ([(int(n), float(t)) for n, t in each] for each in (points, handling))
     return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple(points), tuple(handling))

@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.array_types import Floats
 from slipstream.cost import OPS
-from slipstream.cost.fit import fit_nonnegative
+from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
 from slipstream.planner.steps import StageRates
 from slipstream.schedule import Op, Schedule, SliceCounts, in_flushes, join_backwards, slice_lengths, split_backwards
@@ -158,15 +158,7 @@ class _RowSearch:
 def cost_of(rates: StageRates, slices: Sequence[int]) -> TableCost:
     """Returns the simulator's costs of the stages on slices of a row."""
     tokens, ends = np.array(slices, np.int64), np.array([0, *accumulate(slices)], np.int64)
-    scores = np.diff(rates.scores(ends), axis=0)
-    seconds = {op: np.maximum(rates.stage_seconds(op, tokens, scores), _LEAST) for op in OPS}
-    return TableCost(
-        times={(stage, i, op): float(t) for op in OPS for (stage, i), t in np.ndenumerate(seconds[op])},
-        message_bytes=[float(rates.message_bytes * each) for each in slices],
-        latency=rates.latency,
-        bandwidth=rates.bandwidth,
-        activations={key: float(size) for key, size in np.ndenumerate(rates.held_bytes(tokens))},
-    )
+    return rates.table(tokens, rates.action_seconds(tokens, np.diff(rates.scores(ends), axis=0)))
 
 
 class ObservedSteps:
@@ -234,7 +226,7 @@ def fit_slice_times(points: Sequence[tuple[int, int, float]]) -> Floats:
         return np.zeros(3)
     length, context, seconds = np.array(points, float).T
     features = np.stack([np.ones_like(length), length, length * context + length * (length + 1) / 2], axis=1)
-    return fit_nonnegative(features / np.maximum(seconds, _LEAST)[:, None], np.ones(len(points)))
+    return fit_relative(features, seconds, _LEAST)
 
 
 def microbatch_bytes(problem: RowProblem, rates: StageRates) -> list[float]:

@@ -95,6 +95,7 @@ class SlicedUnits:
     costs: UnitCosts
     slices: tuple[int, ...]
     recompute: str = "none"
+    contexts: tuple[int, ...] | None = None  # the tokens before each slice. None: the slices before it
 
     @cached_property
     def _lengths(self) -> Ints:
@@ -109,10 +110,12 @@ class SlicedUnits:
 
     @cached_property
     def _prefixes(self) -> Mapping[Op, tuple[Floats, Floats]]:
-        contexts = np.array([0, *accumulate(self.slices)][:-1], np.int64)
+        given = [0, *accumulate(self.slices)][:-1] if self.contexts is None else self.contexts
+        contexts = np.array(given, np.int64)
         times = {op: self.costs.seconds(op, self._lengths, contexts) for op in OPS}
         units, fixed = times[Op.F]
-        again, besides = recomputed_units(self.recompute, units), fixed * (self.recompute in REPLAYED)
+        again, besides = units * (self.recompute in REPLAYED), fixed * (self.recompute in REPLAYED)
+        again[1:-1] += units[1:-1] * (self.recompute in BY_LAYER)
         times |= {op: (times[op][0] + again, times[op][1] + besides) for op in (Op.B, Op.I)}
         return {op: _prefix(*each) for op, each in times.items()}
 
@@ -206,13 +209,6 @@ class _TrainedStages(TableCost):
 
     def _is_needless(self, send: Action) -> bool:
         return send.op is Op.SEND_B and send.stage <= self.num_frozen
-
-
-def recomputed_units(recompute: str, forward: Floats) -> Floats:
-    """Returns the seconds for which each unit runs again, given those of its forward, (units, slices)."""
-    again = forward * (recompute in REPLAYED)
-    again[1:-1] += forward[1:-1] * (recompute in BY_LAYER)
-    return again
 
 
 def _prefix(units: Floats, fixed: Floats) -> tuple[Floats, Floats]:

@@ -11,11 +11,10 @@ from itertools import pairwise
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS
 from slipstream.planner.steps.stage_rates import StageRates
 from slipstream.planner.steps.step_problem import StepProblem
 from slipstream.schedule import Op
-from slipstream.simulator import CostModel, MicrobatchCost, TableCost
+from slipstream.simulator import CostModel, MicrobatchCost
 
 Groups = tuple[tuple[int, ...], ...]  # the numbers of the sequences in each microbatch
 
@@ -145,9 +144,6 @@ class PackedRows:
         return np.append(places[strict + np.arange(len(row))], self.ends[-1])
 
 
-_LEAST = 1e-12  # seconds of any action
-
-
 @dataclass(frozen=True, eq=False)
 class SlicedStep:
     """The slices of all microbatches of a step.
@@ -197,7 +193,7 @@ class SlicedStep:
     def seconds(self) -> dict[Op, Floats]:
         """The seconds of F, B, I and W of each slice, (stages, slices)."""
         scores = np.diff(self.rows.scores(self.cuts), axis=0)
-        return {op: np.maximum(self.rows.rates.stage_seconds(op, self.tokens, scores), _LEAST) for op in OPS}
+        return self.rows.rates.action_seconds(self.tokens, scores)
 
     @cached_property
     def held(self) -> Floats:
@@ -211,15 +207,9 @@ class SlicedStep:
 
     def costs(self) -> CostModel:
         """Returns the simulator's costs."""
-        return MicrobatchCost([self._table(mine) for mine in self._microbatches])
-
-    def _table(self, mine: slice) -> TableCost:
-        rates = self.rows.rates
-        seconds = {
-            (stage, index, op): float(each)
-            for op in OPS
-            for (stage, index), each in np.ndenumerate(self.seconds[op][:, mine])
-        }
-        held = {key: float(each) for key, each in np.ndenumerate(self.held[:, mine])}
-        sent = [float(rates.message_bytes * each) for each in self.tokens[mine]]
-        return TableCost(seconds, sent, rates.latency, rates.bandwidth, held)
+        return MicrobatchCost(
+            [
+                self.rows.rates.table(self.tokens[mine], {op: each[:, mine] for op, each in self.seconds.items()})
+                for mine in self._microbatches
+            ]
+        )

@@ -11,14 +11,15 @@ from typing import Any, Self
 import numpy as np
 
 from slipstream.array_types import Floats, Ints
-from slipstream.cost import OPS, REPLAYED, WITH_MESSAGES, AttentionWindow, messages_of_stages, unit_bounds
-from slipstream.cost.fit import fit_nonnegative
+from slipstream.cost import OPS, AttentionWindow, unit_bounds
+from slipstream.cost.fit import fit_relative
 from slipstream.errors import SlipstreamError
-from slipstream.planner.joint import UnitCosts
-from slipstream.planner.joint.unit_costs import recomputed_units
+from slipstream.planner.joint import SlicedUnits, UnitCosts
 from slipstream.schedule import Op
+from slipstream.simulator import TableCost
 
 _LITTLE = 1e-6  # of a slice's fixed part
+_LEAST = 1e-12  # seconds of any action
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,20 @@ class StageRates:
         seconds: Floats = self.seconds[op] @ features
         return seconds
 
+    def action_seconds(self, tokens: Ints, scores: Floats) -> dict[Op, Floats]:
+        """Returns the seconds of F, B, I and W of slices of so many tokens and scores, (stages, n), none quite 0."""
+        return {op: np.maximum(self.stage_seconds(op, tokens, scores), _LEAST) for op in OPS}
+
+    def table(self, tokens: Ints, seconds: Mapping[Op, Floats]) -> TableCost:
+        """Returns the simulator's costs of a microbatch in slices of so many tokens and `action_seconds`."""
+        return TableCost(
+            times={(g, i, op): float(each) for op in OPS for (g, i), each in np.ndenumerate(seconds[op])},
+            message_bytes=[float(self.message_bytes * each) for each in tokens],
+            latency=self.latency,
+            bandwidth=self.bandwidth,
+            activations={key: float(each) for key, each in np.ndenumerate(self.held_bytes(tokens))},
+        )
+
     def held_bytes(self, tokens: Ints) -> Floats:
         """Returns the bytes that F of slices of so many tokens keeps, (stages, n)."""
         held: Floats = self.activation_bytes[:, :1] + self.activation_bytes[:, 1:] * tokens
@@ -154,21 +169,12 @@ def fit_rates(
     bounds = unit_bounds(partition, units.num_layers, units.units_per_layer)
     scores = [np.asarray(window.scores(i + j) - window.scores(j), float) for window in windows]
     features = np.stack([np.ones(len(i)), i.astype(float), *scores], axis=1)
-    handled = np.outer(messages_of_stages(len(partition)), units.handling_seconds(i))
-    computed = {op: _of_stages(*units.seconds(op, i, j), bounds) for op in OPS}
-    forward, fixed = units.seconds(Op.F, i, j)
-    again = _of_stages(recomputed_units(recompute, forward), fixed * (recompute in REPLAYED), bounds)
-    computed |= {op: computed[op] + again for op in (Op.B, Op.I)}
-    times = {op: each + (op in WITH_MESSAGES) * handled for op, each in computed.items()}
-    num_frozen = sum(bound <= units.num_frozen_units for bound in bounds[1:])
-    for op in (Op.B, Op.I, Op.W):
-        times[op][:num_frozen] = 0.0
-    seconds = {op: np.array([_least_squares(features, each) for each in stages]) for op, stages in times.items()}
-    held = _of_stages(*units.activation_bytes(lengths), bounds)
+    points = SlicedUnits(units, tuple(i.tolist()), recompute, tuple(j.tolist()))
+    held = SlicedUnits(units, tuple(lengths.tolist())).stage_activations(bounds)
     per_token = np.stack([np.ones(len(lengths)), lengths.astype(float)], axis=1)
     return StageRates(
-        seconds=seconds,
-        activation_bytes=np.array([_least_squares(per_token, each) for each in held]),
+        seconds={op: _fitted(features, points.stage_seconds(op, bounds)) for op in OPS},
+        activation_bytes=_fitted(per_token, held),
         message_bytes=float(units.message_bytes(lengths[-1:])[0] / lengths[-1]),
         latency=units.latency,
         bandwidth=units.bandwidth,
@@ -176,15 +182,6 @@ def fit_rates(
     )
 
 
-def _of_stages(each: Floats, fixed: Floats, bounds: Sequence[int]) -> Floats:
-    """Returns the sums of a quantity over the units of each stage, with what a stage has besides, (stages, points)."""
-    sums: Floats = np.add.reduceat(each, bounds[:-1], axis=0) + fixed
-    return sums
-
-
-def _least_squares(features: Floats, values: Floats) -> Floats:
-    """Returns coefficients of at least 0 with the least squared relative error."""
-    if not values.any():
-        return np.zeros(features.shape[1])
-    relative = features / np.maximum(values, values.max() * 1e-6)[:, None]
-    return fit_nonnegative(relative, np.ones(len(values)))
+def _fitted(features: Floats, stages: Floats) -> Floats:
+    """Returns the coefficients of each stage's values at all points, (stages, points)."""
+    return np.array([fit_relative(features, each, each.max() * 1e-6) for each in stages])
