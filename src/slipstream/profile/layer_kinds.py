@@ -68,16 +68,14 @@ def trained_parts(whole: nn.Module, anatomy: ModelAnatomy) -> list[bool]:
     return [before, *(is_trained(*modules) for modules in units), after]
 
 
-def find_unit_kinds(
-    config: PretrainedConfig, anatomy: ModelAnatomy, kinds: Sequence[int], whole: nn.Module | None = None
-) -> tuple[int, ...]:
+def find_unit_kinds(config: PretrainedConfig, anatomy: ModelAnatomy, kinds: Sequence[int]) -> tuple[int, ...]:
     """Returns the kinds of the halves of each kind of layer, equal where nothing about them differs; () without halves.
 
     A dense layer and one with experts have an attention half in common, for example.
     """
     if not anatomy.halves:
         return ()
-    layers = anatomy.layers_of(meta_model(config) if whole is None else whole)
+    layers = anatomy.layers_of(meta_model(config))
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(layers)
     firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
     units = [(half, types[i], _half_structure(layers[i], i, anatomy, half)) for i in firsts for half in LayerHalf]

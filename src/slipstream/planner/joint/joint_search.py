@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush, nsmallest
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import ceil, inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -24,24 +24,21 @@ if TYPE_CHECKING:
     from slipstream.planner.joint.placement_search import PlacementSearch, PlanMemory
 
 
-def placements(num_ranks: int, num_units: int, most_rounds: int = 3) -> list[tuple[int, ...]]:
+def placements(num_ranks: int, num_units: int) -> list[tuple[int, ...]]:
     """Returns the placements to search, the rank of each stage, of at most `num_units` stages.
 
     An incomplete last round gives the first ranks a stage more than the others, such as (0, 1, 0): with an end of the
     model as a short first or last stage that evens out ranks whose work can't be divided equally.
     """
     loop = list(range(num_ranks))
-    lengths = chain.from_iterable(_lengths(num_ranks, rounds) for rounds in range(1, most_rounds + 1))
+    lengths = (rounds * num_ranks + more for rounds in range(1, _MOST_ROUNDS + 1) for more in (0, 1))
     loops = [tuple(loop * (length // num_ranks + 1))[:length] for length in lengths]
     v_shape = (*loop, *reversed(loop))
     found = dict.fromkeys([*loops, v_shape] if num_ranks > 1 else [(0,)])
     return [placement for placement in found if len(placement) <= num_units]
 
 
-def _lengths(num_ranks: int, rounds: int) -> list[int]:
-    return [rounds * num_ranks, rounds * num_ranks + 1]
-
-
+_MOST_ROUNDS = 3  # of stages over the ranks
 _FIRST = 12  # candidates of a placement, of which one is to fit the memory limit
 _NEAR = 200  # candidates, of the shortest quick orders
 _SHARE = 0.2  # of the search's effort, for all bounds and orders
