@@ -1,0 +1,134 @@
+"""What a newcomer adds is one object in one list: a schedule, an attention backend, a kind of carried state.
+
+Each is made here, is put into its list, and trains as the unsplit model does; an axis of the mesh is added by
+`workers/parallel/token_parts.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream import SCHEDULES, Action, Op, Schedule, ScheduleKind, SlipstreamError, make_schedule, simulate, validate
+from slipstream.attention import AttentionSite, slice_attention
+from slipstream.attention.backend import QueryState, TileGradients
+from slipstream.attention.masks import ScoreRectangle
+from slipstream.model import initial_states
+from slipstream.model.hooks.slice_cache import CarriedState
+from slipstream.model.hooks.token_slice import current_slice
+from slipstream.planner.order.order_search import find_order
+from slipstream.planner.order.ordering_problem import StepActions
+from slipstream.simulator import UnitCost
+from support.architectures import ARCHITECTURES, BOUND, build, tokens
+from support.exact_steps import sequences_error, step_error
+from support.hybrids import HYBRIDS
+
+
+def one_by_one(num_ranks: int, num_microbatches: int, num_slices: int | list[int]) -> Schedule:
+    """One microbatch after the other, each with all of its forwards and then its backwards."""
+    counts = [num_slices] * num_microbatches if isinstance(num_slices, int) else num_slices
+    rows = [
+        tuple(
+            Action(op, rank, microbatch, index)
+            for microbatch, count in enumerate(counts)
+            for op, order in ((Op.F, range(count)), (Op.B, reversed(range(count))))
+            for index in order
+        )
+        for rank in range(num_ranks)
+    ]
+    placement = tuple(range(num_ranks))
+    return Schedule("one-by-one", tuple(rows), placement, num_microbatches, max(counts), slice_counts=tuple(counts))
+
+
+def test_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by its name, checked by the rules, simulated, trained with, also on sequences of other lengths, and
+    takes part in the search for orders."""
+    monkeypatch.setitem(SCHEDULES, "one-by-one", ScheduleKind(one_by_one))
+    schedule = make_schedule("one-by-one", 3, 2, 4)
+    validate(schedule)
+    assert schedule.actions == StepActions((0, 1, 2), (4, 4)).whole.actions
+    assert simulate(schedule, UnitCost()).makespan == 2 * (4 + 2) * (1 + 2)
+    assert find_order((0, 1, 2), 2, 4, UnitCost(), memory_limit=[4.0] * 3, effort=0) is not None
+    settings: dict[str, Any] = {"schedule": "one-by-one", "self_check": False}
+    assert step_error(build(ARCHITECTURES["llama"]), tokens(), slices=[20, 7, 37], **settings) < BOUND
+    assert sequences_error(build(ARCHITECTURES["llama"]), [30, 9], slices=3, **settings) < BOUND
+
+
+class PlainSoftmax:
+    """Attention of a whole slice by its formula, differentiated by autograd."""
+
+    width_multiple: ClassVar[int | None] = None
+    num_calls = 0
+
+    def __init__(self, site: AttentionSite) -> None:
+        self.site = site
+
+    @classmethod
+    def takes(cls, query: Tensor, value: Tensor, site: AttentionSite) -> bool:
+        return site.has_plain_scores
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        PlainSoftmax.num_calls += 1
+        ranges, groups = self.site.ranges, query.shape[1] // key.shape[1]
+        scores = self.site.scale * query @ key.repeat_interleave(groups, 1).mT
+        seen = torch.zeros(query.shape[0], 1, *scores.shape[2:], dtype=torch.bool)
+        for tile in ranges.tiles:
+            rows, columns = (
+                slice(a - b, tile.end - b) for a, b in ((tile.start, ranges.start), (tile.first, ranges.first))
+            )
+            whole = ScoreRectangle(slice(0, tile.end - tile.start), slice(0, tile.end - tile.first))
+            seen[tile.rows, :, rows, columns] = tile.mask(whole, query.device)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1)
+
+    def differentiate(
+        self, queries: QueryState, key: Tensor, value: Tensor, grads: TileGradients
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            given = [each.detach().requires_grad_() for each in (queries.query, key, value)]
+            found = torch.autograd.grad(self.attend(*given)[0], given, queries.grad_output)
+        grads.key.add_(found[1])
+        grads.value.add_(found[2])
+        return (found[0],)
+
+
+def test_an_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is preferred where it takes a slice, of windows and documents too."""
+    monkeypatch.setattr(slice_attention, "BACKENDS", (PlainSoftmax, *slice_attention.BACKENDS))
+    monkeypatch.setattr(PlainSoftmax, "num_calls", 0)
+    settings: dict[str, Any] = {"slices": [20, 7, 37], "self_check": False}
+    for name in ("llama", "gemma3"):
+        assert step_error(build(ARCHITECTURES[name]), tokens(), **settings) < BOUND
+    assert sequences_error(build(ARCHITECTURES["llama"]), [30, 9], slices=3, self_check=False) < BOUND
+    assert PlainSoftmax.num_calls > 0
+
+
+class UnitState(initial_states.StateAdapter):
+    """The state that RecurrentGemma's unit keeps in an attribute."""
+
+    def matches(self, module: Any) -> bool:
+        return hasattr(module, "_rnn_scan")
+
+    def run(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        context, call = current_slice(), CarriedState(current_slice().layer, "unit", 0)
+        module.recurrent_states = context.state(call)
+        output: Tensor = forward(*args, **kwargs)
+        context.change_state(call, module.recurrent_states)
+        return output
+
+
+def test_a_carried_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an adapter of the unit, the self-check refuses slices; with this one they are exact."""
+    others = [each for each in initial_states.ADAPTERS if not isinstance(each, initial_states.GatedRecurrence)]
+    settings: dict[str, Any] = {"slices": [20, 7, 69], "self_check": False}
+    monkeypatch.setattr(initial_states, "ADAPTERS", others)
+    try:
+        without = step_error(build(HYBRIDS["recurrent_gemma"]), tokens(length=96), **settings)
+    except SlipstreamError:
+        without = 1.0
+    assert without > BOUND
+    monkeypatch.setattr(initial_states, "ADAPTERS", [*others, UnitState()])
+    assert step_error(build(HYBRIDS["recurrent_gemma"]), tokens(length=96), **settings) < BOUND
