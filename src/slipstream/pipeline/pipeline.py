@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from slipstream.errors import SlipstreamError
-from slipstream.model import CausalLMStage, add_embedding_noise, random_model
+from slipstream.model import random_model
 from slipstream.model.quantised import BasePrecision
 from slipstream.options import Layers, Memory, Parallelism, Precision, Runtime
 from slipstream.parallel import ParameterShard
@@ -242,17 +242,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
 
         Raises SlipstreamError for layers of your own, tensor parallelism, and rows of an embedding that are spread.
         """
-        runtime = self._runtime
-        runtime.family.check_has("noise on embeddings", "Let your first layer add it.")
-        stages = [stage for stage in runtime.stages.values() if isinstance(stage, CausalLMStage)]
-        if runtime.ranks.tensor.size > 1 or any(stage.embeds_by_parts for stage in stages):
-            raise SlipstreamError(
-                "noise on embeddings with an embedding that ranks share (tensor parallelism, or a tied one in a "
-                "vocabulary that is spread): it hasn't been shown to be exact. Use tp=1 and vocabulary='whole'."
-            )
-        for stage in stages:
-            if stage.is_first:
-                add_embedding_noise(stage, alpha, length)
+        self._runtime.family.add_embedding_noise(alpha, length)
 
     def train(self) -> Self:
         """Sets training mode: dropout is on."""

@@ -455,26 +455,28 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         leaves=np.array([each.leaves for each in footprints], float)[like],
         peaks=np.array([each.peak for each in footprints], float)[like],
         first=np.array(first, float)[like],
-        made=gradients_made(every[0], schedule.num_stages),
         context=context,
         context_gradients=gradients,
         payload=per_slice(MemoryTable.payload).astype(float),
-        header=every[0].header_bytes,
         buffers={
             op: per_slice(partial(MemoryTable.buffer, op=op)).astype(float)
             for op in (Op.V, Op.L, Op.E)
             if schedule.spreads_vocabulary
         },
         w_shares=per_slice(lambda table, index: table.w_shares.get(index, False)).astype(np.bool_),
-        parameters=np.bincount(placement, [every[0].parameters.get(g, 0.0) for g in stages]).astype(float),
-        optimizer=np.bincount(placement, [every[0].optimizer.get(g, 0.0) for g in stages]).astype(float),
+        **bytes_of_stages(every[0], placement),
     )
 
 
-def gradients_made(table: MemoryTable, num_stages: int) -> Floats:
-    """Returns the weight gradients of a table as `OrderBytes` has them."""
-    ops = [makers[0] for makers in GRADIENT_MAKERS]
-    return np.array([[table.gradients.get((g, op), 0.0) for g in range(num_stages)] for op in ops], float)
+def bytes_of_stages(table: MemoryTable, placement: Sequence[int]) -> dict[str, Any]:
+    """Returns what a table says of whole stages and of headers, by the names of `OrderBytes`."""
+    stages, ops = range(len(placement)), [makers[0] for makers in GRADIENT_MAKERS]
+    parameters, optimizer = (
+        np.bincount(placement, [of_stages.get(g, 0.0) for g in stages]).astype(float)
+        for of_stages in (table.parameters, table.optimizer)
+    )
+    made = np.array([[table.gradients.get((g, op), 0.0) for g in stages] for op in ops], float)
+    return {"made": made, "header": table.header_bytes, "parameters": parameters, "optimizer": optimizer}
 
 
 def row_peaks(firsts: Ints, before: Floats, during: Floats, after: Floats) -> Floats:

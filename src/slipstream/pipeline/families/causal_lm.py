@@ -18,6 +18,7 @@ from slipstream.model import (
     IGNORED,
     CausalLMStage,
     SelfCheck,
+    add_embedding_noise,
     causal_cross_entropy,
     check_carried_state,
     check_compiler,
@@ -132,6 +133,7 @@ class CausalLMFamily(ModelFamily):
         self._head_names: HeadNames | None = None  # of a head that is spread
         self._may_cut = self._self_check is not None  # whether no layer carries state that slices don't
         self._longest = longest_sequence(self.config) or inf
+        self._stages: dict[int, CausalLMStage] = {}
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
         """Returns what the changes of a model in memory keep from being computed apart. Collective."""
@@ -284,7 +286,18 @@ class CausalLMFamily(ModelFamily):
             return stages
 
         # a stage's own layers may have heads that can't be spread over the ranks that share its slices
-        return (made() if exchange is None else self._ranks.world.done_by_all(made)), tensor
+        self._stages = made() if exchange is None else self._ranks.world.done_by_all(made)
+        return self._stages, tensor
+
+    def add_embedding_noise(self, alpha: float, length: int) -> None:
+        if self._ranks.tensor.size > 1 or any(stage.embeds_by_parts for stage in self._stages.values()):
+            raise SlipstreamError(
+                "noise on embeddings with an embedding that ranks share (tensor parallelism, or a tied one in a "
+                "vocabulary that is spread): it hasn't been shown to be exact. Use tp=1 and vocabulary='whole'."
+            )
+        for stage in self._stages.values():
+            if stage.is_first:
+                add_embedding_noise(stage, alpha, length)
 
     def _taken_source(self) -> WeightSource:
         """Returns the source, which then nothing here holds: it may have layers of other ranks."""

@@ -51,6 +51,10 @@ class ModelFamily(ABC):
         """Raises SlipstreamError for what is `wanted` and only causal LMs have, with what to do `instead`."""
         return
 
+    def add_embedding_noise(self, alpha: float, length: int) -> None:
+        """Adds noise to what the embedding gives, as `Pipeline.add_embedding_noise` says. Only causal LMs have one."""
+        self.check_has("noise on embeddings", "Let your first layer add it.")
+
     @abstractmethod
     def is_open(self, options: PipelineOptions) -> bool:
         """Returns whether a plan is to decide where to cut, and can."""

@@ -14,7 +14,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.schedule import Action, Op, Schedule, without_communication
 from slipstream.simulator import MemoryTable
 from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays
-from slipstream.simulator.memory_account import NO_MOMENT, OrderBytes, gradients_made
+from slipstream.simulator.memory_account import NO_MOMENT, OrderBytes, bytes_of_stages
 
 _LONGEST_ROW = 768  # tokens of the rows that are rehearsed
 Slices = tuple[int, ...]
@@ -48,11 +48,10 @@ class LinearMemoryModel:
 
     def state_bytes(self, placement: Sequence[int]) -> list[float]:
         """Returns the bytes of each rank's parameters, gradients and optimizer state."""
-        table, held = self._any, [0.0] * (max(placement) + 1)
-        for stage, rank in enumerate(placement):
-            whole, apart, rows = (table.gradients.get((stage, op), 0.0) for op in (Op.B, Op.W, Op.VW))
-            made = max(whole, apart) + rows
-            held[rank] += table.parameters.get(stage, 0.0) + table.optimizer.get(stage, 0.0) + made
+        known = bytes_of_stages(self._any, placement)
+        whole, _, apart, rows = known["made"]
+        made = np.bincount(placement, np.maximum(whole, apart) + rows)
+        held: list[float] = (known["parameters"] + known["optimizer"] + made).tolist()
         return held
 
     def order_bytes(self, order: Schedule, slices: Sequence[Slices]) -> OrderBytes:
@@ -89,22 +88,18 @@ class LinearMemoryModel:
         is_last = arrays.slice == is_last
         backward = (op == NUMBERS[Op.B]) | (op == NUMBERS[Op.I])
         made = context * ((op == NUMBERS[Op.F]) & (arrays.slice == 0)) + gradients * (backward & is_last)
-        table, stages = self._any, range(schedule.num_stages)
         return OrderBytes(
             arrays,
             lowered=order if order.is_lowered else None,
             leaves=leaves,
             peaks=peaks + made,
             first=np.where(is_last, first + made, np.nan),
-            made=gradients_made(table, schedule.num_stages),
             context=context,
             context_gradients=gradients,
             payload=self._message * lengths,
-            header=table.header_bytes,
             buffers={op: size @ features for op, size in self._buffers.items()},
-            w_shares=np.full(len(lengths), any(table.w_shares.values())),
-            parameters=np.bincount(schedule.placement, [table.parameters.get(g, 0.0) for g in stages]).astype(float),
-            optimizer=np.bincount(schedule.placement, [table.optimizer.get(g, 0.0) for g in stages]).astype(float),
+            w_shares=np.full(len(lengths), any(self._any.w_shares.values())),
+            **bytes_of_stages(self._any, schedule.placement),
         )
 
     @property
