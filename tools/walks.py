@@ -161,7 +161,7 @@ WALKS = {
             "planner/joint/joint_search.py:find_joint_plan",
             "planner/search/simulated_configuration.py:predict",
             "simulator/time_kernel.py:end_times",
-            "simulator/memory_account.py:rank_memory",
+            "simulator/memory_account.py:OrderBytes.rank_memory",
         ),
     ),
 }
