@@ -30,7 +30,7 @@ from slipstream.schedule import (
 )
 from slipstream.simulator import Footprint, MemoryTable, StageSlice, memory_of
 from slipstream.simulator.action_graph import ActionArrays
-from slipstream.simulator.time_kernel import end_times
+from slipstream.simulator.simulation import end_times
 from support.examples import examples
 
 

@@ -26,7 +26,7 @@ from slipstream.schedule import (
 from slipstream.simulator import TableCost, simulate
 from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.costs import MeasuredCost, UnitCost
-from slipstream.simulator.time_kernel import end_times
+from slipstream.simulator.simulation import end_times
 from slipstream.timeline import Timeline
 from support.examples import examples
 

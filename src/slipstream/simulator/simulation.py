@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from slipstream.array_types import Floats
 from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
+from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.costs import CostModel, activation_step, result_seconds
 from slipstream.simulator.memory_account import RankMemory, memory_of
 from slipstream.simulator.memory_table import MemoryTables
@@ -38,6 +42,18 @@ def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = 
         ends = {span.action: span for span in simulation.spans if span.action.op not in COMMUNICATION}
         steps = [_steps(rank, ends) for rank in memory_of(schedule, memory)]
     return Timeline(tuple(simulation.spans), schedule.num_ranks, tuple(map(tuple, steps)), schedule.name)
+
+
+def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
+    """Returns when every action of a schedule ends, as `simulate` has it, and how long it takes."""
+    if arrays.schedule.spreads_vocabulary:  # results go to several ranks, which aren't equally far
+        spans = {span.action: span for span in simulate(arrays.schedule, cost).spans}
+        mine = [spans[action] for row in arrays.schedule.actions for action in row]
+        return np.array([span.end for span in mine], float), np.array([span.seconds for span in mine], float)
+    from slipstream.simulator.time_kernel import start_times  # loads numba
+
+    graph, order = arrays.timed(cost)
+    return start_times(graph, order) + graph.seconds, graph.seconds
 
 
 def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:

@@ -8,22 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.array_types import Floats
-from slipstream.simulator.action_graph import ActionArrays, ActionGraph, ActionOrder
-from slipstream.simulator.costs import CostModel
+from slipstream.simulator.action_graph import ActionGraph, ActionOrder
 from slipstream.simulator.numba_jit import compiled
-from slipstream.simulator.simulation import simulate
 
 _NEVER = np.inf
-
-
-def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
-    """Returns when every action of a schedule ends, as `slipstream.simulate` has it, and how long it takes."""
-    if arrays.schedule.spreads_vocabulary:  # results go to several ranks, which aren't equally far
-        spans = {span.action: span for span in simulate(arrays.schedule, cost).spans}
-        mine = [spans[action] for row in arrays.schedule.actions for action in row]
-        return np.array([span.end for span in mine], float), np.array([span.seconds for span in mine], float)
-    graph, order = arrays.timed(cost)
-    return start_times(graph, order) + graph.seconds, graph.seconds
 
 
 @compiled

@@ -17,7 +17,7 @@ from slipstream.schedule import Op, Schedule
 from slipstream.simulator import CostModel, MemoryKind, MemoryTable, RankMemory, StageSlice
 from slipstream.simulator.action_graph import OPS, ActionArrays
 from slipstream.simulator.memory_account import OrderBytes, order_bytes
-from slipstream.simulator.time_kernel import end_times
+from slipstream.simulator.simulation import end_times
 
 
 @dataclass(frozen=True)
