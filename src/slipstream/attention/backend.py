@@ -1,4 +1,4 @@
-"""What computes attention: the protocol of a backend, its inputs and buffers, and the walk over a slice's tiles.
+"""How attention is computed: the protocol of a backend, its inputs and buffers, and the walk over a slice's tiles.
 
 A backend computes the attention of a whole slice, or of one tile at a time: its T queries and its S keys,
 [tile.first, tile.end). With P = exp(scale * Q K^T - lse), the log-sum-exp taken over *all* keys of a query, the
@@ -22,7 +22,7 @@ from slipstream.keyed_draws import EAGER, NO_PLACE, Draws, PlaceSeed
 
 
 class TokenExchange(Protocol):
-    """What ranks that have different tokens of a slice exchange around its attention; `parallel` has it.
+    """The exchanges around attention of ranks that have different tokens of a slice; `parallel` implements it.
 
     They exchange heads for tokens, after which each has all tokens of some heads; or each gets the keys and values of
     all tokens, and its queries see them from a place of their own.
@@ -41,7 +41,7 @@ class TokenExchange(Protocol):
         ...
 
     def own_heads(self, each: Tensor) -> Tensor:
-        """Returns this rank's part of what has one number a query head, (H,)."""
+        """Returns this rank's part of a tensor with one number a query head, (H,)."""
         ...
 
     def own_queries(self, ranges: KeyRanges) -> KeyRanges:
@@ -100,11 +100,11 @@ class QueryState(NamedTuple):
 
     def heads(self, some: slice) -> QueryState:
         """Returns the same for some heads."""
-        return QueryState(*(each[:, some] for each in self))
+        return QueryState(*(tensor[:, some] for tensor in self))
 
     def rows(self, some: slice) -> QueryState:
         """Returns the same for some queries."""
-        return QueryState(*(each[:, :, some] for each in self))
+        return QueryState(*(tensor[:, :, some] for tensor in self))
 
 
 class TileGradients(NamedTuple):
@@ -161,8 +161,8 @@ class TiledBackend(AttentionBackend, Protocol):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = _empty(query, value.shape[-1], wide)
         logsumexp = query.new_empty(query.shape[:-1], dtype=wide)
-        for tile, own, seen in self._tiles():
-            self.forward(query[own], key[seen], value[seen], output[own], logsumexp[own], tile)
+        for tile, rows, seen in self._tiles():
+            self.forward(query[rows], key[seen], value[seen], output[rows], logsumexp[rows], tile)
         return output, logsumexp
 
     def differentiate(
@@ -170,13 +170,13 @@ class TiledBackend(AttentionBackend, Protocol):
     ) -> tuple[Tensor, ...]:
         """See `AttentionBackend`."""
         total = _empty(queries.query, queries.query.shape[-1], grads.key.dtype).zero_()
-        for tile, own, seen in self._tiles():
-            gradients = TileGradients(total[own], grads.key[seen], grads.value[seen])
-            self.backward(QueryState(*(each[own] for each in queries)), key[seen], value[seen], gradients, tile)
+        for tile, rows, seen in self._tiles():
+            gradients = TileGradients(total[rows], grads.key[seen], grads.value[seen])
+            self.backward(QueryState(*(tensor[rows] for tensor in queries)), key[seen], value[seen], gradients, tile)
         return (total.to(queries.query.dtype),)
 
     def _tiles(self) -> Iterator[tuple[ScoreTile, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yields each tile with the indices of its queries and of its keys in what the slice sees."""
+        """Yields each tile with the indices of its queries and of its keys among the slice's keys."""
         ranges = self.site.ranges
         for tile in ranges.tiles:
             queries = slice(tile.start - ranges.start, tile.end - ranges.start)

@@ -81,7 +81,7 @@ class FlashCPU(TiledBackend):
         at_once = max(1, ROWS_AT_ONCE * torch.get_num_threads() // (num_keys * num_rows))
         for head in range(0, num_heads, at_once):
             heads, key_heads = slice(head * group, (head + at_once) * group), slice(head, head + at_once)
-            query, out, lse, grad_out = (_fold(each, key[:, key_heads], part) for each in queries.heads(heads))
+            query, out, lse, grad_out = (_fold(tensor, key[:, key_heads], part) for tensor in queries.heads(heads))
             dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out,
                 query,
@@ -116,7 +116,7 @@ def _pieces(part: ScoreRectangle) -> list[slice]:
 
 
 def _mask(query: Tensor, tile: ScoreTile, part: ScoreRectangle) -> Tensor | None:
-    """Returns what the kernel adds to a masked rectangle's scores: 0 where a key is seen."""
+    """Returns the mask that the kernel adds to a rectangle's scores: 0 where a key is seen."""
     if not part.masked:
         return None
     seen = tile.mask(part, query.device)

@@ -27,7 +27,7 @@ _MOST_ERROR = 0.03  # of a small slice in bfloat16, relative to the largest numb
 
 @cache
 def flex_works(device: torch.device, softcap: float | None) -> bool:
-    """Returns whether compiled kernels give what plain attention does on a small slice; says it where they don't."""
+    """Returns whether compiled kernels agree with plain attention on a small slice; warns where they don't."""
     if find_spec("triton") is None:
         return False
     try:
@@ -69,14 +69,14 @@ class FlexCUDA(AttentionBackend):
         dS = P (dP - rowsum(dO O)) are w dO and w (rowsum(dO O') - rowsum(dO O)).
         """
         # `data` has a version of its own: later slices write to the buffers that these are of
-        leaves = [each.data.requires_grad_() for each in (queries.query, key, value)]
+        leaves = [tensor.data.requires_grad_() for tensor in (queries.query, key, value)]
         output, logsumexp = self._run(*leaves)
         with torch.no_grad():
             weight = (logsumexp - queries.logsumexp).exp()
             grad = queries.grad_output.float()
             change = (grad * (output.float() - queries.output.float())).sum(-1)
-            given = (weight[..., None] * grad).to(output.dtype), (weight * change).to(logsumexp.dtype)
-        grad_query, grad_key, grad_value = torch.autograd.grad((output, logsumexp), leaves, given)
+            gradients = (weight[..., None] * grad).to(output.dtype), (weight * change).to(logsumexp.dtype)
+        grad_query, grad_key, grad_value = torch.autograd.grad((output, logsumexp), leaves, gradients)
         grads.key.add_(grad_key)
         grads.value.add_(grad_value)
         return (grad_query,)
@@ -127,7 +127,7 @@ def _block_mask(ranges: KeyRanges, device: torch.device) -> BlockMask:
         return (key >= first_keys[0, query]) & (key <= query + last_key)
 
     counts, blocks = zip(*_blocks(first_key, past, num_keys), strict=True)
-    (some, full), (some_at, full_at) = ([each.to(device) for each in pair] for pair in (counts, blocks))
+    (some, full), (some_at, full_at) = ([tensor.to(device) for tensor in pair] for pair in (counts, blocks))
     return BlockMask.from_kv_blocks(
         *(some, some_at, full, full_at),
         BLOCK_SIZE=_BLOCK,
@@ -145,10 +145,10 @@ def _blocks(first_key: Tensor, past: int, num_keys: int) -> list[tuple[Tensor, T
     by_block = padded.view(rows, num_blocks, _BLOCK).long()
     begins = torch.arange(num_key_blocks) * _BLOCK  # of keys
     last = (torch.arange(1, num_blocks + 1) * _BLOCK).clamp(max=length) - 1 + past  # the last key that is seen
-    own = torch.arange(num_blocks) * _BLOCK + past  # of the block's first query
+    positions = torch.arange(num_blocks) * _BLOCK + past  # of the block's first query
     ends = begins + _BLOCK - 1
     touched = (ends >= by_block.amin(-1)[..., None]) & (begins <= last[:, None])  # (rows, Q, K)
-    whole = (begins >= by_block.amax(-1)[..., None]) & (ends <= own[:, None])
+    whole = (begins >= by_block.amax(-1)[..., None]) & (ends <= positions[:, None])
     return [_ordered(touched & ~whole), _ordered(whole)]
 
 
@@ -163,7 +163,7 @@ def _error(device: torch.device, softcap: float | None) -> float:
     """Returns the largest difference of a slice's output and gradients from plain attention in float32, relative to the
     largest number of each."""
     start, length, generator = 60, 260, torch.Generator(device).manual_seed(0)
-    first_key = torch.stack([torch.arange(length) // each * each for each in (100, 70)])[:, start:]
+    first_key = torch.stack([torch.arange(length) // period * period for period in (100, 70)])[:, start:]
     ranges = KeyRanges(first_key, start)
     sizes = (4, length - start), (2, length), (2, length), (4, length - start)
     query, key, value, grad = (
@@ -171,12 +171,12 @@ def _error(device: torch.device, softcap: float | None) -> float:
     )
     kernel = FlexCUDA(AttentionSite(ContextStore(length), 0, ranges, 0.2, softcap))
     output, logsumexp = kernel.attend(query, key, value)
-    grads = TileGradients(query, *(torch.zeros_like(each, dtype=torch.float32) for each in (key, value)))
-    found = [output, *kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
-    leaves = [each.float().requires_grad_() for each in (query, key, value)]
+    grads = TileGradients(query, *(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)))
+    results = [output, *kernel.differentiate(QueryState(query, output, logsumexp, grad), key, value, grads), *grads[1:]]
+    leaves = [tensor.float().requires_grad_() for tensor in (query, key, value)]
     plain = _plain_attention(leaves, ranges, 0.2, softcap)
     wanted = [plain, *torch.autograd.grad(plain, leaves, grad.float())]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, wanted, strict=True))
 
 
 def _plain_attention(inputs: list[Tensor], ranges: KeyRanges, scale: float, softcap: float | None) -> Tensor:
@@ -185,7 +185,7 @@ def _plain_attention(inputs: list[Tensor], ranges: KeyRanges, scale: float, soft
     scores = query @ key.repeat_interleave(group, 1).mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    own = torch.arange(ranges.start, ranges.end, device=query.device)[:, None]
+    positions = torch.arange(ranges.start, ranges.end, device=query.device)[:, None]
     keys = torch.arange(ranges.first, ranges.end, device=query.device)
-    seen = (keys <= own) & (keys >= ranges.first_key.to(query.device)[..., None])  # (rows, T, S)
+    seen = (keys <= positions) & (keys >= ranges.first_key.to(query.device)[..., None])  # (rows, T, S)
     return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ value.repeat_interleave(group, 1)

@@ -1,7 +1,7 @@
 """Chooses between fused attention kernels by timing them, once for each shape on each kind of GPU.
 
 Which is fastest depends on the GPU: cuDNN's is about twice as fast as FlashAttention-2 on Hopper, and slower on Ampere.
-What was found is kept in `$XDG_CACHE_HOME/slipstream/attention.json`, by default in `~/.cache`; deleting it is safe.
+Times are kept in `$XDG_CACHE_HOME/slipstream/attention.json`, by default in `~/.cache`; deleting it is safe.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _log = logging.getLogger(__name__)
 _ROUNDED = 64  # cuDNN makes a plan of some 50 ms for every new shape: only for lengths that are chosen, and so repeat
 _WIDEST_CUDNN = 128
 _MOST_APART = 1 << 28  # numbers in the gradients of keys of query heads by themselves: half a gigabyte
-_WORTH = 1.03  # times as long may take what rounds these gradients once less
+_WORTH = 1.03  # times as long a kernel may take that rounds these gradients once less
 _REPEATS = 3
-_AGREEMENT = 0.03  # of what FlashAttention gives, in float16 and bfloat16
+_AGREEMENT = 0.03  # with FlashAttention's results, in float16 and bfloat16
 _Milliseconds = dict[str, float | None]  # of each kernel; None where it refuses a shape or gives something else
 
 KERNELS: Mapping[str, FusedKernel] = {"flash": FlashKernel(), "cudnn": CudnnKernel()}  # of PyTorch
@@ -100,7 +100,7 @@ def chosen_kernels() -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of what is kept from run to run, which need not exist."""
+    """Returns the folder of files that outlast a run, which need not exist."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "slipstream"
 
@@ -137,20 +137,20 @@ def _power_of_two(length: int) -> int:
 
 def _fastest(shape: AttentionShape, device: int, kernels: Mapping[str, FusedKernel]) -> str:
     """Returns the name of the kernel that takes least for forward and backward."""
-    found = _measured.setdefault((shape, device), {})
-    if not kernels.keys() <= found.keys():
-        found |= _kept(device, shape)
-        if missing := {name: kernel for name, kernel in kernels.items() if name not in found}:
-            found |= {
+    times = _measured.setdefault((shape, device), {})
+    if not kernels.keys() <= times.keys():
+        times |= _kept(device, shape)
+        if missing := {name: kernel for name, kernel in kernels.items() if name not in times}:
+            times |= {
                 name: _milliseconds(kernel, shape, torch.device("cuda", device)) for name, kernel in missing.items()
             }
-            _keep(device, shape, found)
-        others = ", ".join(f"{each} {'-' if found[each] is None else f'{found[each]:.2f} ms'}" for each in kernels)
+            _keep(device, shape, times)
+        others = ", ".join(f"{other} {'-' if times[other] is None else f'{times[other]:.2f} ms'}" for other in kernels)
         _log.info("attention of %s, forward and backward: %s", shape, others)
 
     def cost(name: str) -> float:
         """The time, or less for fewer errors."""
-        known = found[name]
+        known = times[name]
         return inf if known is None else known / (_WORTH if isinstance(kernels[name], HeadsApart) else 1)
 
     _known[shape, device] = min(kernels, key=cost)
@@ -172,7 +172,7 @@ def _milliseconds(kernel: FusedKernel, shape: AttentionShape, device: torch.devi
 
 
 def agrees(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Returns whether each tensor is what was expected, but for rounding."""
+    """Returns whether each tensor is the expected one, but for rounding."""
     pairs = zip(found, expected, strict=True)
     return all(bool((a - b).float().norm() <= _AGREEMENT * b.float().norm()) for a, b in pairs)
 
@@ -197,12 +197,12 @@ def _run(kernel: FusedKernel, draw: tuple[Tensor, ...], mask: RegularMask) -> li
     query, grad, key, value = draw
     output, lse = kernel.forward(query, key, value, mask, 0.1)
     grad_query, parts = kernel.backward(QueryState(query, output, lse, grad), key, value, mask, 0.1)
-    wide = [torch.zeros_like(each, dtype=torch.float32) for each in (key, value)]
+    wide = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)]
     return [output, grad_query, *add_gradients(parts, mask.past, *wide), *wide]
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the median time of a graph of `run`: short slices would be timed by what kernels cost the host."""
+    """Returns the median time of a graph of `run`: else short slices would be timed by the host's launches."""
     run()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -234,23 +234,23 @@ def _hardware(device: int) -> str:
 
 def _read() -> dict[str, dict[str, _Milliseconds]]:
     with suppress(OSError, ValueError):
-        found = json.loads(kept_file().read_text())
-        if isinstance(found, dict):
-            return found
+        times = json.loads(kept_file().read_text())
+        if isinstance(times, dict):
+            return times
     return {}
 
 
 def _kept(device: int, shape: AttentionShape) -> _Milliseconds:
-    found = _read().get(_hardware(device), {}).get(str(shape), {})
-    return found if isinstance(found, dict) else {}
+    times = _read().get(_hardware(device), {}).get(str(shape), {})
+    return times if isinstance(times, dict) else {}
 
 
 def _keep(device: int, shape: AttentionShape, milliseconds: _Milliseconds) -> None:
     """Adds a shape's times to the file; where that can't be written, the next process measures again."""
-    found = _read()
-    found.setdefault(_hardware(device), {})[str(shape)] = milliseconds
+    times = _read()
+    times.setdefault(_hardware(device), {})[str(shape)] = milliseconds
     with suppress(OSError):
         kept_file().parent.mkdir(parents=True, exist_ok=True)
         part = kept_file().with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(found, indent=1))
+        part.write_text(json.dumps(times, indent=1))
         part.replace(kept_file())

@@ -1,4 +1,4 @@
-"""What surrounds the attention kernels of a GPU: merges of two parts, and sums of the gradients of keys.
+"""Passes around the attention kernels of a GPU: merges of two parts, and sums of the gradients of keys.
 
 Each is a pass over as much memory as a kernel reads, so it counts where slices are short. Compiled, it reads and writes
 every number once.
@@ -29,10 +29,10 @@ class KeyGradients(NamedTuple):
 def add_gradients(parts: list[KeyGradients], past: int, *totals: Tensor) -> list[Tensor]:
     """Adds the gradients of earlier slices' keys and values to the totals of both; returns the slice's own, complete.
 
-    Totals (B,Hkv,S,D) are in float32, with `past` keys of earlier slices. A slice's own are final with what later
-    slices left in them, and are rounded as they are added: one pass where adding and copying took two.
+    Totals (B,Hkv,S,D) are in float32, with `past` keys of earlier slices. A slice's own are final with later slices'
+    parts, and are rounded as they are added: one pass where adding and copying took two.
     """
-    own = []
+    gradients = []
     for index, total in enumerate(totals):
         for part in parts:
             gradient = (part.key, part.value)[index]
@@ -41,8 +41,8 @@ def add_gradients(parts: list[KeyGradients], past: int, *totals: Tensor) -> list
             if earlier > 0:
                 passes.add(total[:, :, part.first : min(past, end)], gradient[:, :, :earlier])
             if end > past:
-                own.append(passes.finish(total[:, :, past:], gradient[:, :, max(0, earlier) :]))
-    return own
+                gradients.append(passes.finish(total[:, :, past:], gradient[:, :, max(0, earlier) :]))
+    return gradients
 
 
 def merged(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,16 +61,15 @@ def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
-    """Adds a gradient, or those of several heads, to a total."""
     total.add_(_summed(gradient, total))
 
 
 def _finish(total: Tensor, gradient: Tensor) -> Tensor:
     """Returns the sum, rounded once, in memory as models have it."""
     batch, heads, length, width = total.shape
-    own = gradient.new_empty(batch, length, heads, width).transpose(1, 2)
-    torch.add(total, _summed(gradient, total), out=own)
-    return own
+    rounded = gradient.new_empty(batch, length, heads, width).transpose(1, 2)
+    torch.add(total, _summed(gradient, total), out=rounded)
+    return rounded
 
 
 def _summed(gradient: Tensor, total: Tensor) -> Tensor:
@@ -78,7 +77,7 @@ def _summed(gradient: Tensor, total: Tensor) -> Tensor:
 
 
 class _Passes(NamedTuple):
-    """What surrounds the kernels of a GPU: each reads and writes all numbers once, where it is compiled."""
+    """Passes around the kernels of a GPU: each reads and writes all numbers once, where it is compiled."""
 
     merge: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     add: Callable[[Tensor, Tensor], None]
@@ -90,10 +89,10 @@ _PLAIN = _Passes(_merge, _add, _finish)
 
 @cache
 def _passes(device: torch.device) -> _Passes:
-    """Returns the passes compiled, where that can be done and gives on small tensors what they give uncompiled."""
+    """Returns the passes compiled, where that can be done and agrees on small tensors with them uncompiled."""
     if device.type != "cuda" or find_spec("triton") is None:
         return _PLAIN
-    compiled = _Passes(*(torch.compile(each, dynamic=True) for each in _PLAIN))  # type: ignore[arg-type]
+    compiled = _Passes(*(torch.compile(function, dynamic=True) for function in _PLAIN))  # type: ignore[arg-type]
     try:
         pairs = zip(_tried(compiled, device), _tried(_PLAIN, device), strict=True)
         if all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in pairs):
@@ -107,7 +106,7 @@ def _passes(device: torch.device) -> _Passes:
 
 @torch.no_grad()
 def _tried(passes: _Passes, device: torch.device) -> list[Tensor]:
-    """Returns what the passes make of small random tensors."""
+    """Returns the passes' results on small random tensors."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -116,6 +115,6 @@ def _tried(passes: _Passes, device: torch.device) -> list[Tensor]:
     output, other, gradient = (draw(rows, 24, 6, 16).bfloat16().transpose(1, 2) for rows in (1, 1, 3))
     logsumexp, other_logsumexp = draw(2, 1, 6, 24)
     total = draw(1, 40, 6, 16).transpose(1, 2)
-    own = passes.finish(total[:, :, 16:], gradient)
+    gradients = passes.finish(total[:, :, 16:], gradient)
     passes.add(total[:, :, :24], gradient)
-    return [own, total, *passes.merge(output, logsumexp, other, other_logsumexp)]
+    return [gradients, total, *passes.merge(output, logsumexp, other, other_logsumexp)]

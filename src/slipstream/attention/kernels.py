@@ -49,12 +49,10 @@ class FusedKernel(Protocol):
 
 
 def _tokens_first(*tensors: Tensor) -> list[Tensor]:
-    """Returns (B,T,H,D) of (B,H,T,D)."""
-    return [each.transpose(1, 2) for each in tensors]
+    return [tensor.transpose(1, 2) for tensor in tensors]
 
 
 def _heads_first(grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, list[KeyGradients]]:
-    """Returns the gradients as a `FusedKernel` does."""
     return grad_query.transpose(1, 2), [KeyGradients(0, grad_key.transpose(1, 2), grad_value.transpose(1, 2))]
 
 
@@ -112,11 +110,11 @@ class CudnnKernel:
         self, queries: QueryState, key: Tensor, value: Tensor, mask: RegularMask, scale: float
     ) -> tuple[Tensor, list[KeyGradients]]:
         """See `FusedKernel`."""
-        grad_query, own = self._part_backward(queries, key, value, slice(mask.past, None), True, scale)
+        grad_query, slice_gradients = self._part_backward(queries, key, value, slice(mask.past, None), True, scale)
         if not mask.past:
-            return grad_query, [own]
+            return grad_query, [slice_gradients]
         more, past = self._part_backward(queries, key, value, slice(0, mask.past), False, scale)
-        return grad_query.add_(more), [own, past]
+        return grad_query.add_(more), [slice_gradients, past]
 
     def _part(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         output, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(
@@ -168,8 +166,8 @@ class HeadsApart:
         if rows > 1:
             return self.kernel.backward(queries, key, value, mask, scale)
         # (G,Hkv,T,..): query head h reads key head h // G
-        apart = (each.view(key_heads, -1, *each.shape[2:]).transpose(0, 1) for each in queries)
-        key, value = (each.expand(heads // key_heads, -1, -1, -1) for each in (key, value))
+        apart = (tensor.view(key_heads, -1, *tensor.shape[2:]).transpose(0, 1) for tensor in queries)
+        key, value = (tensor.expand(heads // key_heads, -1, -1, -1) for tensor in (key, value))
         grad_query, parts = self.kernel.backward(QueryState(*apart), key, value, mask, scale)
         return grad_query.permute(2, 1, 0, 3).reshape(rows, length, heads, width).transpose(1, 2), parts
 
@@ -195,17 +193,17 @@ class Flash3Kernel:
         """See `FusedKernel`."""
         query, output, logsumexp, grad_output = queries
         inputs = _tokens_first(query, key, value)
-        found = [torch.empty_like(each) for each in inputs]
+        gradients = [torch.empty_like(tensor) for tensor in inputs]
         self._ops.bwd(
             *_tokens_first(grad_output),
             *inputs,
             *_tokens_first(output),
             logsumexp.contiguous(),
-            **dict(zip(("dq", "dk", "dv"), found, strict=True)),
+            **dict(zip(("dq", "dk", "dv"), gradients, strict=True)),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._settings(mask, scale),
         )
-        return _heads_first(*found)
+        return _heads_first(*gradients)
 
     def _settings(self, mask: RegularMask, scale: float) -> dict[str, Any]:
         left = -1 if mask.window is None else mask.window - 1

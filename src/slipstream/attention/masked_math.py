@@ -30,7 +30,7 @@ class MaskedMath(TiledBackend):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: ScoreTile) -> None:
         """See `TiledBackend`."""
-        query, key, value = (each.to(out.dtype) for each in (query, key, value))
+        query, key, value = (tensor.to(out.dtype) for tensor in (query, key, value))
         generator = self._generator(query.device, tile)
         for block, seen in self._blocks(query, key, tile):
             scores = self._scores(query[:, :, block], key, seen)  # (B,H,t,S)
@@ -44,7 +44,7 @@ class MaskedMath(TiledBackend):
         key, value = key.to(wide), value.to(wide)
         generator = self._generator(key.device, tile)
         for block, seen in self._blocks(queries.query, key, tile):
-            query, out, lse, grad_out = (each.to(wide) for each in queries.rows(block))
+            query, out, lse, grad_out = (tensor.to(wide) for tensor in queries.rows(block))
             scores = self._scores(query, key, seen)  # (B,H,t,S)
             probs = (scores - lse[..., None]).exp_()
             keep = self._dropped(torch.ones_like(probs), generator)
@@ -77,8 +77,8 @@ class MaskedMath(TiledBackend):
         first = tile.start - self.site.ranges.start
         keys = selected[tile.rows, first + block.start : first + block.stop].long()  # (B,t,k)
         length = max(tile.end, self.site.store.length)
-        found = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
-        return found[:, None, :, tile.first : tile.end]
+        mask = torch.zeros(*keys.shape[:2], length, dtype=torch.bool, device=keys.device).scatter_(2, keys, True)
+        return mask[:, None, :, tile.first : tile.end]
 
     def _generator(self, device: torch.device, tile: ScoreTile) -> torch.Generator | None:
         if self.site.dropout == 0.0:
@@ -101,5 +101,5 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
 
 def _transposed_times(left: Tensor, right: Tensor, key: Tensor) -> Tensor:
     """Multiplies (B,H,t,n), (B,H,t,m) -> (B,Hkv,n,m): summed over the queries, and over the heads of a group."""
-    left, right = (each.reshape(each.shape[0], key.shape[1], -1, each.shape[3]) for each in (left, right))
+    left, right = (tensor.reshape(tensor.shape[0], key.shape[1], -1, tensor.shape[3]) for tensor in (left, right))
     return left.mT @ right

@@ -216,8 +216,8 @@ class KeyRanges:
         return f"KeyRanges([{self.start}, {self.end}), first={self.first}, {len(self.tiles)} tiles)"
 
     def _check(self) -> None:
-        own = torch.arange(self.start, self.end)
-        wrong = ((self.first_key < 0) | (self.first_key > own)).nonzero()
+        positions = torch.arange(self.start, self.end)
+        wrong = ((self.first_key < 0) | (self.first_key > positions)).nonzero()
         if len(wrong):
             row, query = wrong[0].tolist()
             raise SlipstreamError(
@@ -238,7 +238,7 @@ class KeyRanges:
 
 
 def _cuts(first_key: Tensor) -> Iterator[tuple[int, int]]:
-    """Cuts one row's queries into long runs with one first key, and blocks of what lies between them."""
+    """Cuts one row's queries into long runs with one first key, and blocks of the queries between them."""
     counts = torch.unique_consecutive(first_key, return_counts=True)[1]
     done = position = 0
     for count in counts.tolist():

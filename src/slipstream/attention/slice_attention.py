@@ -1,7 +1,7 @@
 """Computes the attention of one token slice as a single autograd function over a context store.
 
-Layers that attend by code of their own get the keys and values of all tokens so far (`read_prefix`): copies, as nothing
-is known of what such code keeps of them for its backward.
+Layers that attend by code of their own get the keys and values of all tokens so far (`read_prefix`): copies, as such
+code may keep any part of them for its backward.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ def attend(
     multiple = backend.width_multiple
     if multiple is not None and (value_width % multiple or value_width != query.shape[-1]):
         width = ceil(max(query.shape[-1], value_width) / multiple) * multiple
-        query, key, value = (_padded(each, width) for each in (query, key, value))
+        query, key, value = (_padded(tensor, width) for tensor in (query, key, value))
     output: Tensor = _slice_attention(query, key, value, sinks, selected, site, backend)
     output = output if output.shape[-1] == value_width else output[..., :value_width]
     return output if moved is None else moved.tokens_for_heads(output)
 
 
-def _padded(each: Tensor, width: int) -> Tensor:
-    """Pads with zeros, which add nothing to a score and append only zeros to an output."""
-    return each if width == each.shape[-1] else F.pad(each, (0, width - each.shape[-1]))
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    # Zeros add nothing to a score and append only zeros to an output.
+    return tensor if width == tensor.shape[-1] else F.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _selecting(site: AttentionSite, selected: Tensor | None) -> AttentionSite:
-    """Returns the site with these keys, which the graph keeps as it keeps the query, and may drop as such."""
+    # The graph keeps the selected keys as it keeps the query, and may drop them as such.
     return site if selected is None else site._replace(selected=selected)
 
 
@@ -96,7 +96,7 @@ class _SliceAttention(torch.autograd.Function):
     backward  dK, dV  | += 2| += 2| own |        slice 2 adds to 0, 1, 2; then 2 is final and returned
 
     Where each rank has some tokens of the slice and the keys of all, the slice's keys are gathered before they are
-    written, and what all ranks added to its gradients is summed once it is final, not rounded before.
+    written, and all ranks' parts of its gradients are summed once they are final, not rounded before.
     """
 
     @staticmethod
@@ -134,13 +134,13 @@ class _SliceAttention(torch.autograd.Function):
         with _without_autocast(query):
             # none of the query's gradient yet, in whose place the query stands
             buffers = TileGradients(query, *totals)
-            grad_query, *own = ctx.backend(_selecting(here, selected)).differentiate(queries, keys, values, buffers)
+            grad_query, *finals = ctx.backend(_selecting(here, selected)).differentiate(queries, keys, values, buffers)
             grad_sinks = None if sinks is None else _sink_gradient(queries, sinks)
-        if not own:
-            own = [site.ranges.own(each) for each in (grad_keys, grad_values)]
-            own = [_copy(each, query.dtype) for each in (own if exchange is None else exchange.reduce_scatter(*own))]
+        if not finals:
+            finals = [site.ranges.own(total) for total in (grad_keys, grad_values)]
+            finals = [_copy(sums, query.dtype) for sums in (exchange.reduce_scatter(*finals) if exchange else finals)]
         site.store.finish(site.call, site.ranges)
-        return grad_query, *own, grad_sinks, None, None, None
+        return grad_query, *finals, grad_sinks, None, None, None
 
 
 _slice_attention = direct_apply(_SliceAttention)
@@ -155,7 +155,7 @@ def _without_autocast(query: Tensor) -> AbstractContextManager[object]:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, backend: AttentionBackend
 ) -> AttentionResult:
-    keys, values = (backend.site.ranges.seen(each) for each in (keys, values))
+    keys, values = (backend.site.ranges.seen(buffer) for buffer in (keys, values))
     with _without_autocast(query):
         output, logsumexp = backend.attend(query, keys, values)
         if sinks is not None:
@@ -163,9 +163,9 @@ def _attend(
     return output.to(query.dtype), logsumexp
 
 
-def _copy(each: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies a slice's final sums, to (B,T,H,D) in memory: a view would keep the buffers of the whole sequence."""
-    return each.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2)
+def _copy(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    # A view would keep the buffers of the whole sequence.
+    return sums.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True).transpose(1, 2)
 
 
 def _with_sinks(output: Tensor, logsumexp: Tensor, sinks: Tensor) -> AttentionResult:
@@ -259,13 +259,13 @@ class _Prefix(torch.autograd.Function):
         for buffer, gradient in zip(buffers, gradients, strict=True):
             buffer[:, :, ranges.first : ranges.end] += gradient[:, :, ranges.first :]
         mine = slice(ranges.start, ranges.end)
-        own = [b[:, :, mine].to(g.dtype, copy=True) for b, g in zip(buffers, gradients, strict=True)]
+        slice_gradients = [b[:, :, mine].to(g.dtype, copy=True) for b, g in zip(buffers, gradients, strict=True)]
         ctx.store.finish(ctx.call, ranges)
-        return *own, None, None, None
+        return *slice_gradients, None, None, None
 
 
 def _up_to(ranges: KeyRanges, buffer: Tensor) -> Tensor:
-    """Copies what a slice sees of a sequence: buffers change later, and nothing may have been written before that."""
-    found = buffer[:, :, : ranges.end].clone(memory_format=torch.contiguous_format)
-    found[:, :, : ranges.first] = 0
-    return found
+    """Copies a sequence's tokens that a slice sees: buffers change later, and those before it may be unwritten."""
+    prefix = buffer[:, :, : ranges.end].clone(memory_format=torch.contiguous_format)
+    prefix[:, :, : ranges.first] = 0
+    return prefix

@@ -50,10 +50,9 @@ class ContextStore:
         K, V     |  0  |  1  |  2  |     |     buffers of the whole sequence, slices written in place
         dK, dV   |     | +=2 | own |     |     a slice's backward adds to all it read, then takes its own part
 
-    Slices may be written in any order that puts what is read before its reader (rule 1); a slice runs
-    backward after every later slice that attends to it (rule 2). Anything else is a ContextError. A call's
-    buffers are freed after the backward of its last slice (rule 5). Without gradients (evaluation, frozen
-    layers) there is none: then call `free`.
+    Slices may be written in any order that puts keys before their reader (rule 1); a slice runs backward after every
+    later slice that attends to it (rule 2). Anything else is a ContextError. A call's buffers are freed after the
+    backward of its last slice (rule 5). Without gradients (evaluation, frozen layers) there is none: then call `free`.
 
     Args:
         length: tokens of the whole sequence.
@@ -92,7 +91,7 @@ class ContextStore:
             self.is_replaying = False
 
     def keep_for_layers(self) -> None:
-        """Keeps what slices read until they are done, as each layer is computed again within its backward."""
+        """Keeps the tensors that slices read until they are done, as each layer's backward computes it again."""
         self.carried.keeps_read = True
 
     def drop_lone_slices(self) -> None:
@@ -179,9 +178,9 @@ class ContextStore:
 
     def _check_present(self, call: Hashable, context: _CallBuffers, ranges: KeyRanges) -> None:
         position = ranges.first
-        for start, each in sorted(context.slices.items()):
-            if start <= position < each.end:
-                position = each.end
+        for start, written in sorted(context.slices.items()):
+            if start <= position < written.end:
+                position = written.end
         if position < ranges.end:
             raise ContextError(
                 f"{_name(call, ranges)} attends to the keys from {ranges.first} on, but {position} isn't "
@@ -214,7 +213,7 @@ def _name(call: Hashable, ranges: KeyRanges) -> str:
 class _State:
     """A state between two slices."""
 
-    value: Tensor | None  # None: the backward of its reader began, whose graph holds what it needs of it
+    value: Tensor | None  # None: the backward of its reader began, whose graph holds it as far as needed
     has_gradient: bool
     is_done: bool = False  # whether the backward of its reader began
     gradient: Tensor | None = None  # None: none yet, or the reader's outputs don't depend on it
@@ -227,7 +226,7 @@ class CarriedStates:
         forward   slice 0 --S--> slice 1 --S--> slice 2     read by the next slice alone, not by all later ones
         backward  slice 0 <-dS-- slice 1 <-dS-- slice 2     final when the next slice's backward has run (rule 2)
 
-    Each is kept by what carries it (`call`) and by the first token that is computed from it. A replay reads what the
+    Each is kept by its carrier (`call`) and by the first token that is computed from it. A replay reads what the
     forward read, so a value stays until the backward of its reader.
     """
 
@@ -237,7 +236,7 @@ class CarriedStates:
 
     @property
     def calls(self) -> set[Hashable]:
-        """What carries a state: the calls that left one for a slice whose backward hasn't begun."""
+        """The carriers of states: the calls that left one for a slice whose backward hasn't begun."""
         return {call for call, _ in self._states}
 
     @property
@@ -259,8 +258,8 @@ class CarriedStates:
         if not state.has_gradient or not torch.is_grad_enabled():
             return state.value
         beginning: Any = _Beginning.apply
-        found: Tensor = beginning(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
-        return found
+        value: Tensor = beginning(torch.empty(0, requires_grad=True), state.value, partial(_add_gradient, state))
+        return value
 
     def keep(self, call: Hashable, token: int, value: Tensor, has_gradient: bool) -> None:
         """Keeps the state with which the slice from `token` on begins."""
@@ -289,8 +288,8 @@ class CarriedStates:
         self._states.clear()
 
     def _gradients(self, calls: tuple[Hashable, ...], first: int, end: int) -> list[Tensor | None]:
-        """Returns the gradients of what the slice [first, end) left, whose backward begins here."""
-        found = []
+        """Returns the gradients of the states that the slice [first, end) left, whose backward begins here."""
+        gradients = []
         for call in calls:
             left = self._states.pop((call, end))
             if left.is_read and not left.is_done:
@@ -302,9 +301,9 @@ class CarriedStates:
                 read.is_done = True
                 if not self.keeps_read:
                     read.value = None
-            found.append(left.gradient)
+            gradients.append(left.gradient)
             left.gradient = None  # the reader's graph, which W holds, would keep it
-        return found
+        return gradients
 
 
 def _add_gradient(state: _State, gradient: Tensor) -> None:
@@ -328,7 +327,7 @@ class _Beginning(torch.autograd.Function):
 
 
 def begin_with(output: Tensor, gradients: Callable[[], Sequence[Tensor | None]], *others: Tensor) -> Tensor:
-    """Returns `output`, whose backward also begins that of others, with what `gradients` then returns for them."""
+    """Returns `output`, whose backward also begins that of others, with the gradients that `gradients` then returns."""
     join: Any = _Join.apply
     joined: Tensor = join(output, gradients, *others)
     return joined
