@@ -52,15 +52,15 @@ def mixes_batch(module: nn.Module) -> str | None:
 class MiniBatchStatistics:
     """The statistics that the batch norms of some layers saw in a step.
 
-    Call `begin`, the forwards of the microbatches in any order, then `update`. Recomputing a microbatch
-    records the same again. Outside a step's forwards the modules work as usual. In them too they run their own code,
-    but that what it calls F.batch_norm with, the module's moving averages, is replaced.
+    Call `begin`, the forwards of the microbatches in any order, then `update`. Recomputing a microbatch records the
+    same again. Outside a step's forwards the modules work as usual. In them too they run their own code, but with the
+    moving averages that it passes to F.batch_norm replaced.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Makes every nn.BatchNorm1d, 2d and 3d in `modules` report its statistics."""
-        found = dict.fromkeys(module for top in modules for module in top.modules() if is_batch_norm(module))
-        self._modules = [cast(_BatchNorm, module) for module in found]
+        norms = dict.fromkeys(module for top in modules for module in top.modules() if is_batch_norm(module))
+        self._modules = [cast(_BatchNorm, module) for module in norms]
         # by microbatch and module, (3, channels): counts, means, sums of squared deviations
         self._seen: dict[int, dict[nn.Module, Tensor]] = {}
         self._nothing: dict[nn.Module, Tensor] = {
@@ -135,8 +135,6 @@ class MiniBatchStatistics:
         return output
 
     def _row(self, microbatch: int) -> Tensor:
-        """Returns the statistics of all modules in one tensor, as they have few channels each; count 0 where one saw
-        nothing."""
         return torch.cat([*(self._nothing | self._seen.get(microbatch, {})).values()], dim=1)
 
 
@@ -149,11 +147,6 @@ def _combined(rows: Tensor) -> Tensor:
 
 
 def _sum(groups: Tensor) -> Tensor:
-    """Adds one group after the other.
-
-    `Tensor.sum` adds in an order that depends on how many channels lie side by side, and so on how layers are cut into
-    stages.
-    """
     return reduce(torch.add, groups.unbind())
 
 

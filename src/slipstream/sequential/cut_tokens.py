@@ -20,8 +20,8 @@ class CutTokens(nn.Module):
         nn.Sequential(*encoder, slipstream.CutTokens(), *decoder)  # Pipeline(..., slices=4)
 
     It takes and returns a tensor (b, T, ...), of which a pipeline cuts T into slices, or a tuple that begins with one.
-    Every slice sees the tuple's other tensors whole, such as what the decoder's cross-attention reads. Layers before it
-    run once for each microbatch, with its first slice. Without slices, and outside a pipeline, it returns its input.
+    Every slice sees the tuple's other tensors whole, such as the memory of the decoder's cross-attention. Layers before
+    it run once for each microbatch, with its first slice. Without slices, and outside a pipeline, it returns its input.
     """
 
     def forward(self, inputs: LayerValue) -> LayerValue:
@@ -66,10 +66,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float 
 
 def find_cut(layers: Sequence[SequentialLayer]) -> int | None:
     """Returns the number of the layer CutTokens, or None. Raises SlipstreamError where there are two."""
-    found = [number for number, layer in enumerate(layers) if isinstance(layer.module, CutTokens)]
-    if len(found) > 1:
-        raise SlipstreamError(f"{layers[found[1]]}: tokens are cut once, by {layers[found[0]]}. Leave one of them out.")
-    return found[0] if found else None
+    cuts = [index for index, layer in enumerate(layers) if isinstance(layer.module, CutTokens)]
+    if len(cuts) > 1:
+        raise SlipstreamError(f"{layers[cuts[1]]}: tokens are cut once, by {layers[cuts[0]]}. Leave one of them out.")
+    return cuts[0] if cuts else None
 
 
 def check_cut(layers: Sequence[SequentialLayer], routes: Sequence[SkipRoute], cut: int) -> None:

@@ -32,7 +32,7 @@ _HOOK_NAMES = HOOK_NAMES | {
     "_load_state_dict_post_hooks": "hook after load_state_dict",
 }
 _GLOBAL_HOOKS = [f"_global{kind}" for kind in HOOKS]
-_MAY_DEFINE = {"__init__", "__repr__", "_get_name", "extra_repr", "_version"}  # what no forward or state depends on
+_MAY_DEFINE = {"__init__", "__repr__", "_get_name", "extra_repr", "_version"}  # no forward or state depends on these
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class SkipRoute:
 def flatten_layers(model: nn.Sequential) -> list[SequentialLayer]:
     """Returns the layers of nested sequences, in the order in which they run.
 
-    A nested sequence that does more than to call its children is one layer. Raises SlipstreamError, naming the layer,
-    for what can't be a layer of a pipeline.
+    A nested sequence that does more than call its children is one layer. Raises SlipstreamError, naming the layer, for
+    one that a pipeline can't have.
     """
     layers = list(_flattened(model, ""))
     if not layers:
@@ -95,7 +95,7 @@ def _refusal(module: nn.Module) -> str | None:
 
 
 def own_behaviour(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Returns what a module has or does beyond its class `kind` of this library or of PyTorch; None for nothing."""
+    """Returns a module's data or behaviour beyond its class `kind` of this library or of PyTorch; None for nothing."""
     for name, what in _HOOK_NAMES.items():
         if getattr(module, name, None):
             return f"has a {what}"
@@ -105,14 +105,14 @@ def own_behaviour(module: nn.Module, kind: type[nn.Module]) -> str | None:
     for name in vars(module):
         if callable(getattr(kind, name, None)):
             return f"has a {name} that was set on it"
-    for each in type(module).__mro__[: type(module).__mro__.index(kind)]:
-        for name in vars(each).keys() - _MAY_DEFINE:
+    for parent in type(module).__mro__[: type(module).__mro__.index(kind)]:
+        for name in vars(parent).keys() - _MAY_DEFINE:
             if callable(getattr(kind, name, None)):
-                return f"has a {name} that its class {each.__name__} defines"
-    for each in kind.__mro__:
+                return f"has a {name} that its class {parent.__name__} defines"
+    for parent in kind.__mro__:
         for name in ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__iter__"):
-            if name in vars(each) and not _is_defined_with(each, vars(each)[name]):
-                return f"has a {name} that was set on {each.__name__}"
+            if name in vars(parent) and not _is_defined_with(parent, vars(parent)[name]):
+                return f"has a {name} that was set on {parent.__name__}"
     for name, tensor in chain(module._parameters.items(), module._buffers.items()):
         if tensor is not None:
             return f"has {name}, a tensor of its own"
@@ -127,19 +127,19 @@ def _is_defined_with(kind: type, function: object) -> bool:
 
 def check_runs_as_written(layer: SequentialLayer, instead: str) -> None:
     """Raises SlipstreamError where one of this library's layers was changed, which a pipeline wouldn't run."""
-    kind = next(each for each in type(layer.module).__mro__ if each.__module__.startswith("slipstream."))
-    found = own_behaviour(layer.module, kind)
-    if found is not None:
-        raise SlipstreamError(f"{layer} {found}, which wouldn't run: {instead}. Put it on a layer next to it.")
+    kind = next(parent for parent in type(layer.module).__mro__ if parent.__module__.startswith("slipstream."))
+    behaviour = own_behaviour(layer.module, kind)
+    if behaviour is not None:
+        raise SlipstreamError(f"{layer} {behaviour}, which wouldn't run: {instead}. Put it on a layer next to it.")
 
 
 def check_runs_its_children(model: nn.Sequential) -> None:
     """Raises SlipstreamError where a sequence does more than to call its children one after the other."""
-    found = own_behaviour(model, nn.Sequential)
-    if found is not None:
+    behaviour = own_behaviour(model, nn.Sequential)
+    if behaviour is not None:
         raise SlipstreamError(
-            f"the nn.Sequential {found}, which wouldn't run: its layers run one by one, on several ranks. Put it on a "
-            "layer, or make the sequence one layer of another: nn.Sequential(model)."
+            f"the nn.Sequential {behaviour}, which wouldn't run: its layers run one by one, on several ranks. Put it "
+            "on a layer, or make the sequence one layer of another: nn.Sequential(model)."
         )
 
 
@@ -164,14 +164,14 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[SequentialLayer]:
 def check_weights_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence[range]) -> None:
     """Raises SlipstreamError where layers of two stages have the same weight."""
     first: dict[int, tuple[int, str]] = {}
-    for number, stage in enumerate(stages):
+    for stage_index, stage in enumerate(stages):
         for index in stage:
             for name, parameter in layers[index].module.named_parameters():
-                other, owner = first.setdefault(id(parameter), (number, f"{layers[index].name}.{name}"))
-                if other != number:
+                other, owner = first.setdefault(id(parameter), (stage_index, f"{layers[index].name}.{name}"))
+                if other != stage_index:
                     raise SlipstreamError(
-                        f"{layers[index]}: its {name} is also {owner}, but they are on stages {other} and {number}. "
-                        "Give a partition that has both on one stage, or give each layer a separate weight."
+                        f"{layers[index]}: its {name} is also {owner}, but they are on stages {other} and "
+                        f"{stage_index}. Give a partition that has both on one stage, or each layer a separate weight."
                     )
 
 
@@ -182,12 +182,12 @@ def check_reads_on_one_stage(layers: Sequence[SequentialLayer], stages: Sequence
     for index, layer in enumerate(layers):
         for part in _parts(layer.module):
             owners.setdefault(id(part), index)
-    place = {index: number for number, stage in enumerate(stages) for index in stage}
+    place = {index: stage_index for stage_index, stage in enumerate(stages) for index in stage}
     shared = {id(None)} | _ids_of_several(layers)
     for index, layer in enumerate(layers):
-        for found in _references(layer.module):
-            other = owners.get(id(found), index)
-            if place[other] != place[index] and id(found) not in shared:
+        for reference in _references(layer.module):
+            other = owners.get(id(reference), index)
+            if place[other] != place[index] and id(reference) not in shared:
                 raise SlipstreamError(
                     f"{layer} reads {layers[other]}, but they are on stages {place[index]} and {place[other]}. Give a "
                     "partition that has both on one stage, or hand on what it reads in the tuple."
@@ -214,7 +214,7 @@ def _ids_of_several(layers: Sequence[SequentialLayer]) -> set[int]:
 def _references(module: nn.Module) -> Iterator[object]:
     """Yields the modules and tensors that a module and its parts hold: in attributes, containers, hooks, closures."""
     seen: set[int] = set()
-    waiting: list[Any] = [value for each in module.modules() for value in vars(each).values()]
+    waiting: list[Any] = [value for part in module.modules() for value in vars(part).values()]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -252,32 +252,32 @@ def find_skip_routes(layers: Sequence[SequentialLayer]) -> list[SkipRoute]:
     repeated."""
     _check_hidden_ends(layers)
     stashed, popped = _ends(layers, SkipStash, "stashed"), _ends(layers, SkipPop, "popped")
-    for name, (number, _) in stashed.items():
+    for name, (index, _) in stashed.items():
         if name not in popped:
             raise SlipstreamError(
-                f"{layers[number]}: the skip {name!r} is never consumed. Add a layer skip.pop() after it, or leave it "
+                f"{layers[index]}: the skip {name!r} is never consumed. Add a layer skip.pop() after it, or leave it "
                 "out."
             )
-    for name, (number, skip) in popped.items():
-        begin, other = stashed.get(name, (number, skip))
-        if begin >= number:
+    for name, (index, skip) in popped.items():
+        begin, other = stashed.get(name, (index, skip))
+        if begin >= index:
             raise SlipstreamError(
-                f"{layers[number]}: the skip {name!r} is popped before it is stashed. Put skip.stash() before it."
+                f"{layers[index]}: the skip {name!r} is popped before it is stashed. Put skip.stash() before it."
             )
         if other is not skip:
             raise SlipstreamError(
-                f"{layers[number]}: two skips are called {name!r}. Give each its own name, and use one Skip's "
+                f"{layers[index]}: two skips are called {name!r}. Give each its own name, and use one Skip's "
                 "stash() and pop() together."
             )
-    return [SkipRoute(name, number, popped[name][0]) for name, (number, _) in stashed.items()]
+    return [SkipRoute(name, index, popped[name][0]) for name, (index, _) in stashed.items()]
 
 
 def _check_hidden_ends(layers: Sequence[SequentialLayer]) -> None:
     """Raises SlipstreamError where a skip begins or ends inside a layer, but not both."""
     for layer in layers:
-        inner = [each for each in layer.module.modules() if each is not layer.module]
-        begins = {each.skip for each in inner if isinstance(each, SkipStash)}
-        ends = {each.skip for each in inner if isinstance(each, SkipPop)}
+        inner = [part for part in layer.module.modules() if part is not layer.module]
+        begins = {part.skip for part in inner if isinstance(part, SkipStash)}
+        ends = {part.skip for part in inner if isinstance(part, SkipPop)}
         for skip in begins ^ ends:
             raise SlipstreamError(
                 f"{layer}: the skip {skip.name!r} {'begins' if skip in begins else 'ends'} in it, but not both. Put "
@@ -289,16 +289,16 @@ def _ends(
     layers: Sequence[SequentialLayer], kind: type[SkipStash] | type[SkipPop], what: str
 ) -> dict[str, tuple[int, Skip]]:
     """Returns the layer's number and the skip by the skip's name."""
-    found: dict[str, tuple[int, Skip]] = {}
-    for number, layer in enumerate(layers):
+    ends: dict[str, tuple[int, Skip]] = {}
+    for index, layer in enumerate(layers):
         if isinstance(layer.module, kind):
             skip = layer.module.skip
-            if skip.name in found:
+            if skip.name in ends:
                 raise SlipstreamError(
                     f"{layer}: the skip {skip.name!r} is {what} twice. Make a Skip of another name for it."
                 )
-            found[skip.name] = number, skip
-    return found
+            ends[skip.name] = index, skip
+    return ends
 
 
 class Skip:

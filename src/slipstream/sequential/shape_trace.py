@@ -1,4 +1,4 @@
-"""Runs an nn.Sequential without memory or arithmetic, to learn what every layer takes, returns, changes and does."""
+"""Runs an nn.Sequential without memory or arithmetic, to learn every layer's inputs, outputs and operations."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _TraceRun:
         self._shared: set[int] = set()  # ids
         self._stashed: dict[str, Tensor] = {}
         self._popped: dict[str, tuple[Tensor, int]] = {}
-        self._fixed: list[tuple[Tensor, int, str]] = []  # what no later layer may change, its version and description
+        self._fixed: list[tuple[Tensor, int, str]] = []  # tensors that no later layer may change, their versions, texts
         self._work: list[LayerWork] = []
         tracer.statistics.begin()
 
@@ -150,7 +150,7 @@ class _TraceRun:
 
     def _call(self, layer: SequentialLayer, module: nn.Module, value: LayerValue) -> LayerValue:
         before = _identities(module) if self._training else {}
-        given = _identities(layer.module) if self._training else {}  # what functions find by a global name
+        identities = _identities(layer.module) if self._training else {}  # for functions that use a global name
         counter = _OperationCounter()
         saved = SavedStorages([*module.parameters(), *module.buffers(), *as_tuple(value)])
         statistics, engine = self._tracer.statistics, _WatchedEngine()
@@ -178,7 +178,7 @@ class _TraceRun:
         changed = [
             name
             for name, held in before.items()
-            if _identities(module).get(name) != held or {held[2], given[name][2]} & counter.written
+            if _identities(module).get(name) != held or {held[2], identities[name][2]} & counter.written
         ]
         changed += [
             name for name, storage in _attributes(module).items() if self._training and storage in counter.written
@@ -227,7 +227,7 @@ def _checked_output(layer: SequentialLayer, output: object) -> LayerValue:
     if isinstance(output, Tensor) or (isinstance(output, tuple) and output and all(map(torch.is_tensor, output))):
         return output
     items = output if isinstance(output, tuple) else ()
-    names = ["Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in items]
+    names = ["Tensor" if isinstance(item, Tensor) else type(item).__name__ for item in items]
     kinds = f" of {', '.join(names)}" if names else ""
     raise SlipstreamError(
         f"{layer} returns a {type(output).__name__}{kinds}. A layer must return a tensor or a tuple of tensors."
@@ -260,7 +260,7 @@ def _without_memory(modules: Sequence[nn.Module], mode: FakeTensorMode, device: 
 
 
 def _identities(module: nn.Module) -> dict[str, tuple[str, int, int]]:
-    """Returns what kind each parameter or buffer of a layer is, and what shows whether another took its place."""
+    """Returns the kind of each parameter or buffer of a layer, and two ids that show whether another took its place."""
     return {
         name: (kind, id(tensor), storage_id(tensor))
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
@@ -272,17 +272,13 @@ def _attributes(module: nn.Module) -> dict[str, int]:
     """Returns the storages of tensors that are attributes of a layer and its parts."""
     return {
         f"{name}.{key}" if name else key: storage_id(value)
-        for name, each in module.named_modules()
-        for key, value in vars(each).items()
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
         if isinstance(value, Tensor)
     }
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Returns the flops of attention over (rows, heads, tokens, width).
-
-    PyTorch counts none of the CPU kernel's, and up to 2.11 refuses grouped heads.
-    """
     return query.shape[:-1].numel() * 2 * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
@@ -318,7 +314,7 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable and op is not _aten.embedding_renorm_:  # max_norm, which changes a row once
             self.written |= storage_ids(written_tensors(func, args, kwargs))
         if op in _BATCH_NORMS and args[5]:  # in training it changes its averages, of which its schema says nothing
-            self.written |= storage_ids(each for each in args[3:5] if isinstance(each, Tensor))
+            self.written |= storage_ids(operand for operand in args[3:5] if isinstance(operand, Tensor))
         if not func.is_view:
             self.num_bytes += sum(t.nbytes for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor))
         return result
@@ -345,7 +341,7 @@ class _WatchedEngine:
             yield
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Does what the engine does."""
+        """Runs the backward as the engine does."""
         self.num_calls += 1
         return self._engine.run_backward(*args, **kwargs)
 

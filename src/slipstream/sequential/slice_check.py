@@ -1,8 +1,8 @@
 """The self-check of token slices: the layers after CutTokens, on slices and on the whole, in float64.
 
-Each layer is tried by itself, on what the layers before it return: its outputs, and the gradients of its inputs and
-parameters. What it does by its present weights shows little where branches begin at zero, so it is tried with random
-ones too, on tokens that differ, in training as in evaluation.
+Each layer is tried by itself, on the output of the layers before it: its outputs, and the gradients of its inputs and
+parameters. Its present weights show little where branches begin at zero, so it is tried with random ones too, on tokens
+that differ, in training as in evaluation.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def compare_slices(layers: Sequence[SequentialLayer], cut: int, example: LayerVa
     """
     device = next((parameter.device for layer in layers for parameter in layer.module.parameters()), None)
     rows = tuple(tensor[:1].to(device) for tensor in as_tuple(example))
-    row = tuple(each.double() if each.is_floating_point() else each for each in rows)
-    given = as_value(row, isinstance(example, tuple))
+    row = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in rows)
+    value = as_value(row, isinstance(example, tuple))
     with kept_random_states(), torch.random.fork_rng(enabled=device is not None and device.type == "cuda"):
         torch.manual_seed(0)
         check = _SliceComparison()
         for layer in layers[:cut]:
-            given = check.before(layer, given)
-        check.cut(layers[cut], given, sum(p.numel() for each in layers[cut:] for p in each.module.parameters()))
+            value = check.before(layer, value)
+        check.cut(layers[cut], value, sum(p.numel() for other in layers[cut:] for p in other.module.parameters()))
         for layer in layers[cut + 1 :]:
             check.step(layer)
         check.check_outputs(layers[-1])
@@ -85,20 +85,19 @@ class _Run:
     store: ContextStore
 
     def gradients(self, begun: Sequence[Tensors]) -> list[list[Tensor]]:
-        """Returns, by slice, the gradients of its inputs and of the parameters from those of its outputs; the backwards
-        run in reverse."""
-        found: list[list[Tensor]] = []
+        """Returns, by slice, the gradients of its inputs and of the parameters; the backwards run in reverse."""
+        by_slice: list[list[Tensor]] = []
         for entered, outputs, gradients in reversed([*zip(self.leaves, self.outputs, begun, strict=True)]):
-            wanted = [each for each in (*entered, *self.module.parameters()) if each.requires_grad]
+            wanted = [leaf for leaf in (*entered, *self.module.parameters()) if leaf.requires_grad]
             for leaf in wanted:
                 leaf.grad = None
             roots = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
             if roots:
                 torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots])
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense() for leaf in wanted]
-            found.insert(0, [gradient.detach().clone() for gradient in grads])
+            by_slice.insert(0, [gradient.detach().clone() for gradient in grads])
         self.store.free()
-        return found
+        return by_slice
 
 
 class _SliceComparison:
@@ -113,7 +112,7 @@ class _SliceComparison:
         self._skips_before: dict[str, Tensor] = {}
 
     def before(self, layer: SequentialLayer, value: LayerValue) -> LayerValue:
-        """Returns what a layer before the cut gives, in evaluation."""
+        """Returns the output of a layer before the cut, in evaluation."""
         module = layer.module
         if isinstance(module, SkipStash):
             self._skips_before[module.skip.name] = as_tuple(value)[module.index]
@@ -177,7 +176,7 @@ class _SliceComparison:
         bound = max(whole.bound, parts.bound)
         self._check_draws(layer, whole, parts)
         each_part = [*zip(*parts.outputs, strict=True)]
-        dims = [_cut_dim(tensor, found, bound) for tensor, found in zip(outputs, each_part, strict=True)]
+        dims = [_cut_dim(tensor, parts, bound) for tensor, parts in zip(outputs, each_part, strict=True)]
         known = [None if dim is False else dim for dim in dims]
         what = "outputs" if False in dims else "" if self._same_gradients(whole, parts, known, bound) else "gradients"
         if what and not (parts.is_opaque and trial.training):
@@ -194,12 +193,12 @@ class _SliceComparison:
     def _run(
         self, layer: SequentialLayer, module: nn.Module, given: Sequence[Tensors], slices: Sequence[range] | None = None
     ) -> _Run:
-        """Runs the layer's forward on what each slice is given; without slices, on the whole."""
+        """Runs the layer's forward on each slice's input; without slices, on the whole."""
         store = ContextStore(sum(map(len, self._tokens)))
         leaves, outputs, draws, eps, is_tuple, is_opaque = [], [], [], 0.0, False, False
         places: Sequence[range | None] = slices or [None]
-        for own, tokens in zip(given, places, strict=True):
-            entered = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in own]
+        for slice_inputs, tokens in zip(given, places, strict=True):
+            entered = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in slice_inputs]
             value = as_value(_cloned(entered), self._is_tuple)
             with ExitStack() as stack:
                 if tokens is not None:
@@ -233,7 +232,8 @@ class _SliceComparison:
         (expected,) = whole.gradients([begun])
         inputs = [dim for leaf, dim in zip(whole.leaves[0], self._dims, strict=True) if leaf.requires_grad]
         cut = [*inputs, *[None] * (len(expected) - len(inputs))]
-        joined = [_joined(dim, each) for dim, each in zip(cut, zip(*parts.gradients(shares), strict=True), strict=True)]
+        by_leaf = zip(*parts.gradients(shares), strict=True)
+        joined = [_joined(dim, slices) for dim, slices in zip(cut, by_leaf, strict=True)]
         return _are_equal(expected, joined, bound)
 
     def _check_repetition(self, layer: SequentialLayer, whole: _Run, given: Tensors) -> None:
@@ -268,10 +268,10 @@ class _SliceComparison:
                 )
 
     def check_outputs(self, last: SequentialLayer) -> None:
-        for number, (tensor, dim) in enumerate(zip(self._whole, self._dims, strict=True)):
+        for index, (tensor, dim) in enumerate(zip(self._whole, self._dims, strict=True)):
             if dim is None and len(self._tokens) > 1:
                 raise SlipstreamError(
-                    f"{last}: output {number} of shape {tuple(tensor.shape)} is the same for every token slice, so its "
+                    f"{last}: output {index} of shape {tuple(tensor.shape)} is the same for every token slice, so its "
                     "loss would count once for each. Return what has tokens, or leave slices out."
                 )
 
@@ -295,7 +295,7 @@ class _FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _fixed(self, op: Any, result: Any, args: Any) -> Any:
-        drawn = next(each for each in tree_iter(result) if isinstance(each, Tensor))
+        drawn = next(tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor))
         self.draws.append(0 if op in _DEPENDENT else drawn.numel())
         if op is torch.ops.aten.native_dropout:
             return args[0].clone(), torch.ones_like(result[1])
@@ -367,7 +367,7 @@ def _pattern(like: Tensor) -> Tensor:
 
 
 def _joined(dim: int | None, parts: Sequence[Tensor]) -> Tensor:
-    """Returns what slices have side by side, where it is cut, otherwise their sum."""
+    """Returns slices' parts side by side, where the tensor is cut, otherwise their sum."""
     return torch.stack([*parts]).sum(0) if dim is None else torch.cat([*parts], dim)
 
 

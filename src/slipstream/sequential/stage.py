@@ -1,6 +1,6 @@
 """Runs one stage of an nn.Sequential, some consecutive layers, on a microbatch or a token slice at a time.
 
-Where it recomputes, a stage keeps what enters each of some segments of its layers, and computes the rest again in its
+Where it recomputes, a stage keeps the inputs of some segments of its layers, and computes the rest again in its
 backward. Narayanan et al. 2021 (PTD-P), section 3.5: with c checkpoints in a stage of l layers, at most c A_input + l/c
 A_intermediate is held, which is least at c = sqrt(l A_intermediate / A_input).
 """
@@ -45,8 +45,8 @@ Skips = dict[str, Tensor]  # stashed and not yet popped, by name
 class SequentialStage(PipelineStage):
     """Layers `stages[number]` of a sequence.
 
-    It receives the output of the layer before, then the skips that end here and began on other stages, and sends
-    likewise. Of token slices, the first runs the layers before CutTokens, and brings what CutTokens leaves whole:
+    It receives the output of the layer before, then the skips that end here and began on other stages, and sends alike.
+    Of token slices, the first runs the layers before CutTokens, and brings the tensors that CutTokens leaves whole:
 
         slice 0   encoder -> cut -> decoder        messages: all of a boundary
         slice 1             tokens -> decoder      messages: nothing before the cut; after it what isn't whole
@@ -61,7 +61,7 @@ class SequentialStage(PipelineStage):
         has_segments: bool,
         recompute: RecomputePolicy | None,
     ) -> None:
-        """With `has_segments` it keeps only what enters some segments of its layers, and recomputes them in its
+        """With `has_segments` it keeps only the inputs of some segments of its layers, and recomputes them in its
         backward; `recompute` says which layers are such a segment each."""
         self._number, self.layers_here = number, stages[number]  # the numbers of its layers
         self.is_first, self.is_last = number == 0, number == len(stages) - 1
@@ -102,7 +102,7 @@ class SequentialStage(PipelineStage):
         return () if self.is_last else self._specs(self.layers_here.stop, self._departures, piece)
 
     def compute(self, piece: BatchSlice, inputs: Tensors, store: ContextStore) -> Any:
-        """Runs the layers' forward and returns what is sent; the last stage returns its last layer's output."""
+        """Runs the layers' forward and returns the message; the last stage returns its last layer's output."""
         names = [name for name, _ in self._travelling_skips(self._arrivals, piece)]
         num_regular = len(inputs) - len(names)
         tensors = piece.tensors if self.is_first else inputs[:num_regular]
@@ -113,7 +113,7 @@ class SequentialStage(PipelineStage):
             tensors, skips = self._sliced(tensors, skips, inputs, context)
         if self.is_last:
             return as_value(tensors, self._trace(piece).boundaries[-1].is_tuple)
-        main = [tensors[number] for number in self._travelling(self.layers_here.stop, piece)]
+        main = [tensors[index] for index in self._travelling(self.layers_here.stop, piece)]
         return (*main, *(skips[name] for name, _ in self._travelling_skips(self._departures, piece)))
 
     def _sliced(self, tensors: Tensors, skips: Skips, inputs: Tensors, context: LayerContext) -> tuple[Tensors, Skips]:
@@ -129,23 +129,23 @@ class SequentialStage(PipelineStage):
     def _with_shared(self, tensors: Tensors, inputs: Tensors, context: LayerContext) -> Tensors:
         """Returns the input of the first layer after the cut, or of the stage.
 
-        The first slice brings what all slices share, which stays here until its backward.
+        The first slice brings the tensors that all slices share, which stay here until its backward.
         """
         piece, store = context.piece, context.store
         assert piece.tokens is not None
         begins_here = self.layers_here.start <= self._cut
         boundary = self._trace(piece).boundaries[self._cut + 1 if begins_here else self.layers_here.start]
         numbers = [n for n, is_shared in enumerate(boundary.is_shared) if is_shared or (begins_here and n == 0)]
-        brought, own = None, [*tensors]
+        brought, regular = None, [*tensors]
         if piece.index == 0:
-            brought = tuple(tensors[number] for number in numbers)
-            own = [tensor for number, tensor in enumerate(tensors) if number not in numbers]
+            brought = tuple(tensors[index] for index in numbers)
+            regular = [tensor for index, tensor in enumerate(tensors) if index not in numbers]
             if not store.is_replaying:
-                is_cut = [begins_here and number == 0 for number in numbers]
+                is_cut = [begins_here and index == 0 for index in numbers]
                 store.shared = SharedTensors(copied_from_messages(brought, inputs), is_cut)
         assert isinstance(store.shared, SharedTensors)
-        shared, others = iter(store.shared.read(piece.tokens, brought)), iter(own)
-        return tuple(next(shared if number in numbers else others) for number in range(len(boundary.specs)))
+        shared, others = iter(store.shared.read(piece.tokens, brought)), iter(regular)
+        return tuple(next(shared if index in numbers else others) for index in range(len(boundary.specs)))
 
     def _through(self, layers: range, tensors: Tensors, skips: Skips, context: LayerContext) -> tuple[Tensors, Skips]:
         """Runs these layers on the output of the one before and on skips; returns their output and the skips left."""
@@ -155,7 +155,7 @@ class SequentialStage(PipelineStage):
         return self._run(layers, tensors, skips, context) if layers else (tensors, skips)
 
     def _segments(self, layers: range, piece: BatchSlice) -> list[range]:
-        """Returns the first of these layers as what the backward recomputes together."""
+        """Returns the first of these layers as segments that the backward recomputes."""
         if self._has_segments and layers:
             return choose_segments(layers, self._trace(piece))
         stop = min(layers.stop, self.layers_here.start + self._recompute.num_layers)
@@ -206,7 +206,7 @@ class SequentialStage(PipelineStage):
             return (*as_tuple(value), *_own((skips.pop(name),), (trace.skips[name][1],)))
         if not trace.work[index].differentiates:
             return layer(value)  # type: ignore[no-any-return]
-        # What it saves is kept, since it needs that in its forward.
+        # Its saved tensors are kept, since its forward needs them.
         with left_to_autograd(), without_saved_tensors_hooks():
             return layer(value)  # type: ignore[no-any-return]
 
@@ -254,10 +254,10 @@ def _stash(layer: SkipStash, value: LayerValue, skips: Skips, after: LayerBounda
     The sum of more than two would depend on the split.
     """
     tensors = list(as_tuple(value))
-    kept = main = tensors[layer.index]
+    skip = main = tensors[layer.index]
     if torch.is_grad_enabled() and main.requires_grad:
-        main, kept = _Fork.apply(main)  # type: ignore[no-untyped-call]
-    skips[layer.skip.name] = kept
+        main, skip = _Fork.apply(main)  # type: ignore[no-untyped-call]
+    skips[layer.skip.name] = skip
     tensors[layer.index] = main
     return as_value(_own(tuple(tensors), after.changed), after.is_tuple)
 
@@ -290,19 +290,19 @@ class SharedTensors:
     def __init__(self, tensors: Tensors, is_cut: Sequence[bool]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._is_cut = is_cut
-        self._numbers = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+        self._numbers = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
         self._gradients: dict[int, Tensor] = {}
 
     def read(self, tokens: range, brought: Tensors | None = None) -> Tensors:
-        """Returns what a slice reads: slice 0's is connected to the graph of the tensors that it brings, and a later
+        """Returns a slice's tensors: slice 0's is connected to the graph of the tensors that it brings, and a later
         one's graph begins here."""
-        views = [self._view(number, tokens) for number in range(len(self._tensors))]
+        views = [self._view(index, tokens) for index in range(len(self._tensors))]
         if self._numbers and torch.is_grad_enabled():
             begin = (torch.empty(0, requires_grad=True),)
-            ends = begin if brought is None else tuple(brought[number] for number in self._numbers)
-            found: Tensors = _Reading.apply(self, tokens, brought is not None, *ends)  # type: ignore[no-untyped-call]
-            for number, tensor in zip(self._numbers, found, strict=True):
-                views[number] = tensor
+            ends = begin if brought is None else tuple(brought[index] for index in self._numbers)
+            leaves: Tensors = _Reading.apply(self, tokens, brought is not None, *ends)  # type: ignore[no-untyped-call]
+            for index, tensor in zip(self._numbers, leaves, strict=True):
+                views[index] = tensor
         return tuple(views)
 
     def close(self) -> None:
@@ -315,21 +315,21 @@ class SharedTensors:
 
     def differentiable(self, tokens: range) -> Tensors:
         """Returns the tensors that have a gradient, as a slice reads them."""
-        return tuple(self._view(number, tokens) for number in self._numbers)
+        return tuple(self._view(index, tokens) for index in self._numbers)
 
     def add(self, gradients: Sequence[Tensor | None], tokens: range) -> None:
         """Adds a slice's gradients to the sums."""
-        for number, gradient in zip(self._numbers, gradients, strict=True):
+        for index, gradient in zip(self._numbers, gradients, strict=True):
             if gradient is not None:
-                like = self._tensors[number]
-                if number not in self._gradients:
+                like = self._tensors[index]
+                if index not in self._gradients:
                     wide = torch.promote_types(like.dtype, torch.float32)
-                    self._gradients[number] = torch.zeros_like(like, dtype=wide)
-                self._part(self._gradients[number], number, tokens).add_(gradient)
+                    self._gradients[index] = torch.zeros_like(like, dtype=wide)
+                self._part(self._gradients[index], index, tokens).add_(gradient)
 
     def take(self) -> list[Tensor | None]:
         """Returns the complete sums and forgets them."""
-        sums = [(self._gradients.pop(number, None), self._tensors[number].dtype) for number in self._numbers]
+        sums = [(self._gradients.pop(index, None), self._tensors[index].dtype) for index in self._numbers]
         return [None if total is None else total.to(dtype) for total, dtype in sums]
 
     def _view(self, number: int, tokens: range) -> Tensor:
