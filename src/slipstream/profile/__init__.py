@@ -1,4 +1,4 @@
-"""Measures what the parts of a model cost on the present hardware, and counts their operations."""
+"""Measures the seconds and bytes of a model's parts on the present hardware, and counts their operations."""
 
 from slipstream.profile.cost_cache import find_costs, newest_costs
 from slipstream.profile.counting import count_model

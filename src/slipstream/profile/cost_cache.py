@@ -98,9 +98,9 @@ def find_costs(
     called, on the leader, with the share of the settings' budget that is spent.
     """
     cache = CostCache.of(config, settings, device, ranks)
-    found: Profile | None = ranks.decided(lambda: _disturbed.get(cache.path) or cache.find(say))
-    if found is not None and (found.link is not None or ranks.pipeline.size == 1):
-        return found
+    cached: Profile | None = ranks.decided(lambda: _disturbed.get(cache.path) or cache.find(say))
+    if cached is not None and (cached.link is not None or ranks.pipeline.size == 1):
+        return cached
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
     for attempt in range(_ATTEMPTS):

@@ -1,8 +1,9 @@
-"""Counts what a model computes, moves and saves, by running its code on meta tensors, without memory or hardware.
+"""Counts a model's operations, memory traffic and saved bytes, by running its code on meta tensors, without memory or
+hardware.
 
 Each part (a layer of every kind, the embedding, the head with the loss) runs forward and backward at two lengths; the
 difference is the cost of a token, the rest the cost of a slice of any length. Attention's scores are left out of that
-and described instead by heads, widths and the mask's window, as their number depends on what came before the slice.
+and described instead by heads, widths and the mask's window, as their number depends on the slice's context.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def count_model(
         config: the model's configuration.
         seq_len: the length of a sequence in tokens, up to which attention windows are looked for.
         dtype: the dtype of parameters and activations.
-        trained: what of it is trained. Layers below the lowest trained one have forwards alone, frozen ones above the
-            input gradient alone; what an adapter computes is counted too.
+        trained: the trained parameters. Layers below the lowest trained one have forwards alone, frozen ones above the
+            input gradient alone; an adapter's operations are counted too.
         fused: whether norms, activations and rotary embeddings are fused kernels, as by `fuse_kernels`.
 
     Raises:
@@ -104,7 +105,7 @@ def _counted(
         keep_layers(model, anatomy, {*map(placed.index, distinct), len(placed) - 1, *ModelEnd})
     calls = [record_calls(model, anatomy, length, seq_len) for length in _LENGTHS]
     width, last = config.get_text_config().hidden_size, len(places.trained) - 1
-    layers = {f"{anatomy.layers}.{placed.index(each)}": each for each in distinct}
+    layers = {f"{anatomy.layers}.{placed.index(layer)}": layer for layer in distinct}
     counted = [
         _count_part(model, names[kind], (layer,), calls, width, gets[0]) for layer, (kind, gets) in layers.items()
     ]
@@ -176,8 +177,8 @@ def _count_part(
         product_bytes=line(Op.F, "product_bytes").per_token + attended,
         state_bytes=sum(recorded[-1].state_bytes[name] for name in modules),
         num_frozen=sum(p.numel() for p in long.parameters if not p.requires_grad) + long.num_packed,
-        num_quantised=sum(each.num_weights for each in long.quantised),
-        dequantised_bytes=itemsize * max((each.num_weights for each in long.quantised), default=0),
+        num_quantised=sum(weight.num_weights for weight in long.quantised),
+        dequantised_bytes=itemsize * max((weight.num_weights for weight in long.quantised), default=0),
         has_backward=long.has_backward,
         wide_activation_bytes=(long.wide_bytes - short.wide_bytes) / num_tokens,
         num_in_experts=sum(p.numel() for p in long.in_experts),
@@ -208,10 +209,10 @@ def _count_halves(
         return copied
 
     attention, other = (
-        _count_part(model, f"{whole.name}, {half.value} half", (layer,), recorded, width, own, partial(cut_to, half))
-        for half, own in zip(LayerHalf, gets, strict=True)
+        _count_part(model, f"{whole.name}, {half.value} half", (layer,), recorded, width, has, partial(cut_to, half))
+        for half, has in zip(LayerHalf, gets, strict=True)
     )
-    alone = attention.mixed(other, whole, lambda own, others, both: (own + both - others) / 2)
+    alone = attention.mixed(other, whole, lambda half_cost, others, both: (half_cost + both - others) / 2)
     rest = other.mixed(alone, whole, lambda _, others, both: both - others)
     return replace(alone, attentions=whole.attentions, is_half=True), replace(rest, attentions=(), is_half=True)
 
@@ -219,8 +220,8 @@ def _count_halves(
 class _PartRun:
     """A part's F, I and W at one length, alone, on meta tensors.
 
-    W is what a backward to the weights and the input does beyond one to the input. Where the input of the lowest
-    trained part has no gradient, I is what remains of the backward that runs.
+    W is a backward to the weights and the input minus one to the input. Where the input of the lowest trained part has
+    no gradient, I is the rest of the backward that runs.
     """
 
     def __init__(
@@ -237,23 +238,21 @@ class _PartRun:
         self._modules = [(cut(model.get_submodule(name)), *calls.arguments[name]) for name in names]
         self._width, self._loss = width, loss
         self.parameters = list({id(p): p for module, *_ in self._modules for p in module.parameters()}.values())
-        found = {
-            id(m.weight): m for module, *_ in self._modules for m in module.modules() if type(m) is QuantisedLinear
-        }
-        self.quantised = list(found.values())
-        self.num_packed = sum(each.num_weights - each.weight.numel() for each in self.quantised)
+        inner = [m for module, *_ in self._modules for m in module.modules()]
+        self.quantised = list({id(m.weight): m for m in inner if type(m) is QuantisedLinear}.values())
+        self.num_packed = sum(weight.num_weights - weight.weight.numel() for weight in self.quantised)
         self.itemsize = next(p.dtype.itemsize for p in self.parameters if p.is_floating_point())
-        experts = [each for module, *_ in self._modules for _, each in expert_modules(module)]
-        self.num_experts = max((int(each.num_experts) for each in experts), default=0)
-        self.in_experts = list({id(p): p for each in experts for p in each.parameters()}.values())
+        experts = [expert for module, *_ in self._modules for _, expert in expert_modules(module)]
+        self.num_experts = max((int(expert.num_experts) for expert in experts), default=0)
+        self.in_experts = list({id(p): p for expert in experts for p in expert.parameters()}.values())
         # rotary tables and the like, which all layers share
         self._shared = [t for _, *arguments in self._modules for t in _tensors(arguments)[1:]]
         self.own = ModelCalls(calls.length, calls.seq_len)
         self._trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.has_backward = gets_gradient or bool(self._trained)
-        with recorded_calls({str(place): each for place, each in enumerate(experts)}) as chosen:
+        with recorded_calls({str(place): expert for place, expert in enumerate(experts)}) as chosen:
             forward, inputs = self._pass(weights=False)
-        self.experts_per_token = max((_num_chosen(*each.args, **each.kwargs) for each in chosen), default=0)
+        self.experts_per_token = max((_num_chosen(*call.args, **call.kwargs) for call in chosen), default=0)
         _, backward = self._pass(weights=True)
         weights = backward - inputs
         if not gets_gradient:
@@ -303,7 +302,6 @@ class _PartRun:
 
 
 def _num_chosen(_hidden_states: Tensor, top_k_index: Tensor, *_: Any, **__: Any) -> int:
-    """Returns the number of experts that each token chooses, by what experts are given."""
     return top_k_index.shape[-1]
 
 
@@ -318,7 +316,7 @@ def _fresh(value: Any, gets_gradient: bool) -> Any:
 
 
 def _tensors(arguments: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 NAME = "slipstream-count"
@@ -334,7 +332,7 @@ class ModelCalls:
     seq_len: int
     arguments: dict[str, Arguments] = field(default_factory=dict)
     attentions: list[AttentionCall] = field(default_factory=list)
-    state_bytes: Counter[str] = field(default_factory=Counter)  # by layer: what a slice of one row leaves to the next
+    state_bytes: Counter[str] = field(default_factory=Counter)  # by layer: of the states left by a slice of one row
 
 
 _current: list[ModelCalls] = []  # the innermost recording is the last
@@ -389,7 +387,7 @@ def record_calls(model: PreTrainedModel, anatomy: ModelAnatomy, length: int, seq
 
 
 def uncountable(config: PretrainedConfig, problem: str) -> str:
-    """Returns what an error says of a model whose operations can't be counted."""
+    """Returns an error's text on a model whose operations can't be counted."""
     return (
         f"what a model of model_type {config.model_type!r} computes can't be counted, as {problem}: profile it instead "
         "with `slipstream profile`."
@@ -436,14 +434,14 @@ def _attention(
     """Records the call and returns a (b, T, heads, value width) tensor without computing it."""
     window = attention_mask if isinstance(attention_mask, AttentionWindow) else AttentionWindow()
     shapes = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
-    has_gradient = any(each.requires_grad for each in (query, key, value))
+    has_gradient = any(tensor.requires_grad for tensor in (query, key, value))
     _current[-1].attentions.append(AttentionCall(*shapes, window, has_gradient))
     output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2), None
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what sliced attention saves: the query, the output and the log-sum-exp; K and V are in the store."""
+    """Saves sliced attention's tensors: the query, the output and the log-sum-exp; K and V are in the store."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -516,7 +514,7 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = _grouped_product(*args, **(kwargs or {})) if grouped else func(*args, **(kwargs or {}))
         if func.is_view or func._overloadpacket in _NO_KERNELS:
             return result
-        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
         if func._overloadpacket in _GATHERS:  # reads as much as it writes, not its whole input
             tensors = [result, result]
         if not (grouped or func._overloadpacket in flop_registry):
@@ -530,29 +528,29 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tally.hidden_depth += depth if depth == self._width else 0
         tally.other_depth += depth if depth != self._width else 0
         # a convolution's gradients
-        tally.product_bytes += _num_bytes(each for each in tree_leaves(result) if isinstance(each, Tensor))
+        tally.product_bytes += _num_bytes(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Adds a kernel that reads and writes these."""
         self._tally.num_kernels += 1
-        if any(each.dim() and each.shape[-1] == self._width for each in tensors):
+        if any(tensor.dim() and tensor.shape[-1] == self._width for tensor in tensors):
             self._tally.wide_bytes += _num_bytes(tensors)
         else:
             self._tally.other_bytes += _num_bytes(tensors)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _FusedKernel(torch.autograd.Function):
-    """A region that is one kernel forward, and one backward, which computes again what it needs of the forward."""
+    """A region that is one kernel forward, and one backward, which recomputes parts of the forward."""
 
     @staticmethod
     def forward(ctx: Any, plain: Callable[..., Any], *inputs: Tensor) -> Any:
         needed = ctx.needs_input_grad[1:]
-        leaves = [each.detach().requires_grad_(needs) for each, needs in zip(inputs, needed, strict=True)]
+        leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
         saved: set[int] = set()
 
         def note(tensor: Tensor) -> Tensor:
@@ -560,19 +558,19 @@ class _FusedKernel(torch.autograd.Function):
             return tensor
 
         with _disable_current_modes(), torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-            outputs = tuple(each.detach() for each in plain(*leaves))
-        # what lies between inputs and outputs is computed again, from all inputs that have gradients
-        between = not saved <= {storage_id(each) for each in leaves}
-        kept = [storage_id(each) in saved or (between and each.requires_grad) for each in leaves]
+            outputs = tuple(output.detach() for output in plain(*leaves))
+        # all between inputs and outputs is computed again, from the inputs that have gradients
+        between = not saved <= {storage_id(leaf) for leaf in leaves}
+        is_kept = [storage_id(leaf) in saved or (between and leaf.requires_grad) for leaf in leaves]
         _running[-1].add([*inputs, *outputs])
-        ctx.save_for_backward(*compress(inputs, kept))
+        ctx.save_for_backward(*compress(inputs, is_kept))
         ctx.sources = [leaf if needs else None for leaf, needs in zip(leaves, needed, strict=True)]
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        results = [None if each is None else torch.empty_like(each) for each in ctx.sources]
-        _running[-1].add([*gradients, *ctx.saved_tensors, *(each for each in results if each is not None)])
+        results = [None if source is None else torch.empty_like(source) for source in ctx.sources]
+        _running[-1].add([*gradients, *ctx.saved_tensors, *(result for result in results if result is not None)])
         return (None, *results)
 
 

@@ -93,7 +93,7 @@ def _half_structure(layer: nn.Module, index: int, anatomy: ModelAnatomy, half: L
 
 
 def _structure(layer: nn.Module, index: int) -> tuple[Any, ...]:
-    """Returns everything about a layer that decides what it computes, except the values of its weights."""
+    """Returns everything about a layer that decides its operations, except the values of its weights."""
     parts = []
     for name, module in layer.named_modules():
         switches = {
@@ -102,7 +102,7 @@ def _structure(layer: nn.Module, index: int) -> tuple[Any, ...]:
             if not key.startswith("_") and isinstance(value, (str, bool, int)) and not _is_index(key, value, index)
         }
         parts.append((name, type(module).__qualname__, tuple(sorted(switches.items()))))
-    shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in layer.named_parameters())
+    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters())
     return (*parts, shapes)
 
 
@@ -116,6 +116,6 @@ def _names(kinds: Sequence[int], types: Sequence[str | None]) -> tuple[str, ...]
     if len(types) == 1:
         return ("layer",)
     if None not in types and len(set(types)) == len(types):
-        return tuple(f"{each} layer" for each in types)
+        return tuple(f"{kind} layer" for kind in types)
     firsts = [kinds.index(kind) for kind in range(len(types))]
     return tuple(f"layer like {first}" for first in firsts)

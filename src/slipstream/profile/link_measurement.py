@@ -40,7 +40,7 @@ def measure_link(
 
     It returns None for a pipeline of a single rank. The receiver waits for the message: the delay of a rank that is
     busy when it arrives isn't the link's. On processors the sender computes meanwhile, as in a step, so that the
-    threads that copy the message share its core. What they take from a busy rank is measured apart.
+    threads that copy the message share its core. Their cost to a busy rank is measured apart.
 
     Args:
         device: the device between which and another one messages go.
@@ -71,12 +71,12 @@ def measure_link(
 def fit_link(
     points: Sequence[tuple[int, float]], backend: str, handling: Sequence[tuple[int, float]] = ()
 ) -> MeasuredLink:
-    """Fits latency + bytes / bandwidth with the least squared relative error; neither is below what was measured."""
+    """Fits latency + bytes / bandwidth with the least squared relative error; neither is below the measured one."""
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     latency, per_byte = fit_relative(np.stack([np.ones(len(sizes)), sizes], axis=1), seconds)
     latency = min(latency, seconds.min())
     per_byte = max(per_byte, 1e-3 * float((seconds / sizes).min()))
-    points, handling = ([(int(n), float(t)) for n, t in each] for each in (points, handling))
+    points, handling = ([(int(n), float(t)) for n, t in pairs] for pairs in (points, handling))
     return MeasuredLink(float(latency), float(1 / per_byte), backend, tuple(points), tuple(handling))
 
 
@@ -115,13 +115,12 @@ def _take(transport: Transport, message: Action, device: torch.device) -> None:
 
 
 def _travel(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the seconds of a message on its way, the median, from the gaps of both ends, whose clocks may differ."""
     return statistics.median((there - here) / 2 for there, here in zip(first, second, strict=True))
 
 
 def _handling(transport: Transport, mine: _Message, theirs: _Message, num_bytes: int) -> float:
-    """Returns the seconds for which one end of a message keeps a rank from computing: half of what a rank loses that
-    sends one and takes one while it computes, the median."""
+    """Returns the seconds for which one end of a message keeps a rank from computing: half of a computing rank's loss
+    of time by sending one and receiving one, the median."""
     payload, factor = torch.zeros(num_bytes // 4), torch.ones(_WORK, _WORK)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _, talks in product(range(_WARM_UPS + _REPEATS), seconds):

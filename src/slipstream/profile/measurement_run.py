@@ -45,9 +45,9 @@ class MeasurementGrid:
         """All points, one held out after every three fitted."""
         held_out = iter(self.held_out)
         mixed: list[SlicePoint] = []
-        for number, point in enumerate(self.fitted, 1):
+        for place, point in enumerate(self.fitted, 1):
             mixed.append(point)
-            mixed += [next(held_out, point)] if number % 3 == 0 else []
+            mixed += [next(held_out, point)] if place % 3 == 0 else []
         return list(dict.fromkeys([*mixed, *held_out]))
 
     @property
@@ -98,19 +98,19 @@ def make_grid(seq_len: int, longest_slice: int, granularity: int) -> Measurement
 def make_short_grid(seq_len: int, longest_slice: int, granularity: int) -> MeasurementGrid:
     """Returns a few points, all of them fitted: for a plan of this run, within seconds.
 
-    Lengths are 1, for what remains of a sequence after multiples of the granularity, and in steps of four from the
+    Lengths are 1, for the rest of a sequence after multiples of the granularity, and in steps of four from the
     granularity to the longest: between them a slice's own scores are known to grow with the square, and all else in
-    proportion. All but the first and the longest are measured twice after a context too, an eighth of what the longest
-    takes: a context adds no more than four terms (`TimeFit`). Short ones come first, with and without a context: what
-    is left where the time runs out has both.
+    proportion. All but the first and the longest are measured twice after a context too, an eighth of the longest's
+    time: a context adds no more than four terms (`TimeFit`). Short ones come first, with and without a context: so the
+    points left where the time runs out have both.
     """
     lengths = [min(granularity, longest_slice)]
     while lengths[-1] < longest_slice:
         lengths.append(min(_SHORT_RATIO * lengths[-1], longest_slice))
     points = [(1, 0)]
-    for number, length in enumerate(lengths):
+    for place, length in enumerate(lengths):
         inner = length < longest_slice or len(lengths) == 1
-        contexts = (0, seq_len // 4 if number % 2 else seq_len // 2, seq_len - length) if inner else (0,)
+        contexts = (0, seq_len // 4 if place % 2 else seq_len // 2, seq_len - length) if inner else (0,)
         points += [(length, context) for context in contexts if length + context <= seq_len]
     return MeasurementGrid([*dict.fromkeys(points)])
 
@@ -130,7 +130,6 @@ def _between(lengths: Sequence[int], granularity: int) -> list[int]:
 
 
 def _scattered(count: int) -> list[int]:
-    """Returns numbers from 1 to 15 in an irregular order."""
     return [(5 * k + 3) % 15 + 1 for k in range(count)]
 
 
@@ -165,13 +164,13 @@ class MeasuringTeams:
         everyone = ranks.world.gather((team, socket.gethostname()))
         hosts = [host for _, host in everyone]
         here = {hosts[rank] for rank in team}
-        teams = tuple(dict.fromkeys(each for each, _ in everyone if {hosts[rank] for rank in each} == here))
+        teams = tuple(dict.fromkeys(team for team, _ in everyone if {hosts[rank] for rank in team} == here))
         if not deals:
             return cls(ranks.world, ((ranks.world.rank,),), 0)
         return cls(ranks.world, teams, teams.index(team))
 
     def share(self, seconds: Mapping[Item, float], turn: int = 0, fills: bool = True) -> list[Item]:
-        """Returns what this rank's team measures.
+        """Returns the items that this rank's team measures.
 
         Args:
             seconds: about how long each item takes, equal on all ranks.
@@ -185,13 +184,13 @@ class MeasuringTeams:
             least = load.index(min(load))
             shares[least].append(item)
             load[least] += seconds[item]
-        own = (self.mine + turn) % len(shares)
+        own_index = (self.mine + turn) % len(shares)
         if fills:
-            shares[own] += _filling(shares[own], seconds, max(load) - load[own])
-        return shares[own]
+            shares[own_index] += _filling(shares[own_index], seconds, max(load) - load[own_index])
+        return shares[own_index]
 
     def gather(self, mine: Result) -> list[Result]:
-        """Returns what each team of this host has measured, as its first rank did. Collective."""
+        """Returns the results of each team of this host, as of its first rank. Collective."""
         everyone: list[Any] = self.world.gather(mine)
         return [everyone[team[0]] for team in self.teams]
 
@@ -230,7 +229,7 @@ class TimeBudget:
 
     def within(self, share: float, planned: float = 0.0) -> bool:
         """Returns whether less than this fraction of the budget is spent, and also less than it is planned, in seconds,
-        for what follows. Collective: synchronises the ranks."""
+        for the rest. Collective: synchronises the ranks."""
         spent, planned = self.ranks.follow((time.perf_counter() - self._began, planned))
         self.tell()
         return bool(max(spent, planned) < share * self._budget)
@@ -281,16 +280,16 @@ class MeasurementRun:
 
     def _stage(self, index: int, context: tuple[int, int], sizes: _Sizes) -> MeasuredStage:
         bench, parts = self.benches[index], self.parts[index]
-        own = {length: each for (stage, length), each in sizes.items() if stage == index}
+        of_stage = {length: entry for (stage, length), entry in sizes.items() if stage == index}
         return MeasuredStage(
             first=parts.start,
             last=parts.stop - 1,
             fits={op: self._fit(index, op) for op in OPS},
             points={op: tuple(self._measurements(index, op)) for op in OPS},
-            activation_bytes=tuple((length, own[length][0]) for length in sorted(own)),
+            activation_bytes=tuple((length, of_stage[length][0]) for length in sorted(of_stage)),
             context_bytes=context[0],
             context_gradient_bytes=context[1],
-            actions=tuple((length, own[length][1]) for length in sorted(own)),
+            actions=tuple((length, of_stage[length][1]) for length in sorted(of_stage)),
             num_parameters=bench.num_parameters(),
             num_in_experts=bench.num_parameters(of_experts=True),
         )
@@ -304,12 +303,12 @@ class MeasurementRun:
         """Returns the bytes of every stage and length: of its activations and of its actions. Collective."""
         lengths = self.grid.sized
         mine = self.teams.share({index: float(len(self.parts[index])) for index in self._indices}, fills=False)
-        found: _Sizes = {}
+        stage_sizes: _Sizes = {}
         for index in mine:
             bench = self.benches[index]
             for length, actions in zip(lengths, bench.action_bytes(*lengths), strict=True):
-                found[index, length] = bench.activation_bytes(length), actions
-        return dict(ChainMap(*self.teams.gather(found)))
+                stage_sizes[index, length] = bench.activation_bytes(length), actions
+        return dict(ChainMap(*self.teams.gather(stage_sizes)))
 
     def _warm_up(self) -> None:
         """Warms up every length of the grid; ends the grid where a round of it would take too long."""
@@ -343,7 +342,7 @@ class MeasurementRun:
         It is the one with the longest context: the others of its length compute nothing else, and need no more memory.
         """
         if length not in self.warm:
-            context = max(context for each, context in self.grid.points if each == length)
+            context = max(context for point_length, context in self.grid.points if point_length == length)
             began = time.perf_counter()
             for bench in self.benches:
                 bench.warm_up(length, context)
@@ -366,7 +365,7 @@ class MeasurementRun:
     def _disagreement(self, point: SlicePoint) -> float:
         """Returns by how much, relatively, the two shortest samples of an op differ, of those that take long at all.
 
-        What disturbs a sample makes it longer, such as memory that is new to the process. One op of one stage is enough
+        A disturbance makes a sample longer, such as memory that is new to the process. One op of one stage is enough
         for a fit to few points to be wrong everywhere.
         """
         ops = [sorted(samples) for index in self._indices for samples in self.samples[index, point].values()]
@@ -382,19 +381,16 @@ class MeasurementRun:
             self._round(unsteady)
 
     def _spread(self, point: SlicePoint) -> float:
-        """Returns the largest relative difference of the quartiles of a stage's ops together."""
-        return max(_relative_spread(each)[1] for each in self._totals(point))
+        return max(_relative_spread(samples)[1] for samples in self._totals(point))
 
     def _doubt(self, point: SlicePoint) -> float:
-        """Returns by how much, relatively, the least certain of the stages' medians may be off."""
-        return max(_relative_spread(each)[1] / sqrt(len(each)) for each in self._totals(point))
+        return max(_relative_spread(samples)[1] / sqrt(len(samples)) for samples in self._totals(point))
 
     def _totals(self, point: SlicePoint) -> list[list[float]]:
-        """Returns the samples of every stage, of its ops together."""
         return [list(map(sum, zip(*self.samples[index, point].values(), strict=True))) for index in self._indices]
 
     def _round(self, points: Iterable[SlicePoint]) -> None:
-        """Measures all stages at this rank's share of the points, and takes in what other teams measure. Collective.
+        """Measures all stages at this rank's share of the points, and takes in other teams' results. Collective.
 
         A point's stages are measured one after another on one rank, so that other load on the machine, or a slower
         core, affects all of them alike: parts are differences of stages.
@@ -402,11 +398,11 @@ class MeasurementRun:
         warm = self.budget.ranks.follow(self.warm)
         mine = self.teams.share({point: warm[point[0]] for point in points}, self.rounds)
         self.rounds += 1
-        found: list[tuple[int, SlicePoint, dict[Op, float]]] = []
+        results: list[tuple[int, SlicePoint, dict[Op, float]]] = []
         for point in mine:
             self.budget.tell()
-            found += [(index, point, bench.run(*point)) for index, bench in enumerate(self.benches)]
-        for index, point, seconds in chain.from_iterable(self.teams.gather(found)):
+            results += [(index, point, bench.run(*point)) for index, bench in enumerate(self.benches)]
+        for index, point, seconds in chain.from_iterable(self.teams.gather(results)):
             for op in OPS:
                 self.samples[index, point][op].append(seconds[op])
 

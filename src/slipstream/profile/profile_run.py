@@ -50,7 +50,7 @@ _CACHES = 128 * 2**20  # bytes: many times a core's share of a CPU's caches
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """The settings of a profile: what is measured, and for how long."""
+    """The settings of a profile: which points are measured, and for how long."""
 
     seq_len: int
     microbatch_size: int = 1
@@ -62,10 +62,10 @@ class ProfileSettings:
     few_points: bool = False  # whether a few points are enough, none of them held out of the fit
     sequence_parallel: bool = False  # whether ranks that share layers also share tokens (`slipstream.Parallelism`)
     tensor_plan: Mapping[str, str] | None = None  # how they share layers, where the model doesn't say it itself
-    context_exchange: str = "auto"  # what ranks that share slices exchange around attention
+    context_exchange: str = "auto"  # the exchange around attention of ranks that share slices
 
     def check(self, config: PretrainedConfig, tensor_ranks: int = 1) -> None:
-        """Raises SlipstreamError for what can't be measured of a model whose layers so many ranks share."""
+        """Raises SlipstreamError where a model whose layers so many ranks share can't be measured."""
         if self.dtype not in _DTYPES:
             raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
         for name, value in (
@@ -111,12 +111,12 @@ def profile_model(
 
     Collective in a process group: every rank calls it, and all measure at the same time. CPU ranks of one host measure
     a share of the points each, and all of them return the same times. Of weights, tokens and experts a rank has the
-    share that it has on the mesh; its times include what ranks exchange in an action. Of a slice that ranks share, the
-    times are those of all its tokens.
+    share that it has on the mesh; its times include the exchanges in an action. Of a slice that ranks share, the times
+    are those of all its tokens.
 
     Args:
         config: the model's config; only a few of its layers are built.
-        settings: what to measure, and for how long.
+        settings: the points to measure, and for how long.
         device: the device to measure on.
         link: the times of messages between ranks, if they were measured.
         on_progress: called with the fraction of the budget that is spent.
@@ -195,18 +195,18 @@ def make_benches(
     others = None
     if device.type == "cpu":  # as large as the weights and gradients
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
-    made = [CausalLMStage(copy_with_shared_weights(model), own, cut, device, shared, *more) for cut, own in cuts]
+    made = [CausalLMStage(copy_with_shared_weights(model), part, cut, device, shared, *more) for cut, part in cuts]
     return [StageBench(stage, settings.microbatch_size, settings.seq_len, others, shared, ranks) for stage in made]
 
 
 def _sharing(
     config: PretrainedConfig, anatomy: ModelAnatomy, settings: ProfileSettings, ranks: Ranks
 ) -> TensorParallel | None:
-    """Returns this rank's part of what the ranks of the tensor axis share; None where each has whole layers."""
+    """Returns this rank's part of the tensor axis's layers; None where each has whole layers."""
     if ranks.tensor.size == 1:
         return None
-    given = ranks.tensor.size, anatomy, settings.tensor_plan, ranks.experts.size == 1
-    plan = find_tensor_plan(meta_model(config), config, *given)
+    arguments = ranks.tensor.size, anatomy, settings.tensor_plan, ranks.experts.size == 1
+    plan = find_tensor_plan(meta_model(config), config, *arguments)
     return TensorParallel(plan, ranks.tensor, settings.sequence_parallel)
 
 
@@ -262,13 +262,13 @@ def without_origin(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the software that computes."""
-    found = {
+    packages = {
         "slipstream": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
     }
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    return packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def _cpu() -> str:

@@ -74,8 +74,7 @@ class StageBench:
     don't have caches of this size.
 
     With `shared`, every rank has its share of the stage; where `ranks` share slices, its tokens of each. All ranks of a
-    team call the same methods in the same order and begin every op together, so that its time includes what they
-    exchange.
+    team call the same methods in the same order and begin every op together, so that its time includes their exchanges.
     """
 
     def __init__(
@@ -126,8 +125,8 @@ class StageBench:
     def activation_bytes(self, length: int) -> int:
         """Returns the bytes that F leaves alive for the backward, its input and output included: each storage once.
 
-        Parameters, buffers, the batch, the context store's keys and values, and what another slice of the same stage
-        saves too (weights that autocast has cast) don't count.
+        Parameters, buffers, the batch, the context store's keys and values, and tensors that another slice of the same
+        stage saves too (weights that autocast has cast) don't count.
         """
         others = [*self.stage.model.parameters(), *self.stage.model.buffers(), self._ids, self._positions]
         twin = self._saved(1)  # alive until the second slice is counted
@@ -136,32 +135,32 @@ class StageBench:
     def action_bytes(self, *lengths: int) -> list[ActionBytes]:
         """Returns the bytes of F, B, I and W of the sequence's last slice, which has the longest context, for every
         length of it."""
-        for length in {*lengths} - self._warm:  # makes weight gradients, and what is cached
+        for length in {*lengths} - self._warm:  # makes weight gradients, and all that is cached
             self.warm_up(length, self.seq_len - length)
         with memory_meter(self._device) as memory:
             return [self._action_bytes(length, memory) for length in lengths]
 
     def _action_bytes(self, length: int, memory: MemoryMeter) -> ActionBytes:
-        kept, peaks, backward = self._forward_bytes(length, memory)
+        kept_bytes, peaks, backward = self._forward_bytes(length, memory)
         peaks[Op.B] = _changed(memory, backward)[1]
         _, _, backward = self._forward_bytes(length, memory)
         with defer_weight_gradients() as work:
             deferred, peaks[Op.I] = _changed(memory, backward)
         peaks[Op.W] = _changed(memory, lambda: [add() for add in work])[1]
-        return ActionBytes(kept, deferred, peaks)
+        return ActionBytes(kept_bytes, deferred, peaks)
 
     def _forward_bytes(self, length: int, memory: MemoryMeter) -> tuple[int, dict[Op, float], Callable[[], None]]:
-        """Returns what F keeps besides its input and output, the most above that, and its backward."""
+        """Returns the bytes F keeps besides its input and output, the most above them, and its backward."""
         context = self.seq_len - length
         self._store.rewind(context)
         hidden = self._input(length)
         outputs: list[Tensor] = []
         made, peak = _changed(memory, lambda: outputs.append(self._compute(length, context, hidden)))
-        kept = made - outputs[0].nbytes
+        kept_bytes = made - outputs[0].nbytes
         gradient = self._gradient(outputs[0])
         if hidden is not None:
             hidden.grad = torch.zeros_like(hidden)  # a message: made before, and added to
-        return kept, {Op.F: peak - kept}, partial(torch.autograd.backward, outputs[0], gradient)
+        return kept_bytes, {Op.F: peak - kept_bytes}, partial(torch.autograd.backward, outputs[0], gradient)
 
     def context_bytes(self) -> tuple[int, int]:
         """Returns the bytes per token of the keys and values, and of their gradients."""
@@ -176,7 +175,7 @@ class StageBench:
         """Returns how many this rank has of the stage's parameters, or of those of experts that are spread."""
         spread = self.stage.experts
         named = self.stage.named_parameters()
-        return sum(each.numel() for name, each in named if not of_experts or (spread and spread.has(name)))
+        return sum(parameter.numel() for name, parameter in named if not of_experts or (spread and spread.has(name)))
 
     def windows(self) -> tuple[AttentionWindow, ...]:
         """Returns the distinct windows of the stage's attention calls."""
@@ -198,7 +197,7 @@ class StageBench:
         return seconds, partial(torch.autograd.backward, outputs[0], self._gradient(outputs[0]))
 
     def _saved(self, length: int) -> list[Tensor]:
-        """Returns what the first slice saves, its input and its output."""
+        """Returns the tensors that the first slice saves, its input and its output."""
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> Tensor:
@@ -212,8 +211,8 @@ class StageBench:
         return [*saved, output] if hidden is None else [*saved, output, hidden]
 
     def _compute(self, length: int, context: int, hidden: Tensor | None) -> Tensor:
-        own = slice(context, context + length)
-        ids, positions = self._ids[:, own], self._positions[:, own]
+        span = slice(context, context + length)
+        ids, positions = self._ids[:, span], self._positions[:, span]
         longer = self._store.length  # so that no slice is a whole sequence, which layers compute without a state
         token_slice = TokenSlice(ids, positions, None, context, longer, max_position=self.seq_len - 1)
         if self._sharing.size > 1:
@@ -232,8 +231,8 @@ class StageBench:
 
     def _local(self, length: int) -> int:
         """Returns how many of a slice's tokens are on this rank between the parts of a layer."""
-        own = own_tokens(self._ids[:, :length], self._sharing.rank, self._sharing.size).shape[1]
-        return own if self._shared is None else self._shared.local_length(own)
+        length_here = own_tokens(self._ids[:, :length], self._sharing.rank, self._sharing.size).shape[1]
+        return length_here if self._shared is None else self._shared.local_length(length_here)
 
     def _gradient(self, output: Tensor) -> Tensor | None:
         return None if output.dim() == 0 else self._hidden[:, : output.shape[1]].contiguous().to(output.dtype)
@@ -298,9 +297,9 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 class LiveMemory(TorchDispatchMode):
     """The storages of the CPU's tensors: those of `present` tensors, and all that operations within the block make.
 
-    An operation's result is in a storage of its own or in that of an argument, so the arguments say what was there
-    before. That doesn't count unless it is `present`, but where an operation has read it, its end does. Exact for what
-    tensors hold, each storage once, until its last owner, Python or an autograd graph, releases it. Buffers inside a
+    An operation's result is in a storage of its own or in that of an argument, so the arguments show the storages of
+    before. That doesn't count unless it is `present`, but where an operation has read it, its end does. Exact for
+    tensors' memory, each storage once, until its last owner, Python or an autograd graph, releases it. Buffers inside a
     kernel are not tensors and not seen. Backwards are seen because on the CPU they run in the calling thread.
     """
 
@@ -317,17 +316,17 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:  # whose argument has just been made, without an operation
-            for each in _tensors(args if not kwargs else (*args, *kwargs.values())):
-                self._add(each, counted=False)
+            for tensor in _tensors(args if not kwargs else (*args, *kwargs.values())):
+                self._add(tensor, counted=False)
         result = func(*args, **kwargs or {})
-        for each in _tensors((result,)):
-            self._add(each)
+        for tensor in _tensors((result,)):
+            self._add(tensor)
         return result
 
     def _add(self, tensor: Tensor, counted: bool = True) -> None:
         key = storage_id(tensor)
         if key in self._references or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
-            return  # what a trace makes has no memory
+            return  # a trace's tensors have no memory
         storage = tensor.untyped_storage()
         if size := storage.nbytes():
             self._references[key] = weakref.ref(storage, partial(self._remove, key, size))
@@ -341,15 +340,15 @@ class LiveMemory(TorchDispatchMode):
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yields the tensors among an operation's arguments or results, which are in lists at most."""
-    for each in values:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (tuple, list)):
-            yield from _tensors(each)
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 class AllocatedMemory:
-    """Reads what CUDA's caching allocator has allocated on a device: blocks, so sizes are rounded up."""
+    """Reads the bytes that CUDA's caching allocator has allocated: blocks, so sizes are rounded up."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -378,9 +377,8 @@ def memory_meter(device: torch.device, present: Iterable[Tensor] = ()) -> Abstra
 def tensors_alive() -> list[Tensor]:
     """Returns every tensor in this process that Python knows of.
 
-    It leaves out those that only stand for one and have no memory: what torch.compile has traced with stays in its
-    caches.
+    It leaves out those that only stand for one and have no memory: torch.compile's stay in its caches.
     """
     gc.collect()
-    found = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-    return [each for each in found if not isinstance(each, FakeTensor)]
+    tensors = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor))
+    return [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
