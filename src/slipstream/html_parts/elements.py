@@ -1,4 +1,4 @@
-"""The page of a report, its elements and bar charts. Text is escaped; what is called `inner` is HTML."""
+"""The page of a report, its elements and bar charts. Text is escaped; arguments called `inner` are HTML."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def section(title: str, inner: str) -> str:
 
 
 def fact_tiles(facts: Iterable[tuple[str, str, str]]) -> str:
-    """Returns tiles in a row: a name, a value in large print, and what it is of."""
+    """Returns tiles in a row: a name, a value in large print, and a note."""
     tiles = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(what)}</small></dd></div>"
         for name, value, what in facts
@@ -52,13 +52,13 @@ def html_list(items: Iterable[str]) -> str:
 
 
 def details(title: str, inner: str) -> str:
-    """Returns what is shown when its title is chosen."""
+    """Returns an element that opens when its title is chosen."""
     return f"<details><summary>{escape(title)}</summary>{inner}</details>"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], best: int | None = None) -> str:
     """Returns a table that scrolls where it is too wide; the row `best`, from 0, is marked."""
-    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     starts = ["<tr class='best'>" if index == best else "<tr>" for index in range(len(lines))]
     body = "".join(f"{start}{line}</tr>" for start, line in zip(starts, lines, strict=True))
@@ -135,6 +135,6 @@ def _axis(ticks: Sequence[float], end: float, text: NumberText, title: str) -> s
     """Returns the numbers under the grid's lines, and the axis' title."""
     numbers = [_ZEROS.sub(r"\1", text(tick)).replace(". ", " ") for tick in ticks]
     places = zip(ticks, numbers, strict=True)
-    labels = "".join(f'<text x="{tick / end:.4%}" y="14">{escape(number)}</text>' for tick, number in places)
+    labels = "".join(f'<text x="{tick / end:.4%}" y="14">{escape(label)}</text>' for tick, label in places)
     rows = (f'<svg class="axis">{labels}</svg>', f'<p class="axis">{escape(title)}</p>')
     return "".join(f"<div></div>{row}<div></div>\n" for row in rows)
