@@ -1,4 +1,4 @@
-"""Decides what becomes of a step whose numbers aren't finite, or far above those of the steps before."""
+"""Decides how to go on after a step whose numbers aren't finite, or far above those of the steps before."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BadSteps:
     def act(
         self, step: int, loss: float, norm: float, samples: tuple[int, int], roll_back: Callable[[], int | None]
     ) -> dict[str, Any] | None:
-        """Does what is configured after a step; returns what the metrics say of a bad one. Collective.
+        """Acts as configured after a step; returns a bad one's entry in the metrics. Collective.
 
         `roll_back` loads the last good checkpoint and returns its step; None where there is none. Raises
         NonFiniteError, on all ranks, where the run is to stop.
@@ -78,28 +78,28 @@ class BadSteps:
         return record | {"done": "skipped" if earlier is None else f"rolled back to step {earlier}"}
 
     def facts(self) -> dict[str, list[float]]:
-        """Returns what a checkpoint keeps, so that a resumed run judges alike."""
+        """Returns a checkpoint's facts, so that a resumed run judges alike."""
         return {name: list(values) for name, values in self._values.items()}
 
     def restore(self, facts: dict[str, list[float]]) -> None:
-        """Goes on from what `facts` returned."""
+        """Goes on from the facts of `facts`."""
         for name, values in facts.items():
             self._values[name].extend(values)
 
     def _describe_spikes(self, values: dict[str, float]) -> str:
-        factor, found = self._config.training.spike_factor, []
+        factor, spikes = self._config.training.spike_factor, []
         for name, value in values.items():
             before = self._values[name]
             if factor is not None and len(before) >= _FEWEST and value > factor * statistics.median(before):
-                found.append(
+                spikes.append(
                     f"the {name} is {value / statistics.median(before):.3g} times the median of the last steps"
                 )
-        return " and ".join(found)
+        return " and ".join(spikes)
 
     def _describe(self, step: int, loss: float, norm: float) -> str:
         optimizer, values = self._config.optimizer, dict(zip(self._values, (loss, norm), strict=True))
         in_a_row = f"{self._num_in_a_row} steps in a row were bad; " if self._num_in_a_row > 1 else ""
-        spikes = f" ({found})" if (found := self._describe_spikes(values)) and self._verdict == _SPIKE else ""
+        spikes = f" ({text})" if (text := self._describe_spikes(values)) and self._verdict == _SPIKE else ""
         return (
             f"{in_a_row}the loss of step {step} is {loss}, the norm of its gradient {norm}{spikes}; lower optimizer.lr "
             f"(now {optimizer.lr or 'the default of its class'}), lengthen optimizer.warmup_steps, or clip with "

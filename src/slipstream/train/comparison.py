@@ -64,9 +64,9 @@ class UnslicedModel(torch.nn.Module):
 def measure(config: Config) -> dict[str, float]:
     """Returns the median seconds of a step in this process, for each way of running it."""
     device = choose_device(config)
-    slices, given = config.pipeline.slices, config.pipeline.microbatches
-    if given is not None:
-        longest: list[int] = max((lengths for _, lengths in given), key=len)
+    slices, microbatches = config.pipeline.slices, config.pipeline.microbatches
+    if microbatches is not None:
+        longest: list[int] = max((lengths for _, lengths in microbatches), key=len)
         slices = longest
     alone: dict[str, Any] = {"schedule": "gpipe", "stages_per_rank": 1, "partition": "auto", "microbatches": None}
     alone["vocabulary"] = "whole"
@@ -97,7 +97,7 @@ def _time_steps(config: Config, model: UnslicedModel | Pipeline, device: torch.d
 
 
 def compare(folder: RunFolder) -> str:
-    """Compares the run's steps with what `measure` found, in words, and keeps both in `comparison.json`."""
+    """Compares the run's steps with the result of `measure`, in words, and keeps both in `comparison.json`."""
     alone: dict[str, float] = json.loads(folder.comparison.read_text())
     steps = steps_of(folder)
     together = statistics.median(step["step_seconds"] for step in steps[min(_WARM_UP, len(steps) - 1) :])
@@ -116,12 +116,12 @@ def compare(folder: RunFolder) -> str:
 def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
     """Returns the metrics of the steps since the run last started: before it was resumed, it may have had other ranks.
 
-    Leaves out the steps in which "auto" was trying what to run, unless there are no others. The list is empty where a
-    run was resumed that had already reached its end.
+    Leaves out the steps in which "auto" was trying settings, unless there are no others. The list is empty where a run
+    was resumed that had already reached its end.
     """
     lines = [*read_lines(folder.metrics)]
     # Each start leaves a line of figures.
-    start = max((number for number, line in enumerate(lines) if "num_parameters" in line), default=0)
+    start = max((index for index, line in enumerate(lines) if "num_parameters" in line), default=0)
     steps = [line for line in lines[start:] if "step_seconds" in line]
     return [step for step in steps if "trial" not in step] or steps
 

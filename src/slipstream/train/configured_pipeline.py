@@ -60,10 +60,10 @@ def source_of(config: Config) -> WeightSource:
 
 def config_of_run(config: Config) -> PretrainedConfig:
     """Returns the configuration of the pretrained model, with the vocabulary and the end of text that the run has."""
-    found, kept = load_config(str(config.model.path)), load_config(str(config.folder.inputs))
-    set_vocab_size(found, kept.get_text_config().vocab_size)
-    found.eos_token_id = kept.eos_token_id
-    return found
+    model_config, inputs = load_config(str(config.model.path)), load_config(str(config.folder.inputs))
+    set_vocab_size(model_config, inputs.get_text_config().vocab_size)
+    model_config.eos_token_id = inputs.eos_token_id
+    return model_config
 
 
 def make_mesh_of(config: Config, device: torch.device) -> DeviceMesh | None:

@@ -53,7 +53,7 @@ class StateCheck:
         return is_repaired
 
     def before_update(self) -> None:
-        """Checks what was noted after the last update. Not collective; raises CorruptStateError on this rank alone."""
+        """Checks that the state is still as noted. Not collective; raises CorruptStateError on this rank alone."""
         if not self._noted:
             return
         noted, self._noted = self._noted, {}
@@ -80,13 +80,13 @@ class StateCheck:
             return False
         with counted_off("comparing copies"):  # large ones may take longer than ranks may wait otherwise
             mine = {place_of(shard): fingerprint(shard.tensor) for shard in self._shards()}
-            found = self._world.gather(mine)
+            digests = self._world.gather(mine)
         self._hosts = self._hosts or self._world.gather(socket.gethostname())
-        self._lone = lone_places([list(each) for each in found])
-        differences = find_differences(found)
+        self._lone = lone_places([list(places) for places in digests])
+        differences = find_differences(digests)
         if not differences:
             return False
-        if not self._takes_majority or not all(each.wrong for each in differences):
+        if not self._takes_majority or not all(difference.wrong for difference in differences):
             raise CorruptStateError("; ".join(map(self._describe, differences[:_MOST_NAMED])) + _ADVICE)
         tensors = {place_of(shard): shard for shard in self._shards()}
         for difference in differences:
@@ -171,12 +171,12 @@ def place_of(shard: TensorShard) -> str:
 def find_differences(found: Sequence[Mapping[str, int]]) -> list[Difference]:
     """Returns the tensors whose copies differ, from the fingerprints by place of every rank."""
     differences = []
-    for place in dict.fromkeys(name for each in found for name in each):
-        values = {rank: each[place] for rank, each in enumerate(found) if place in each}
-        (value, number), *others = Counter(values.values()).most_common()
+    for place in dict.fromkeys(name for digests in found for name in digests):
+        values = {rank: digests[place] for rank, digests in enumerate(found) if place in digests}
+        (value, count), *others = Counter(values.values()).most_common()
         if others:
-            is_majority = 2 * number > len(values)
-            right = [rank for rank, each in values.items() if each == value]
+            is_majority = 2 * count > len(values)
+            right = [rank for rank, digest in values.items() if digest == value]
             wrong = tuple(rank for rank in values if rank not in right) if is_majority else ()
             differences.append(Difference(place, tuple(values), wrong, right[0]))
     return differences
@@ -184,5 +184,5 @@ def find_differences(found: Sequence[Mapping[str, int]]) -> list[Difference]:
 
 def lone_places(places: Iterable[Sequence[str]]) -> set[str]:
     """Returns the places that one rank alone holds, from those of every rank."""
-    counts = Counter(place for each in places for place in each)
+    counts = Counter(place for digests in places for place in digests)
     return {place for place, count in counts.items() if count == 1}

@@ -1,4 +1,4 @@
-"""Chooses the device that a rank computes on, and checks that this machine has what the ranks need."""
+"""Chooses the device that a rank computes on, and checks that this machine meets the ranks' needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def choose_backends(config: Config) -> str:
-    """Returns the backends of the ranks' process group: gloo between processors, and what connects GPUs.
+    """Returns the backends of the ranks' process group: gloo between processors, and one for GPUs.
 
     Raises SlipstreamError where `runtime.transport` asks for one that can't."""
     backend = choose_backend(config.runtime.transport, choose_device_type(config), count_local_ranks(config))
@@ -49,13 +49,13 @@ def sharing_here(config: Config) -> str:
 
 
 def describe_device(config: Config) -> str:
-    """Returns what must be alike on all machines of a run: "cpu", "cuda", or that ranks share GPUs."""
+    """Returns the kind of device, alike on all machines of a run: "cpu", "cuda", or that ranks share GPUs."""
     return "cuda, shared by ranks" if sharing_here(config) else choose_device_type(config)
 
 
 def describe_run(config: Config) -> str:
-    """Returns in a line what a configuration may have left open: the mesh, the device, the precision, checkpoints, and
-    where results go."""
+    """Returns a line on choices that a configuration may have left open: the mesh, the device, the precision,
+    checkpoints, and where results go."""
     device, every = choose_device_type(config), config.checkpoint.every
     saves = "none" if every == 0 else every if every == "auto" else f"every {plural(every or 0, 'step')}"
     saves = "once it has trained for ten minutes" if every is None else saves
@@ -82,7 +82,7 @@ def memory_of_a_rank(config: Config) -> float:
 
 def check_machine(config: Config) -> None:
     """Raises SlipstreamError where this machine lacks a GPU that is asked for or a compiler for `runtime.fused`, or is
-    asked for what ranks that share a GPU can't do."""
+    asked for something that ranks that share a GPU can't do."""
     if config.training.device == "cuda" and not torch.cuda.device_count():
         raise SlipstreamError(
             "training.device=cuda needs a CUDA device, but there is none; use --training.device=cpu or a machine with "

@@ -52,9 +52,9 @@ def _smaller_sizes(config: Config, num_processes: int) -> Iterator[tuple[int, in
     """Yields numbers of pipeline ranks and of replicas for which there are enough processes, the best first."""
     most, replicas = config.pipeline.num_ranks, config.parallel.data
     sharing = config.num_processes // (most * replicas)
-    for stages in (number for number in range(most, 0, -1) if most % number == 0):
-        for number in range(min(replicas, num_processes // (stages * sharing)), 0, -1):
-            yield stages, number
+    for stages in (divisor for divisor in range(most, 0, -1) if most % divisor == 0):
+        for num_replicas in range(min(replicas, num_processes // (stages * sharing)), 0, -1):
+            yield stages, num_replicas
 
 
 def _with_mesh(config: Config, stages: int, replicas: int) -> Config:
@@ -67,16 +67,16 @@ def _with_mesh(config: Config, stages: int, replicas: int) -> Config:
 
 
 def _num_microbatches(config: Config, replicas: int) -> int:
-    """Returns how many microbatches a replica has, so that each has about as many rows as with all replicas: what a
-    rank holds, and what an auxiliary loss is a mean over, stay the same."""
+    """Returns how many microbatches a replica has, so that each has about as many rows as with all replicas: a rank's
+    memory, and the rows of an auxiliary loss's mean, stay the same."""
     pipeline, rows = config.pipeline, config.training.batch_size
-    given = pipeline.num_microbatches
+    configured = pipeline.num_microbatches
     if config.training.batch_tokens is not None or pipeline.schedule.endswith(".txt"):
-        return given
+        return configured
     most = -(-rows // replicas)
-    wanted = -(-most * given * config.parallel.data // rows)
+    wanted = -(-most * configured * config.parallel.data // rows)
     flushes = config.memory.num_flushes
-    return max(given, min(wanted, rows // replicas) // flushes * flushes)
+    return max(configured, min(wanted, rows // replicas) // flushes * flushes)
 
 
 def described_change(
@@ -86,7 +86,7 @@ def described_change(
     slices: Sequence[int] | int | str,
     steps: Sequence[str],
 ) -> str:
-    """Returns a table of what is another than before the checkpoint with these facts, if its mesh was; "" if it wasn't.
+    """Returns a table of the changes since the checkpoint with these facts, if its mesh was; "" if it wasn't.
 
     Args:
         config: of the run now.
@@ -99,14 +99,14 @@ def described_change(
         return ""
     before, now = facts["settings"]["pipeline"], config.pipeline
     slices_before = (facts["tuned"] or {}).get("slices", before["slices"])
-    given = before["microbatches"] is not None, now.microbatches is not None
-    microbatches = [str(each["num_microbatches"]) for each in (before, now.model_dump())]
+    are_given = before["microbatches"] is not None, now.microbatches is not None
+    microbatches = [str(section["num_microbatches"]) for section in (before, now.model_dump())]
     rows = [
         ("mesh", _mesh_text(was), _mesh_text(mesh)),
-        ("rows of a replica", *(_rows_text(config, each.get("dp", 1)) for each in (was, mesh))),
+        ("rows of a replica", *(_rows_text(config, sizes.get("dp", 1)) for sizes in (was, mesh))),
         (
             "microbatches of a replica",
-            *("as given" if each else n for each, n in zip(given, microbatches, strict=True)),
+            *("as given" if is_given else n for is_given, n in zip(are_given, microbatches, strict=True)),
         ),
         ("slices", str(slices_before), str(slices)),
         ("seconds of a step", *steps),
@@ -173,10 +173,10 @@ class LocalPlaces:
 
     def have_room_for_more(self, config: Config, used: Sequence[int]) -> bool:
         """Returns whether lost places are back with which the mesh would be larger than that of the used ones."""
-        number = len(self.there)
-        if number not in self._sizes:
-            self._sizes[number] = mesh_of_processes(config, number).num_processes
-        return self._sizes[number] > len(used)
+        num_there = len(self.there)
+        if num_there not in self._sizes:
+            self._sizes[num_there] = mesh_of_processes(config, num_there).num_processes
+        return self._sizes[num_there] > len(used)
 
     def file(self, place: int) -> Path:
         """Returns the file that says that a place is lost."""

@@ -48,10 +48,10 @@ from slipstream.units import plural
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is to be evaluated, as it was typed.
+    """The request of an evaluation, as it was typed.
 
     Attributes:
-        file: None for what the run has held out.
+        file: None for the run's held-out text.
         seq_len: at how many tokens documents are cut; None for the run's, or the model's longest.
         slice_len: the most tokens that are computed at a time.
         settings: of data and preference, such as `--data.loss=all`.
@@ -66,12 +66,12 @@ class EvaluationRequest:
 
 
 def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Progress) -> TextLoss | PairLoss:
-    """Returns the loss of a model on a file or on what its run has held out.
+    """Returns the loss of a model on a file or on its run's held-out text.
 
-    Of a run it is what its validation reports, with the run's settings; of another model each document is a sequence.
+    Of a run it is its validation's loss, with the run's settings; of another model each document is a sequence.
 
     Raises:
-        SlipstreamError: where there is nothing to evaluate, or the settings, the file and the model don't fit together.
+        SlipstreamError: where there is no text to evaluate, or the settings, the file and the model don't fit together.
     """
     config = _settings(opened, request)
     if config.preference is not None and config.preference.is_rated:
@@ -101,8 +101,8 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
         texts = [with_lengths(text, config.preference) for text in texts]
         of_lengths = (text.values for text in texts if text.values is not None)
         return _pair_loss(of_answers(opened.path, "evaluating"), [*of_lengths], config.preference, chosen())
-    kept = opened.run.reference if opened.run is not None and request.reference is None else None
-    reference = [kept_reference(kept, text) for text in texts]
+    file = opened.run.reference if opened.run is not None and request.reference is None else None
+    reference = [kept_reference(file, text) for text in texts]
     known = [values for values in reference if values is not None]
     if len(known) < len(texts):
         known = of_answers(name_reference(config, opened.run, request.reference), "computing the reference")
@@ -112,9 +112,9 @@ def evaluate_model(opened: OpenedModel, request: EvaluationRequest, progress: Pr
 def _pair_loss(
     found: Sequence[Array], values: Sequence[Array], section: PreferenceSection, chosen: Sequence[int]
 ) -> PairLoss:
-    now, known = (torch.from_numpy(np.concatenate(each)) for each in (found, values))
-    kept = {*chosen}
-    sums = sums_of_pairs(now, known, section, [index in kept for index in range(len(now) // 2)])
+    now, known = (torch.from_numpy(np.concatenate(parts)) for parts in (found, values))
+    chosen_pairs = {*chosen}
+    sums = sums_of_pairs(now, known, section, [index in chosen_pairs for index in range(len(now) // 2)])
     return PairLoss(int(sums[0]), float(sums[4] / sums[0]), mean_rewards(sums))
 
 
@@ -135,7 +135,7 @@ def _settings(opened: OpenedModel, request: EvaluationRequest) -> Config:
 
 
 def _check_settings_alone(request: EvaluationRequest) -> None:
-    """Raises SlipstreamError for settings of how a file becomes tokens, which what a run held out already is."""
+    """Raises SlipstreamError for settings of how a file becomes tokens, as a run's held-out text already is tokens."""
     without = [setting for setting in request.settings if not setting.startswith("--preference.")]
     if request.seq_len is not None:
         without.append(f"--seq-len={request.seq_len}")
@@ -160,10 +160,10 @@ def _read(config: Config, opened: OpenedModel, request: EvaluationRequest, progr
         return texts
     check_file(held_out_file(config))
     source = config.data.validation_source or config.data
-    found = OpenSource.of(source, progress.warn, config.preference.answers if config.preference else None)
-    progress.say(found.describe())
-    template = ChatTemplate(opened.tokenizer, config.data.chat_template) if found.has_messages else None
-    text = found.tokenise(opened.tokenizer, template, config.training.seq_len, progress)
+    rows = OpenSource.of(source, progress.warn, config.preference.answers if config.preference else None)
+    progress.say(rows.describe())
+    template = ChatTemplate(opened.tokenizer, config.data.chat_template) if rows.has_messages else None
+    text = rows.tokenise(opened.tokenizer, template, config.training.seq_len, progress)
     _check_vocabulary(text, opened.path)
     if not (text.lengths > 1).any():
         raise SlipstreamError(f"{request.file} has no document of two tokens, of which the second could be predicted")
@@ -178,9 +178,9 @@ def _check_vocabulary(text: TokenisedText, model: str) -> None:
         )
 
 
-# What an evaluation takes over from a run; it has one process, and trains nothing.
+# The settings that an evaluation takes over from a run; it has one process, and trains nothing.
 _TAKEN_OVER = ("model", "data", "preference", "training")
-_OF_A_VALIDATION = ("batch_size", "batch_tokens", "eval_batches")  # which say of what it takes the loss
+_OF_A_VALIDATION = ("batch_size", "batch_tokens", "eval_batches")  # of the held-out text that is evaluated
 
 
 def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed: Sequence[str]) -> Config:
@@ -193,7 +193,7 @@ def settings_of_run(run: RunFolder, file: str | None, seq_len: int | None, typed
     data = values["data"]
     if sources := data.pop("sources", None):
         data |= {name: value for name, value in sources[0].items() if name in SourceSection.model_fields}
-    if file is not None and not (data.get("dataset") or any(each.startswith("--data.dataset=") for each in typed)):
+    if file is not None and not (data.get("dataset") or any(word.startswith("--data.dataset=") for word in typed)):
         check_file(Path(file))  # of a data set it may be the name of a split
     # The template of the run is in its tokenizer; the file may be gone.
     data |= {"streaming": False, "chat_template": None}
@@ -216,18 +216,18 @@ def settings_of_model(model: str, file: str, seq_len: int, typed: Sequence[str])
 
 
 def _parse(values: dict[str, Any], seq_len: int | None, typed: Sequence[str], has_file: bool) -> Config:
-    kept: dict[str, Any] = {name: values[name] for name in _TAKEN_OVER if values.get(name) is not None}
+    settings: dict[str, Any] = {name: values[name] for name in _TAKEN_OVER if values.get(name) is not None}
     for setting in typed:
-        set_override(kept, setting)
-    training: Mapping[str, Any] = kept["training"]
+        set_override(settings, setting)
+    training: Mapping[str, Any] = settings["training"]
     names = ("output", "seq_len", "precision", "seed", *(() if has_file else _OF_A_VALIDATION))
-    kept["training"] = {
+    settings["training"] = {
         **{name: training[name] for name in names if name in training},
         "steps": 1,
         **({} if seq_len is None else {"seq_len": seq_len}),
     }
-    kept["pipeline"] = {"num_ranks": 1, "slices": 1}
-    return parse_config(kept)
+    settings["pipeline"] = {"num_ranks": 1, "slices": 1}
+    return parse_config(settings)
 
 
 def held_out_file(config: Config) -> Path | None:
@@ -251,7 +251,7 @@ _LARGEST = 700.0  # nats; e to more is no float64
 
 @dataclass(frozen=True)
 class TextLoss:
-    """What a model loses on a text.
+    """The loss of a model on a text.
 
     Attributes:
         num_tokens: of the text.
@@ -277,23 +277,23 @@ def measure_text_loss(
     its part in a sequence, by itself. Short ones are computed together, up to `room` tokens."""
     sequences = sequences_of(texts, config.data.packing, config.training.seq_len, seed=None, pads=True)
     documents = [part for index in _chosen(sequences, config, progress) for part in sequences.row(index).parts()]
-    number = sum(len(tokens) for tokens, _ in documents)
-    with progress.counting("evaluating", total=number) as show:
+    num_tokens = sum(len(tokens) for tokens, _ in documents)
+    with progress.counting("evaluating", total=num_tokens) as show:
         total, num_predicted = evaluator.sum_losses(
             (batch, batch.num_predicted) for batch in _batches(documents, room, show)
         )
-    return TextLoss(number, num_predicted, total / max(num_predicted, 1))
+    return TextLoss(num_tokens, num_predicted, total / max(num_predicted, 1))
 
 
 def _chosen(sequences: TrainingSequences, config: Config, progress: Progress) -> Sequence[int]:
     """Returns the numbers of the sequences that a validation takes, which may be some of them."""
-    limit, number = config.training.eval_batches, sequences.num_sequences
+    limit, total = config.training.eval_batches, sequences.num_sequences
     if limit is None:
-        return range(number)
+        return range(total)
     batches = HeldOutBatches(sequences, BatchSize.of(config.training)).chosen(limit)
-    chosen = [index for first, size in batches for index in range(first, min(first + size, number))]
+    chosen = [index for first, size in batches for index in range(first, min(first + size, total))]
     progress.say(
-        f"training.eval_batches={limit} in the run: {len(chosen):,} of {plural(number, 'held-out sequence')} count, as "
+        f"training.eval_batches={limit} in the run: {len(chosen):,} of {plural(total, 'held-out sequence')} count, as "
         "in its validations"
     )
     return chosen
@@ -319,7 +319,7 @@ def _batches(
 
 @dataclass(frozen=True)
 class PairLoss:
-    """What a model loses on pairs of answers.
+    """The loss of a model on pairs of answers.
 
     Attributes:
         loss: the mean over pairs.

@@ -90,7 +90,7 @@ def _load_config(run: RunFolder, saved: SavedCheckpoint, trusts_code: bool) -> P
 
 
 def _whole_state(run: RunFolder, saved: SavedCheckpoint, config: PretrainedConfig) -> dict[str, Tensor]:
-    """Returns what the model's `state_dict` returns, in the dtype in which the run computed.
+    """Returns the model's `state_dict`, in the dtype in which the run computed.
 
     Raises SlipstreamError where the checkpoint's weights aren't the model's.
     """
@@ -139,7 +139,7 @@ def _read_parameters(run: RunFolder, saved: SavedCheckpoint) -> dict[str, Tensor
 def _in_dtype(saved: SavedCheckpoint, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the weights as the run computes with them, where the checkpoint has the optimizer's copies in float32."""
     dtype = torch_dtype(precision_named(saved.facts["settings"]["training"]["precision"]).dtype)
-    return {key: each.to(dtype) if each.is_floating_point() else each for key, each in state.items()}
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
 
 
 def _fixed_buffers(section: Mapping[str, Any], config: PretrainedConfig, names: Iterable[str]) -> dict[str, Tensor]:
@@ -172,10 +172,10 @@ class ChosenCheckpoint:
 
         Raises SlipstreamError where it isn't there, with the steps that are, or is damaged.
         """
-        found = Checkpoints(self.run.checkpoints, RankGroup(), say=say).find(self.wanted)
-        if found is None:
+        checkpoint = Checkpoints(self.run.checkpoints, RankGroup(), say=say).find(self.wanted)
+        if checkpoint is None:
             raise SlipstreamError(f"the checkpoints in {self.run.checkpoints} have just been removed; try again")
-        return found
+        return checkpoint
 
 
 def choose_checkpoint(place: Path, step: str | None = None, best: bool = False) -> ChosenCheckpoint:
@@ -260,11 +260,11 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
     if not path.exists() or (path / "config.json").is_file():
         if best:
             raise SlipstreamError(f"--best chooses a checkpoint of a run, and {place} is a model: leave it out")
-        found: str | None = place
+        exported: str | None = place
     else:
-        found = None if best else _exported_by(RunFolder(path))
-    if found is not None:
-        yield _open(found, trusts_code, None if found == place else RunFolder(path))
+        exported = None if best else _exported_by(RunFolder(path))
+    if exported is not None:
+        yield _open(exported, trusts_code, None if exported == place else RunFolder(path))
         return
     chosen = choose_checkpoint(path, best=best)
     with temporary_folder() as folder:
@@ -275,7 +275,7 @@ def opened_model(place: str, trusts_code: bool, progress: Progress, best: bool =
 
 
 def _is_surely_a_folder(place: str) -> bool:
-    """Returns whether this can't be meant as a name on the hub, which is NAME or OWNER/NAME."""
+    # A name on the hub is NAME or OWNER/NAME.
     return place.startswith((".", "/", "~")) or place.count("/") > 1 or place.endswith("/")
 
 
@@ -321,15 +321,15 @@ class TextWriter:
         check_length(self.model.config, num_tokens + max_new_tokens, "the prompt's tokens and --max-new-tokens")
 
     def write(self, prompt: str, max_new_tokens: int, temperature: float, seed: int, is_chat: bool = False) -> str:
-        """Returns the prompt and its continuation, or what the assistant answers to it in a chat: of the likeliest
-        tokens with `temperature` 0, else drawn."""
-        given = self._tokens(prompt, is_chat)
-        inputs = torch.tensor([given], device=self.model.device)
+        """Returns the prompt and its continuation, or the assistant's answer to it in a chat: of the likeliest tokens
+        with `temperature` 0, else drawn."""
+        prompt_tokens = self._tokens(prompt, is_chat)
+        inputs = torch.tensor([prompt_tokens], device=self.model.device)
         torch.manual_seed(seed)
         how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         how |= {"attention_mask": torch.ones_like(inputs), "pad_token_id": self.tokenizer.eos_token_id}
         tokens = self.model.generate(inputs, max_new_tokens=max_new_tokens, **how)[0]
-        return str(self.tokenizer.decode(tokens[len(given) if is_chat else 0 :], skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens[len(prompt_tokens) if is_chat else 0 :], skip_special_tokens=True))
 
     def _tokens(self, prompt: str, is_chat: bool) -> list[int]:
         """Returns the tokens of a prompt, or of a chat in which a user says it and the assistant is to answer.

@@ -1,7 +1,7 @@
 """Locks an output folder for one run at a time, over all machines that share its disk.
 
-output/slipstream-run/owner-0003.json    the third owner; its heartbeat is the time at which the file was last touched
-output/slipstream-run/owner-5d41.part/   where its processes write what then gets its place in the output by a rename
+output/slipstream-run/owner-0003.json the third owner; its heartbeat is the time at which the file was last touched
+output/slipstream-run/owner-5d41.part/ where its processes write files that a rename then puts in the output
 
 The owner is the file with the highest number. Each file is made by one process (O_EXCL) and touched by its run alone,
 so that of two that take the folder over from a dead owner only one can succeed. Whether an owner lives is seen by
@@ -9,7 +9,7 @@ whether its file's time changes, never by what the time is: the clocks of two ma
 
 An owner that was only stopped may go on at any moment. So whoever takes the folder over first moves the owner's own
 folder away: every rename from or to it then fails, and with it all that the former run was about to publish, set aside
-or remove. What the former run published before that moment, the new one sees.
+or remove. All that it published before that moment, the new one sees.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def write_as(key: str | None, output: Path) -> None:
 
 
 def work_folder(output: Path) -> Path:
-    """Returns where this process writes what then gets its place in the output folder by a rename, which fails once
-    another run has the folder: the owner's own folder, or the output itself where this process has no owner."""
+    """Returns where this process writes files that a rename then puts in the output folder, which fails once another
+    run has the folder: the owner's own folder, or the output itself where this process has no owner."""
     key = _held.get(os.path.abspath(output))
     return output if key is None else output / FOLDER / f"owner-{key}.part"
 
@@ -101,7 +101,7 @@ def _machine() -> str:
 
 
 BEAT_SECONDS = 2.0
-STALE_SECONDS = 30.0  # without a heartbeat; far above what a full disk or a busy interpreter delays one
+STALE_SECONDS = 30.0  # without a heartbeat; far above the delay by a full disk or a busy interpreter
 _NAME = re.compile(r"owner-(\d{4,})\.json")
 _WORK = re.compile(r"\.?owner-[0-9a-f]{32}\.part")
 _TRIES_TO_EMPTY = 100
@@ -148,8 +148,8 @@ class FolderLock:
 
     def check_free(self) -> None:
         """Raises SlipstreamError where another run shows within a few heartbeats that it is at work. Writes nothing."""
-        number, owner = self._newest()
-        if owner is not None and self._lives(number, owner, 3 * self._beat_seconds):
+        owner_number, owner = self._newest()
+        if owner is not None and self._lives(owner_number, owner, 3 * self._beat_seconds):
             raise self._busy(owner)
 
     def seems_held(self) -> bool:
@@ -157,15 +157,15 @@ class FolderLock:
 
         For people who look on; the clocks of two machines may differ, so `take` and `check_free` wait for a heartbeat.
         """
-        number, owner = self._newest()
+        owner_number, owner = self._newest()
         if owner is None or owner.has_ended():
             return False
-        touched = self._touched(number)
+        touched = self._touched(owner_number)
         return touched is not None and time.time() - touched / 1e9 < self._stale_seconds
 
     @property
     def key(self) -> str:
-        """What names this owner to the other processes of its run."""
+        """The key by which the other processes of its run know this owner."""
         return self._owner.key
 
     def take(self) -> None:
@@ -181,18 +181,18 @@ class FolderLock:
         except OSError as error:
             raise SlipstreamError(f"can't write to training.output={self._output}: {error}") from error
         self._hold(beats=True)
-        for each in self._work.iterdir():  # of the former owner; only now, as it may take longer than a heartbeat
-            shutil.rmtree(each, ignore_errors=True)
+        for path in self._work.iterdir():  # of the former owner; only now, as it may take longer than a heartbeat
+            shutil.rmtree(path, ignore_errors=True)
 
     def join(self, key: str, beats: bool) -> None:
         """Writes into the folder as another process of the run that has taken it as `key`; ends this process where
         another run has it by now. `beats`: shows from here, too, that the run is at work: its first process may be
         stopped while the others go on."""
-        number, owner = self._newest()
+        owner_number, owner = self._newest()
         if owner is None or owner.key != key:
             self._end(f"{owner or 'another run'} has taken over training.output={self._output}; this run ends")
             return
-        self._number, self._owner, self._is_joined = number, owner, True
+        self._number, self._owner, self._is_joined = owner_number, owner, True
         self._hold(beats)
 
     def release(self) -> None:
@@ -223,13 +223,13 @@ class FolderLock:
 
     def _try_to_take(self) -> None:
         """Becomes the next owner, unless another one lives or is faster."""
-        number, owner = self._newest()
+        owner_number, owner = self._newest()
         if owner is not None:
             if not owner.has_ended():
                 self._say_that_it_waits(owner)
-            if self._lives(number, owner, self._stale_seconds):
+            if self._lives(owner_number, owner, self._stale_seconds):
                 raise self._busy(owner)
-        if self._claim(number + 1) and owner is not None:
+        if self._claim(owner_number + 1) and owner is not None:
             self._say(f"took over {self._output} from {owner}, which has ended without releasing it")
 
     def _claim(self, number: int) -> bool:
@@ -284,10 +284,10 @@ class FolderLock:
         """Shows from time to time that this run is at work, until the lock is released or lost."""
         while not self._released.wait(self._beat_seconds):
             with suppress(OSError):  # a disk that fails doesn't end a run
-                number, owner = self._newest()
+                owner_number, owner = self._newest()
                 if owner == self._owner:
-                    os.utime(self._file(number))
-                elif number:
+                    os.utime(self._file(owner_number))
+                elif owner_number:
                     self._end(
                         f"{owner or 'another run'} has taken over training.output={self._output}, since this run, "
                         f"{self._owner}, showed no sign of life for {self._stale_seconds:g} seconds; this run ends"
@@ -306,16 +306,16 @@ class FolderLock:
 
     def _newest(self) -> tuple[int, FolderOwner | None]:
         """Returns the number of the last owner, 0 where there was none, and who it is; None where it has released."""
-        number = max(self._numbers(), default=0)
-        if not number:
+        newest = max(self._numbers(), default=0)
+        if not newest:
             return 0, None
         try:
-            values = json.loads(self._file(number).read_text(encoding="utf-8"))
-            return number, None if values is None else FolderOwner(**values)
+            values = json.loads(self._file(newest).read_text(encoding="utf-8"))
+            return newest, None if values is None else FolderOwner(**values)
         except FileNotFoundError:
-            return number, None
+            return newest, None
         except (ValueError, TypeError):  # it is just being written
-            return number, _UNKNOWN
+            return newest, _UNKNOWN
 
     def _numbers(self) -> list[int]:
         names = os.listdir(self._folder) if self._folder.is_dir() else []
@@ -346,8 +346,8 @@ def _move_away(work: Path, new: Path) -> None:
     """Moves the folder of a former owner into that of the new one. Raises FileNotFoundError where that one has lost the
     folder itself.
 
-    Then it is emptied by renames: a machine of a network's disk that has it open could still publish what is inside,
-    of which some files would be gone.
+    Then it is emptied by renames: a machine of a network's disk that has it open could still publish its files, of
+    which some would be gone.
     """
     away = new / work.name
     try:
@@ -356,8 +356,8 @@ def _move_away(work: Path, new: Path) -> None:
         new.stat()  # this one is gone, or the other
         return
     for _ in range(_TRIES_TO_EMPTY):
-        for each in list(away.iterdir()):
-            each.rename(new / f"{work.name}-{each.name}")
+        for path in list(away.iterdir()):
+            path.rename(new / f"{work.name}-{path.name}")
         with suppress(OSError):  # something new is inside
             away.rmdir()
             break

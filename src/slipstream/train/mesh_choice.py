@@ -1,9 +1,9 @@
 """The mesh of a run whose configuration leaves it open: the one whose best plan takes least time, by measured costs.
 
 Each way to lay the ranks on the open axes that the model, the batch and the optimizer allow is planned from the costs
-that a run measures before its first step, which meshes with as many tensor ranks have in common. What follows the last
-backward is added: sums of gradients over replicas, and the optimizer. What holds more than a device's memory is passed
-over.
+that a run measures before its first step, which meshes with as many tensor ranks have in common. The work after the
+last backward is added: sums of gradients over replicas, and the optimizer. Meshes that need more than a device's memory
+are passed over.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _REDUCTIONS = 4  # of a layer's output between tensor ranks, in a forward and a 
 
 @dataclass(frozen=True)
 class PlannedMesh:
-    """What a mesh's best plan takes and holds.
+    """The seconds and bytes of a mesh's best plan.
 
     Args:
         config: with the mesh.
         seconds: of a step, the sums of gradients and the optimizer included; infinite where nothing can be planned.
-        ideal: the work of a step divided by the ranks, and what follows it.
+        ideal: the work of a step divided by the ranks, and the seconds after it.
         held: bytes of the fullest rank.
         obstacle: why it isn't taken; "" where it may be.
         profile: the costs by which it was planned.
@@ -58,8 +58,8 @@ class PlannedMesh:
     profile: Profile | None = None
 
     def least_seconds(self, config: Config) -> float:
-        """Returns what a mesh takes at least whose tensor ranks share this one's work in equal parts, by the link's
-        bandwidth: 0 where nothing is known."""
+        """Returns the least seconds of a mesh whose tensor ranks share this one's work in equal parts, by the link's
+        bandwidth: 0 where it isn't known."""
         if self.profile is None or self.profile.link is None:
             return 0.0
         tensor, pipeline, training = config.parallel.tensor, config.pipeline, config.training
@@ -89,12 +89,12 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
         return first
     sequences = load_sequences(config, folder.inputs, progress.warn)
     tried: list[PlannedMesh] = []
-    for each in world.decided(lambda: [*possible_meshes(config, model_config)]):
+    for option in world.decided(lambda: [*possible_meshes(config, model_config)]):
         best = min((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds, default=None)
-        if best and each.parallel.tensor > best.config.parallel.tensor and best.least_seconds(each) >= best.seconds:
-            tried.append(PlannedMesh(each, obstacle=f"at least {seconds_text(best.least_seconds(each))}"))
+        if best and option.parallel.tensor > best.config.parallel.tensor and best.least_seconds(option) >= best.seconds:
+            tried.append(PlannedMesh(option, obstacle=f"at least {seconds_text(best.least_seconds(option))}"))
         else:
-            tried.append(_planned(each, sequences, device, progress))
+            tried.append(_planned(option, sequences, device, progress))
     fitting = sorted((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds)
     if not fitting:
         least = min(tried, key=lambda mesh: mesh.held or inf)
@@ -117,7 +117,7 @@ def mesh_table(meshes: Sequence[PlannedMesh]) -> str:
 
 
 def _planned(config: Config, sequences: TrainingSequences, device: torch.device, progress: Progress) -> PlannedMesh:
-    """Returns what the mesh's best plan takes, from costs that are measured here unless they are known. Collective."""
+    """Returns the mesh's best plan, from costs that are measured here unless they are known. Collective."""
     progress.say(f"planning {config.mesh_text}")
     ranks = Ranks.of(make_mesh_of(config, device))
     expected = replace(expected_batch(config, sequences, progress), effort=_EFFORT)

@@ -44,7 +44,7 @@ def find_class(name: str) -> Any:
     """
     if "." in name:
         return _imported(name)
-    named = {each.__name__.lower(): each for each in vars(torch.optim).values() if _is_optimizer(each)}
+    named = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_optimizer(kind)}
     if name.lower() not in named:
         raise SlipstreamError(
             f"optimizer.name={name} isn't in torch.optim{did_you_mean(name, named).rstrip('.')}; give "
@@ -56,16 +56,16 @@ def find_class(name: str) -> Any:
 def _imported(path: str) -> type[Optimizer]:
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(import_module(module), name)
+        kind = getattr(import_module(module), name)
     except Exception as error:  # a module may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise SlipstreamError(
             f"optimizer.name={path} can't be imported ({reason}); install its package on every machine, or give a name "
             "of torch.optim, such as adamw"
         ) from error
-    if not _is_optimizer(found):
+    if not _is_optimizer(kind):
         raise SlipstreamError(f"optimizer.name={path} isn't a subclass of torch.optim.Optimizer; give one that is")
-    return found  # type: ignore[no-any-return]
+    return kind  # type: ignore[no-any-return]
 
 
 def _is_optimizer(found: Any) -> bool:
@@ -73,7 +73,6 @@ def _is_optimizer(found: Any) -> bool:
 
 
 def _given(settings: OptimizerSection) -> dict[str, Any]:
-    """Returns the fields that are arguments of the class and aren't left to it."""
     return {name: value for name in _FIELDS if (value := getattr(settings, name)) is not None}
 
 
@@ -82,8 +81,8 @@ def check_arguments(settings: OptimizerSection) -> None:
     kind = find_class(settings.name)
     parameters = inspect.signature(kind).parameters
     taken = [name for name in parameters if name != "params"]
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return  # its trial says what is wrong
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return  # its trial finds the problem
     for prefix, names in (("optimizer", _given(settings)), ("optimizer.args", settings.args)):
         for name, value in names.items():
             if name not in taken:
@@ -133,14 +132,14 @@ def lr_ratio(step: int, num_steps: int, settings: OptimizerSection) -> float:
 def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
     """Raises SlipstreamError where there is no such schedule, it doesn't take its arguments, or leads below zero."""
     known = {name: signature for name, signature in _signatures().items() if "num_warmup_steps" in signature}
-    name, given = settings.schedule, settings.schedule_args
+    name, args = settings.schedule, settings.schedule_args
     if name not in _OWN and name not in known:
         others = ", ".join(sorted({*_OWN, *known}))
         what = "follows the losses of a run" if name in _signatures() else "is not known"
         hint = "" if name in _signatures() else did_you_mean(name, {*_OWN, *known}).rstrip(".")
         raise SlipstreamError(f"optimizer.schedule={name} {what}{hint}; give {others}")
-    taken = [] if name in _OWN else [each for each in known[name] if each not in _FROM_RUN]
-    if unknown := [each for each in given if each not in taken]:
+    taken = [] if name in _OWN else [argument for argument in known[name] if argument not in _FROM_RUN]
+    if unknown := [argument for argument in args if argument not in taken]:
         takes = f"it takes {', '.join(taken)}" if taken else "it takes none"
         raise SlipstreamError(f"optimizer.schedule_args.{unknown[0]} with optimizer.schedule={name}: {takes}")
     optimizer = make_optimizer([Parameter(torch.zeros(2, 2))], settings)
@@ -150,19 +149,19 @@ def check_schedule(settings: OptimizerSection, num_steps: int) -> None:
     except Exception as error:  # of arguments of any type
         arguments = f" (it takes {', '.join(taken)})" if taken else ""
         raise SlipstreamError(
-            f"optimizer.schedule={name} can't be used: {error}; change optimizer.schedule_args={given}{arguments}"
+            f"optimizer.schedule={name} can't be used: {error}; change optimizer.schedule_args={args}{arguments}"
         ) from error
     if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
         raise SlipstreamError(
-            f"optimizer.schedule={name} with optimizer.schedule_args={given} leads to a learning rate below zero, or "
+            f"optimizer.schedule={name} with optimizer.schedule_args={args} leads to a learning rate below zero, or "
             f"to none, within {num_steps} steps; change them"
         )
 
 
 def _signatures() -> dict[str, list[str]]:
     """Returns the arguments of each schedule of transformers; those that follow a loss have no warm-up."""
-    found = TYPE_TO_SCHEDULER_FUNCTION.items()
-    return {name.value: list(inspect.signature(function).parameters) for name, function in found}
+    functions = TYPE_TO_SCHEDULER_FUNCTION.items()
+    return {name.value: list(inspect.signature(function).parameters) for name, function in functions}
 
 
 Reach = Literal["element", "parameter", "model"]
@@ -175,14 +174,14 @@ _BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}  # up to which values are e
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What a trial shows of an optimizer.
+    """The traits of an optimizer that a trial shows.
 
     Attributes:
         reach: of what the update of an element depends: on that element's gradients alone, on those of its parameter,
             or on those of other parameters too.
-        states: the names of what it keeps of each parameter.
+        states: the names of its state of each parameter.
         size: how many times a parameter's elements these have.
-        group_states: the names of what it keeps of all parameters together.
+        group_states: the names of its state of all parameters together.
     """
 
     reach: Reach
@@ -195,7 +194,7 @@ def try_optimizer(settings: OptimizerSection, dims: Collection[int]) -> Optimize
     """Returns the traits of the optimizer that `settings` describe, on parameters of these numbers of dimensions.
 
     Raises:
-        SlipstreamError: where it can't train such parameters, with what its class says.
+        SlipstreamError: where it can't train such parameters, with its class's message.
     """
     _check_step(settings)
     with torch.random.fork_rng(devices=[]):
@@ -236,12 +235,12 @@ class _Trial:
     def traits(self) -> OptimizerTraits:
         together, optimizer = self._train(self._toys)
         alone = [value for toy in self._toys for value in self._train([toy])[0]]
-        state: list[dict[str, Any]] = [dict(each) for each in optimizer.state.values()]
-        kept = [value.numel() for each in state for value in each.values() if isinstance(value, Tensor) and value.ndim]
+        state: list[dict[str, Any]] = [dict(kept) for kept in optimizer.state.values()]
+        sizes = [value.numel() for kept in state for value in kept.values() if isinstance(value, Tensor) and value.ndim]
         return OptimizerTraits(
             reach=self._reach(together, alone),
-            states=tuple(sorted({str(name) for each in state for name in each})),
-            size=sum(kept) / sum(toy[0].numel() for toy in self._toys),
+            states=tuple(sorted({str(name) for kept in state for name in kept})),
+            size=sum(sizes) / sum(toy[0].numel() for toy in self._toys),
             group_states=tuple(sorted(self._changed(optimizer))),
         )
 
@@ -259,9 +258,9 @@ class _Trial:
         """Returns the values of toys after some steps with one optimizer."""
         parameters = [Parameter(values.clone()) for values, *_ in toys]
         optimizer = make_optimizer(parameters, self._settings)
-        for number, scale in enumerate(_SCALES, 1):
+        for place, scale in enumerate(_SCALES, 1):
             for parameter, toy in zip(parameters, toys, strict=True):
-                parameter.grad = toy[number] * scale
+                parameter.grad = toy[place] * scale
             optimizer.step()
         return [parameter.detach() for parameter in parameters], optimizer
 

@@ -1,7 +1,7 @@
 """The plan of a run whose configuration names no schedule, slices or partition: asked for, written down, found again.
 
-The Pipeline makes it. Rows of one length run the plan. For documents of any length it says the cut and what its stages
-cost, by which each step is then planned.
+The Pipeline makes it. Rows of one length run the plan. For documents of any length it has the cut and its stages'
+rates, by which each step is then planned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = {"bf16-weights": "bfloat16", "bf16": "bf16"}  # in which layers are me
 
 
 def plan_obstacle(config: Config) -> str:
-    """Returns a line about the settings that keep the run from planning itself, and what it does instead.
+    """Returns a line about the settings that keep the run from planning itself, and its fallback.
 
     It is empty where the run is planned, for one rank, and where order and slices are both given, so that nothing falls
     back to a default; but how steps on documents of any length are planned without measured costs is said then, too.
@@ -40,18 +40,18 @@ def plan_obstacle(config: Config) -> str:
     if (is_given and not by_step) or pipeline.num_ranks == 1 or is_open(config):
         return ""
     sections = {"pipeline": pipeline, "memory": config.memory}
-    given = [
+    names = [
         f"{name}.{setting}={getattr(section, setting)}"
         for name, section in sections.items()
         for setting in DECIDED_BY_PLAN[name]
         if setting in section.model_fields_set and getattr(section, setting) != "auto"
     ]
-    are, them = ("is", "it") if len(given) == 1 else ("are", "them")
+    are, them = ("is", "it") if len(names) == 1 else ("are", "them")
     instead = "plans each step by multiplications, not by measured times"
     if not by_step:
         instead = "plans nothing before its first step"
     return (
-        f"{' and '.join(given)} {are} given, so the run {instead}: schedule="
+        f"{' and '.join(names)} {are} given, so the run {instead}: schedule="
         f"{pipeline.schedule}, slices={pipeline.slices}, partition={pipeline.partition}. Leave {them} out for a plan."
     )
 
@@ -63,8 +63,8 @@ def is_open(config: Config) -> bool:
 
 
 def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCheckpoint | None) -> dict[str, Any]:
-    """Returns the arguments of `make_pipeline` by which it runs what the run chose before the checkpoint that it
-    resumes from, or else plans itself. Nothing where the configuration gives any of what a plan decides."""
+    """Returns the arguments of `make_pipeline` by which it runs the choices of before the checkpoint that it resumes
+    from, or else plans itself. Nothing where the configuration gives any of a plan's choices."""
     config = run.config
     chosen = None if saved is None else _chosen_before(config, saved.facts)
     if chosen is not None and (settings := chosen_settings(config, chosen)):
@@ -78,15 +78,15 @@ def start_settings(run: RunContext, sequences: TrainingSequences, saved: SavedCh
 
 
 def _chosen_before(config: Config, facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns what a checkpoint's facts say was chosen; None where the run trains other parts of the model than before,
-    for which another cut is best, and of which other stages have no backward."""
+    """Returns the choices in a checkpoint's facts; None where the run trains other parts of the model than before, for
+    which another cut is best, and of which other stages have no backward."""
     frozen = facts["settings"]["model"]["freeze"]
     chosen: Mapping[str, Any] | None = facts["tuned"]
     return chosen if sorted(frozen) == sorted(config.model.freeze) else None
 
 
 def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what was chosen, as `make_pipeline` takes it, where the configuration leaves that open; nothing where the
+    """Returns the choices, as `make_pipeline` takes them, where the configuration leaves that open; nothing where the
     run has other ranks, stages, microbatches or sequences now."""
     pipeline, memory = config.pipeline, config.memory
     schedule, rates = Schedule.parse(chosen["schedule"]), chosen.get("rates")
@@ -111,10 +111,10 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
 
 
 def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates | None) -> dict[str, Any] | None:
-    """Returns what a checkpoint keeps of what runs: order, slices, layers of each stage, and what is computed again.
+    """Returns a checkpoint's record of the plan: order, slices, layers of each stage, and recomputation.
 
-    Of documents of any length, each step of which is planned anew, it has what the stages cost by `rates`. None where
-    these weren't measured, and while "auto" is still to plan.
+    Of documents of any length, each step of which is planned anew, it has the stages' `rates`. None where these weren't
+    measured, and while "auto" is still to plan.
     """
     is_by_step, recompute = sequences.packing == "none", pipe.layout.recompute
     if rates is None if is_by_step else pipe.is_tuning:
@@ -129,7 +129,7 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
 
 
 def expected_batch(config: Config, sequences: TrainingSequences, progress: Progress) -> ExpectedBatch:
-    """Returns what is planned for: rows of one length, or the cut for documents of the typical length."""
+    """Returns the batch that is planned for: rows of one length, or the cut for documents of the typical length."""
     pipeline, training, replicas = config.pipeline, config.training, config.parallel.data
     dtype, say, memory = _DTYPES.get(training.precision, "float32"), progress.say, memory_of_a_rank(config)
     if sequences.packing == "fixed":
@@ -139,10 +139,10 @@ def expected_batch(config: Config, sequences: TrainingSequences, progress: Progr
     typical = max(1, round(sequences.typical_length / step)) * step
     tokens = BatchSize.of(training).mean(sequences) * sequences.mean_length / replicas
     # More only fill the pipeline further, which changes no cut but takes long to search.
-    number = max(min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks), pipeline.num_microbatches)
+    num_documents = max(min(max(1, round(tokens / typical)), 2 * pipeline.num_ranks), pipeline.num_microbatches)
     return ExpectedBatch(
         min(typical, training.seq_len),
-        num_microbatches=number,
+        num_microbatches=num_documents,
         longest=training.seq_len,
         dtype=dtype,
         say=say,

@@ -37,16 +37,16 @@ from slipstream.units import plural
 
 
 def preference_loss(section: PreferenceSection) -> SequenceLoss:
-    """Returns the loss of a chosen and a rejected answer, whose `sequence_values` are their log-probabilities by
-    the reference, or what `with_lengths` says of them; or of rated answers, as `with_reference_point` has them."""
+    """Returns the loss of a chosen and a rejected answer, whose `sequence_values` are their log-probabilities by the
+    reference, or the values of `with_lengths`; or of rated answers, as `with_reference_point` has them."""
 
     def margins(log_probabilities: Tensor, values: Tensor) -> Tensor:
         chosen, rejected = _rewards(log_probabilities, values, section)
         return chosen - rejected - (section.gamma if section.loss == "simpo" else 0.0)
 
     def logistic(log_probabilities: Tensor, values: Tensor) -> Tensor:
-        found, smoothing = margins(log_probabilities, values), section.label_smoothing
-        return -(1 - smoothing) * logsigmoid(found) - smoothing * logsigmoid(-found)
+        margin, smoothing = margins(log_probabilities, values), section.label_smoothing
+        return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
 
     def orpo(log_probabilities: Tensor, values: Tensor) -> Tensor:
         means = (log_probabilities[:, 1] / values[:, 1]).view(-1, 2)
@@ -75,7 +75,7 @@ def _log_of_rest(logs: Tensor) -> Tensor:
 def reward_sums(
     pipe: Pipeline, values: Tensor, section: PreferenceSection, counts: Sequence[bool] | None = None
 ) -> Tensor:
-    """Returns what `sums_of_pairs` does, of the last step or evaluation and all replicas. Collective.
+    """Returns the sums of `sums_of_pairs`, of the last step or evaluation and all replicas. Collective.
 
     `values` are the `sequence_values` of this replica's answers, in the order of its batch; `counts` says of each of
     its pairs whether it counts, by default all.
@@ -103,12 +103,12 @@ def sums_of_pairs(
         is_right = chosen > rejected
     parts = [torch.ones_like(losses), chosen, rejected, is_right.double(), losses, is_chosen, is_rejected]
     columns = torch.stack(parts)
-    kept = slice(None) if counts is None else torch.tensor(counts, device=columns.device)
-    return columns[:, kept].sum(1)
+    counted = slice(None) if counts is None else torch.tensor(counts, device=columns.device)
+    return columns[:, counted].sum(1)
 
 
 def mean_rewards(sums: Tensor) -> dict[str, float]:
-    """Returns what the metrics say of rewards, means over pairs, from `reward_sums` of one batch or several."""
+    """Returns the rewards for the metrics, means over pairs, from `reward_sums` of one batch or several."""
     count, chosen, rejected, num_right, _, num_chosen, num_rejected = sums.tolist()
     chosen, rejected = chosen / max(num_chosen, 1), rejected / max(num_rejected, 1)
     return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": num_right / count}
@@ -134,7 +134,7 @@ def _rewards(log_probabilities: Tensor, values: Tensor, section: PreferenceSecti
 def with_lengths(text: TokenisedText, section: PreferenceSection) -> TokenisedText:
     """Returns a text of answers for a loss that needs no model before the training: of each answer how many targets it
     has, (D,), for orpo (D, 2) with those of the prompt first, which then count as well."""
-    documents = [text.labels_of(number) for number in range(text.num_documents)]
+    documents = [text.labels_of(index) for index in range(text.num_documents)]
     firsts = [int(np.argmax(labels[1:] != IGNORED)) for labels in documents]  # targets before the first that counts
     answers = [int((labels[1:] != IGNORED).sum()) for labels in documents]
     if section.loss == "simpo":
@@ -155,8 +155,8 @@ def with_reference_point(evaluator: Evaluator, batch: TokenBatch, counts: Sequen
     others = TokenBatch(tokens[1::2], labels[1::2], None, torch.zeros(len(tokens) // 2, 3, dtype=torch.float64))
     evaluator.loss(others)
     ratios = pipe.sequence_log_probabilities().cpu() - values[1::2, 0]
-    kept = torch.ones(len(ratios), dtype=torch.bool) if counts is None else torch.tensor(counts)
-    total, count = pipe.axes["dp"].sum(torch.stack([ratios[kept].sum(), kept.sum().double()]).to(pipe.device)).tolist()
+    mask = torch.ones(len(ratios), dtype=torch.bool) if counts is None else torch.tensor(counts)
+    total, count = pipe.axes["dp"].sum(torch.stack([ratios[mask].sum(), mask.sum().double()]).to(pipe.device)).tolist()
     point = torch.full((len(ratios), 1), max(0.0, total / max(count, 1)), dtype=torch.float64)
     return TokenBatch(tokens[::2], labels[::2], None, torch.cat([values[::2], point], dim=1))
 
@@ -165,10 +165,10 @@ Texts = Mapping[str, Sequence[TokenisedText]]  # of each part, train and validat
 
 
 def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[str, list[Any]]:
-    """Returns the texts of a run, `train` and `validation`, each document with what its loss takes besides: its
+    """Returns the texts of a run, `train` and `validation`, each document with a further argument of its loss: its
     log-probability by the reference, which is the model as the pipeline has it now, or its lengths. Collective.
 
-    A run that resumes reads what its beginning computed.
+    A run that resumes reads those of its beginning.
 
     Raises:
         SlipstreamError: on all ranks, where a run resumes and that isn't there, or is of other answers or weights.
@@ -179,20 +179,20 @@ def load_with_reference(run: RunContext, pipe: Pipeline, resumes: bool) -> dict[
     section = config.preference
     assert section is not None
     if not section.has_reference:
-        return {part: [with_lengths(text, section) for text in each] for part, each in texts.items()}
+        return {part: [with_lengths(text, section) for text in part_texts] for part, part_texts in texts.items()}
     if resumes:
         check_reference(config, texts)
         return _with_values(texts, _read(folder.reference))
-    named = {f"{part}-{number}": text for part, each in texts.items() for number, text in enumerate(each)}
+    named = {f"{part}-{index}": text for part, part_texts in texts.items() for index, text in enumerate(part_texts)}
     total, size = sum(text.num_documents // 2 for text in named.values()), BatchSize.of(config.training)
     with progress.counting("computing the reference", total) as show:
-        found = log_probabilities(Evaluator(pipe, config), named.values(), size, show, 3 if section.is_rated else 0)
-    values = dict(zip(named, found, strict=True))
-    for text in found:
+        computed = log_probabilities(Evaluator(pipe, config), named.values(), size, show, 3 if section.is_rated else 0)
+    values = dict(zip(named, computed, strict=True))
+    for text in computed:
         if not np.isfinite(text).all():
-            number = int(np.flatnonzero(~np.isfinite(text.reshape(-1, 2)).all(1))[0])
+            pair = int(np.flatnonzero(~np.isfinite(text.reshape(-1, 2)).all(1))[0])
             raise SlipstreamError(
-                f"before training, an answer of pair {number + 1} has a log-probability that isn't finite; check "
+                f"before training, an answer of pair {pair + 1} has a log-probability that isn't finite; check "
                 "its weights, or give another --training.precision"
             )
     _write(run, values, _describe(config, texts))
@@ -227,8 +227,7 @@ def check_reference(config: Config, texts: Texts) -> None:
 
 
 def kept_reference(file: Path | None, text: TokenisedText) -> Array | None:
-    """Returns what the file of a run has of these very answers, (D,) float64; None where there is none, or it has
-    nothing of them."""
+    """Returns the values of these very answers in a run's file, (D,) float64; None where it hasn't them."""
     if file is None or not file.is_file():
         return None
     with safe_open(file, framework="np") as opened:
@@ -240,10 +239,10 @@ def kept_reference(file: Path | None, text: TokenisedText) -> Array | None:
 
 
 def _describe(config: Config, texts: Texts) -> dict[str, Any]:
-    """Returns what the reference depends on."""
+    """Returns the facts that the reference depends on."""
     model, seed = config.model, config.training.seed
     base = describe_base(str(model.path)) if model.pretrained else {"seed": seed}
-    return {"base": base, **{part: [describe_text(text) for text in each] for part, each in texts.items()}}
+    return {"base": base, **{part: [describe_text(text) for text in part_texts] for part, part_texts in texts.items()}}
 
 
 def log_probabilities(
@@ -258,11 +257,11 @@ def log_probabilities(
     `show` gets the number of pairs that are done; the loss takes `num_values` of each document, 0 for a number. It's
     collective.
     """
-    pipe, done, found = evaluator.pipe, 0, list[Array]()
+    pipe, done, computed = evaluator.pipe, 0, list[Array]()
     replica = pipe.replica, pipe.num_replicas
     for text in texts:
         if not text.num_documents:
-            found.append(np.zeros(0))
+            computed.append(np.zeros(0))
             continue
         pairs = PreferencePairs(text, int(text.lengths.max()), seed=None)
         held_out, numbers, parts = HeldOutBatches(pairs, size), list[int](), list[Array]()
@@ -277,17 +276,17 @@ def log_probabilities(
             parts.append(found_here.reshape(-1, 2, *found_here.shape[1:]))
             show(min(done + sum(batch), done + pairs.num_sequences))
         values = np.full((pairs.num_sequences, *parts[0].shape[1:]), np.nan)
-        for places, each in pipe.axes["dp"].gather((numbers, np.concatenate(parts))):
-            values[np.asarray(places) % pairs.num_sequences] = each
+        for places, part_values in pipe.axes["dp"].gather((numbers, np.concatenate(parts))):
+            values[np.asarray(places) % pairs.num_sequences] = part_values
         done += pairs.num_sequences
-        found.append(values.reshape(-1, *values.shape[2:]))
-    return found
+        computed.append(values.reshape(-1, *values.shape[2:]))
+    return computed
 
 
 def _with_values(texts: Texts, values: Mapping[str, Array]) -> dict[str, list[Any]]:
     return {
-        part: [_with_reference(text, values[f"{part}-{number}"]) for number, text in enumerate(each)]
-        for part, each in texts.items()
+        part: [_with_reference(text, values[f"{part}-{index}"]) for index, text in enumerate(part_texts)]
+        for part, part_texts in texts.items()
     }
 
 
@@ -314,7 +313,7 @@ def _write(run: RunContext, values: dict[str, Array], facts: dict[str, Any]) -> 
                 save_file(values, part, metadata={"slipstream": json.dumps(facts)})
         except (OSError, SafetensorError) as error:
             problem = str(error)
-    if found := next(filter(None, run.world.gather(problem)), None):
+    if obstacle := next(filter(None, run.world.gather(problem)), None):
         raise RankFailedError(
-            f"the reference can't be written to {folder.reference}: {found}. Make room, and try again"
+            f"the reference can't be written to {folder.reference}: {obstacle}. Make room, and try again"
         )

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is due, what is in it, and from which the run goes on."""
+"""The checkpoints of a run: when one is due, its contents, and from which the run goes on."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class CheckpointedParts(NamedTuple):
         return run_shards(self.pipe, self.optimizer)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what is kept next to the tensors, as JSON can hold it."""
+        """Returns the facts that are kept next to the tensors, as JSON can hold them."""
         judged = {"values_of_steps": self.bad_steps.facts(), "validation": self.history.facts()}
         return self.state.facts() | judged
 
     def load(self, checkpoints: Checkpoints, saved: SavedCheckpoint) -> None:
-        """Loads the tensors and goes to the step of a checkpoint; what was judged since stays. Collective."""
+        """Loads the tensors and goes to the step of a checkpoint; judgements since then stay. Collective."""
         load_run(checkpoints, saved, self.pipe, self.optimizer)
         self.state.restore(saved.facts)
 
@@ -75,7 +75,7 @@ class RunCheckpoints:
         if section.every or section.keep_best:
             self._checkpoints.prepare()
         self._interval = SaveInterval(section.every, section.failures_per_day, run.world)
-        self._keep_seconds = 0.0  # the longest that a step has waited for what was being saved
+        self._keep_seconds = 0.0  # the longest wait of a step for a save
         self._failures = FailureLog(folder.failures)
 
     def find_start(self) -> SavedCheckpoint | None:
@@ -91,7 +91,7 @@ class RunCheckpoints:
             return self._checkpoints.find(self._wanted, before)
 
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
-        """Goes on from what `find_start` returned. Collective."""
+        """Goes on from the checkpoint of `find_start`. Collective."""
         saved.check_model(describe_model(parts.pipe.config))
         with counted_off("loading a checkpoint", uses_disk=True):
             parts.load(self._checkpoints, saved)

@@ -1,4 +1,4 @@
-"""What every part of a run works with: its configuration and folder, its ranks and their device, and its terminal."""
+"""The context of every part of a run: its configuration and folder, its ranks and their device, and its terminal."""
 
 from __future__ import annotations
 

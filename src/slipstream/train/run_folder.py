@@ -1,13 +1,13 @@
 """The files of a run's folder: their names, and the list of what runs made. Nothing else is ever replaced.
 
 output/
-  slipstream-run/      the list of the files that runs made here, whose folder it is while a run is going on, what that
-                       run is writing, the lines of its terminal since nobody reads them there any more, and in lost/
+  slipstream-run/      the list of the files that runs made here, whose folder it is while a run is going on, its files
+                       in the making, the lines of its terminal since nobody reads them there any more, and in lost/
                        a file for each local rank that is lost
   config.yaml          the settings it ran with
   reference.safetensors  with preference, how probable each answer was before the training, on which every loss depends
-  inputs/              the tokens, the tokenizer and the model's configuration; beside/, what lay beside the weights of
-                       the model's folder and comes with exports; run_id, by which ranks see that they share the folder
+  inputs/              the tokens, the tokenizer and the model's configuration; beside/, the files beside the
+                       model's weights, for exports; run_id, by which ranks see that they share the folder
   plan.yaml            the plan that was made where the configuration left it open, as a configuration of another run
   plan.txt             the planned order, which plan.yaml names
   metrics.jsonl        one line per start, step, validation and checkpoint
@@ -16,7 +16,7 @@ output/
   timeline.png         the last step as it was measured
   timeline.json        the same for ui.perfetto.dev and chrome://tracing
   comparison.json      seconds per step of one process alone, where asked for
-  checkpoints/         where asked for, what the run can be resumed from
+  checkpoints/         where asked for, to resume the run from
   tensorboard/         event files, where asked for
   model-step-100/      exports at intervals
   model/               the trained model and its tokenizer
@@ -70,14 +70,14 @@ class RunFolder:
 
     @property
     def work(self) -> Path:
-        """The folder in which this process writes what then gets its place by a rename."""
+        """The folder in which this process writes files that a rename then puts in place."""
         return work_folder(self.path)
 
     @contextmanager
     def replaced(self, path: Path) -> Iterator[Path]:
         """Yields where to write a file that then gets its place at `path`, whole or not at all. Raises OSError where
         another run has the folder by now."""
-        part = self.work / f"part.{path.name}"  # what writes pictures goes by the end of the name
+        part = self.work / f"part.{path.name}"  # the writers of pictures go by the end of the name
         yield part
         part.replace(path)
 
@@ -87,8 +87,8 @@ class RunFolder:
 
     def find_result(self) -> Path | None:
         """Returns something that a run made and that would be missed; None where there is nothing."""
-        kept = [*self.exports(), self.metrics, self.checkpoints]
-        return next((path for path in kept if path.exists()), None)
+        results = [*self.exports(), self.metrics, self.checkpoints]
+        return next((path for path in results if path.exists()), None)
 
     def find_unlisted(self, adopts_checkpoints: bool) -> Path | None:
         """Returns something in the way that no run has listed as its own, or a model that somebody put here; None where
@@ -100,13 +100,13 @@ class RunFolder:
         results = (self.schedule, self.timeline, self.perfetto, self.comparison)
         files = (self.config, self.plan, self.planned_schedule, self.metrics, self.failures, *results)
         paths = [*model_files, *files, *folders]
-        return next((found for path in paths if (found := self.listed.find_unlisted(path))), None)
+        return next((unlisted for path in paths if (unlisted := self.listed.find_unlisted(path))), None)
 
     def exports(self) -> list[Path]:
-        """Returns the folders of exported models that are there, and of what a killed run left of one."""
+        """Returns the folders of exported models that are there, and of a killed run's unfinished ones."""
         patterns = [f"{kind}{rest}" for kind in ("model", "adapter") for rest in ("-step-*", "*.part")]
-        found = [self.model, self.adapter, *sorted({each for p in patterns for each in self.path.glob(p)})]
-        return [path for path in found if path.exists()]
+        folders = [self.model, self.adapter, *sorted({export for p in patterns for export in self.path.glob(p)})]
+        return [path for path in folders if path.exists()]
 
 
 _FILE = "files.json"
@@ -128,18 +128,18 @@ class ListedFiles:
     def add_folder(self, path: Path) -> None:
         """Lists a folder with everything that is and will be inside."""
         name = f"{self._name(path)}/"
-        self._write({each for each in self._names() if not each.startswith(name)} | {name})
+        self._write({entry for entry in self._names() if not entry.startswith(name)} | {name})
 
     def itemise(self, path: Path) -> None:
-        """Replaces a folder in the list by the files inside, now that it is complete: what comes later is another's."""
+        """Replaces a folder in the list by the files inside, now that it is complete: later files are another's."""
         inside = {self._name(file) for file in path.rglob("*") if not file.is_dir()}
         self._write(self._names() - {f"{self._name(path)}/"} | inside)
 
     def is_itemised(self, path: Path) -> bool:
         """Returns whether the folder at this path was complete when its files were listed, and they are there."""
         name = f"{self._name(path)}/"
-        inside = [each for each in self._names() if each.startswith(name)]
-        return bool(inside) and name not in inside and all((self._folder / each).exists() for each in inside)
+        inside = [entry for entry in self._names() if entry.startswith(name)]
+        return bool(inside) and name not in inside and all((self._folder / entry).exists() for entry in inside)
 
     def has(self, path: Path) -> bool:
         """Returns whether a file or a folder is in the list, by itself or as a part of a folder."""
@@ -153,8 +153,8 @@ class ListedFiles:
             return None
         if path.is_symlink() or not path.is_dir():
             return path
-        inside = [each for each in sorted(path.iterdir()) if not each.name.startswith(".")]
-        return next((found for each in inside if (found := self.find_unlisted(each))), None)
+        inside = [child for child in sorted(path.iterdir()) if not child.name.startswith(".")]
+        return next((unlisted for child in inside if (unlisted := self.find_unlisted(child))), None)
 
     def remove(self) -> None:
         """Removes all that is listed, and folders that this leaves empty."""

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: the last step's timeline, the exported model, and text that the model writes."""
+"""The results of a run: the last step's timeline, the exported model, and text that the model writes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def export_model(run: RunContext, pipe: Pipeline, folder: Path) -> None:
 def has_room(run: RunContext, folder: Path, needed: int) -> bool:
     """Returns whether rank 0's disk has as many bytes left; says that `folder` is left out where not. Collective."""
     path = run.folder.path  # it may have been removed
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     free = int(run.world.gather(shutil.disk_usage(there).free)[0])
     if free < needed:
         need, have = bytes_text(needed), bytes_text(free)
@@ -67,11 +67,11 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
 
     Raises:
         NonFiniteError: on all ranks, where a weight isn't finite.
-        OSError: on all ranks, where it can't be written; what was there stays.
+        OSError: on all ranks, where it can't be written; the former one stays.
     """
-    poisoned = next((each.name for each in pipe.parameter_shards() if not is_finite(each.parameter.detach())), None)
-    if found := next(filter(None, run.world.gather(poisoned)), None):
-        raise NonFiniteError(f"the model is not exported: {describe_non_finite(found)}")
+    poisoned = next((shard.name for shard in pipe.parameter_shards() if not is_finite(shard.parameter.detach())), None)
+    if description := next(filter(None, run.world.gather(poisoned)), None):
+        raise NonFiniteError(f"the model is not exported: {describe_non_finite(description)}")
     part, before = (run.folder.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
         run.world.decided(lambda: _clear(part, before))
@@ -85,18 +85,18 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
 
 
 def _clear(*folders: Path) -> None:
-    """Removes what an export that failed left."""
+    """Removes a failed export's files."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _complete(run: RunFolder, part: Path, before: Path, folder: Path, trusts_code: bool) -> None:
-    """Adds the tokenizer, and gives the folder its name; what had it is `before` until then."""
+    """Adds the tokenizer, and gives the folder its name; the former one is `before` until then."""
     if run.inputs.exists():  # else somebody has removed the folder while the run was at work
         load_tokenizer(str(run.inputs), trusts_code).save_pretrained(part)
-        kept = read_generation(run.inputs)
-        if kept is not None and (part / GENERATION_CONFIG_NAME).exists():  # where it isn't an adapter alone
-            write_generation(part, kept)
+        generation = read_generation(run.inputs)
+        if generation is not None and (part / GENERATION_CONFIG_NAME).exists():  # where it isn't an adapter alone
+            write_generation(part, generation)
     for file in filter(Path.is_file, part.rglob("*")):
         with file.open("rb") as written:
             os.fsync(written.fileno())
@@ -114,14 +114,14 @@ def sample_in_training(run: RunContext, pipe: Pipeline, step: int) -> SampleReco
     Each token is drawn from the logits of a forward of all before it; `training.seed` and the step decide the draws.
     """
     sample, tokenizer = run.config.sample, load_tokenizer(str(run.folder.inputs), run.config.model.trust_remote_code)
-    given: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
-    tokens, generator = list(given), torch.Generator().manual_seed(keyed_seed(run.config.training.seed, step))
+    prompt_tokens: list[int] = tokenizer(sample.prompt, verbose=False)["input_ids"]
+    tokens, generator = list(prompt_tokens), torch.Generator().manual_seed(keyed_seed(run.config.training.seed, step))
     copies = max(1, run.config.pipeline.num_microbatches)  # each microbatch needs a sequence
-    while len(tokens) - len(given) < sample.max_new_tokens:
+    while len(tokens) - len(prompt_tokens) < sample.max_new_tokens:
         with autocast(run.config, run.device):
-            found = pipe.logits([torch.tensor(tokens)] * copies)
-        chosen = None if found is None else _draw(found[0][-1].double().cpu(), sample.temperature, generator)
-        tokens.append(next(each for each in run.world.gather(chosen) if each is not None))
+            logits = pipe.logits([torch.tensor(tokens)] * copies)
+        chosen = None if logits is None else _draw(logits[0][-1].double().cpu(), sample.temperature, generator)
+        tokens.append(next(token for token in run.world.gather(chosen) if token is not None))
         if tokens[-1] == tokenizer.eos_token_id:
             break
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))

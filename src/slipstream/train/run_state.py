@@ -1,4 +1,4 @@
-"""What a checkpoint keeps so that a run can be resumed: the tensors of a rank, and facts."""
+"""The state of a run in a checkpoint, from which it can be resumed: the tensors of a rank, and facts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _READ_AT_ONCE = 2**24  # tokens
 
 
 def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
-    """Yields the shards of this rank's parameters, as its optimizer updates them, and of what that keeps of each; of a
-    model with an adapter, those of the adapter.
+    """Yields the shards of this rank's parameters, as its optimizer updates them, and of the optimizer's state of each;
+    of a model with an adapter, those of the adapter.
 
     Raises SlipstreamError for state that no other mesh could load.
     """
@@ -37,7 +37,7 @@ def run_shards(pipe: Pipeline, optimizer: Optimizer) -> Iterator[TensorShard]:
 
 
 def load_run(checkpoints: Checkpoints, saved: SavedCheckpoint, pipe: Pipeline, optimizer: Optimizer) -> None:
-    """Fills what `run_shards` yields; the optimizer then has the checkpoint's state and no other. Collective.
+    """Fills the shards of `run_shards`; the optimizer then has the checkpoint's state and no other. Collective.
 
     Raises SlipstreamError, on all ranks and before any tensor is changed, where the checkpoint doesn't fit.
     """
@@ -56,8 +56,7 @@ class RunState:
         sequences: TrainingSequences,
         rates: StageRates | None,
     ) -> None:
-        """`rates` are what stages cost, by which steps on documents of any length are planned, where it was
-        measured."""
+        """`rates` are the stages', by which steps on documents of any length are planned, where it was measured."""
         self._settings = run.config.model_dump(mode="json")
         self._pipe, self._scheduler, self._loss_scale, self._sequences = pipe, scheduler, loss_scale, sequences
         # An adapter belongs to these weights.
@@ -68,7 +67,7 @@ class RunState:
         self.num_samples = 0  # sequences that were trained on
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps next to the tensors, as JSON can hold it."""
+        """Returns the facts that a checkpoint keeps next to the tensors, as JSON can hold them."""
         pipe, scheduler = self._pipe, self._scheduler
         samples = encode({"num_samples": self.num_samples}, "facts")
         rule = describe_rule(scheduler.optimizer, scheduler)
@@ -102,16 +101,16 @@ class RunState:
         self._pipe.refresh()
         self._loss_scale.load_state_dict(facts["loss_scale"])
         # The options of optimizer and schedule are the configuration's, which may have others than before.
-        scheduler, number = self._scheduler, decode(facts["loop"]["scheduler"]["state"])["last_epoch"]
-        rates = [base * ratio(number) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        scheduler, updates = self._scheduler, decode(facts["loop"]["scheduler"]["state"])["last_epoch"]
+        rates = [base * ratio(updates) for base, ratio in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
         same = {"lr_lambdas": [None] * len(rates)}
-        scheduler.load_state_dict({"last_epoch": number, "_step_count": number + 1, "_last_lr": rates, **same})
+        scheduler.load_state_dict({"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates, **same})
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
 
 def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
-    """Returns what decides which sample comes when."""
+    """Returns the facts that decide the order of samples."""
     texts = [describe_text(text) for text in sequences.texts]
     of_them = texts[0] if len(texts) == 1 else {"sources": texts, "weights": sequences.weights}
     if sequences.origin is not None:
@@ -121,7 +120,7 @@ def describe_data(sequences: TrainingSequences) -> dict[str, Any]:
 
 
 def describe_text(text: TokenisedText) -> dict[str, Any]:
-    """Returns what tells the tokens and the labels of a text from others."""
+    """Returns the facts that tell the tokens and the labels of a text from others."""
     facts = {"num_tokens": len(text.tokens), "crc32": _checksum(text.tokens)}
     rated = {} if text.ratings is None else {"ratings_crc32": zlib.crc32(text.ratings.tobytes())}
     return facts if text.labels is None else {**facts, "labels_crc32": _checksum(text.labels), **rated}
@@ -138,7 +137,7 @@ def _checksum(array: Array) -> int:
 
 
 def check_data(was: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises SlipstreamError, with what differs, where `describe_data` of a checkpoint isn't that of this run."""
+    """Raises SlipstreamError, with the difference, where `describe_data` of a checkpoint isn't that of this run."""
     values = ((key, was.get(key), now.get(key)) for key in {**now, **was})
     different = [f"{key} was {before!r}, is {value!r}" for key, before, value in values if value != before]
     if different:
@@ -153,8 +152,8 @@ _PLACES = 64
 
 
 def describe_base(path: str) -> dict[str, Any]:
-    """Returns what tells the weights in a folder from others: of each file its size and a checksum of its header and of
-    blocks at equal distances; of a name on the hub that name."""
+    """Returns the facts that tell the weights in a folder from others: of each file its size and a checksum of its
+    header and of blocks at equal distances; of a name on the hub that name."""
     folder = Path(path)
     files = sorted(folder.glob("*.safetensors"))
     return {"files": {file.name: _describe(file) for file in files}} if files else {"name": path}

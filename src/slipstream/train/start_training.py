@@ -79,7 +79,7 @@ def start_training(config: Config) -> None:
 
 @contextmanager
 def _said_how_to_go_on(config: Config, model_config: Any) -> Iterator[None]:
-    """Says last, after Ctrl-C and after a failure, what to type to go on: from which checkpoint, if there is one."""
+    """Says last, after Ctrl-C and after a failure, how to go on: from which checkpoint, if there is one."""
     folder = config.folder
     try:
         yield
@@ -174,9 +174,9 @@ def launch_with_restarts(
 
 
 def _check_enough(config: Config, places: LocalPlaces, error: RankFailedError) -> None:
-    number, least = len(places.there), config.training.min_ranks
-    if number < (least or 0):
-        are = "1 of {} processes is" if number == 1 else f"{number} of {{}} processes are"
+    num_there, least = len(places.there), config.training.min_ranks
+    if num_there < (least or 0):
+        are = "1 of {} processes is" if num_there == 1 else f"{num_there} of {{}} processes are"
         raise RankFailedError(
             f"{error}; {are.format(config.num_processes)} left, fewer than training.min_ranks={least}"
         ) from None
@@ -186,10 +186,10 @@ def _describe_mesh(config: Config, places: LocalPlaces) -> str:
     """Returns the end of a sentence about the processes of the next start, which are named where not all are used."""
     if config.training.min_ranks is None:
         return ""
-    there, number = places.there, config.num_processes
+    there, num_processes = places.there, config.num_processes
     mesh = mesh_of_processes(config, len(there))
-    idle, lost = there[mesh.num_processes :], [place for place in range(number) if place not in there]
-    parts = [f", with {mesh.num_processes} of {number} processes as {mesh.mesh_text}"]
+    idle, lost = there[mesh.num_processes :], [place for place in range(num_processes) if place not in there]
+    parts = [f", with {mesh.num_processes} of {num_processes} processes as {mesh.mesh_text}"]
     if idle:
         parts.append(f"; {_named(idle)} without work")
     if lost:

@@ -52,7 +52,7 @@ class Trainer:
         """
         self._run, self._stop = run, stop
         config, training = run.config, run.config.training
-        # 1. Where the run begins, and on what it trains.
+        # 1. The run's beginning, and its training data.
         self._checkpoints = RunCheckpoints(run, written=lambda record: self._reporter.write(record))
         saved = self._checkpoints.find_start()
         self._sequences = load_sequences(config, run.folder.inputs, run.progress.warn)
@@ -63,13 +63,13 @@ class Trainer:
         with run.progress.waiting(what) if "seq_len" in settings else nullcontext():
             self._pipe = make_pipeline(config, run.device, **settings)
         plan, by_step = record_plan(run, self._pipe, self._sequences), self._sequences.packing == "none"
-        # 3. What it is validated on, and what updates it.
+        # 3. Validation data, and the optimizer.
         self._validator = Validator(run, self._pipe, self._load_held_out(saved is not None))
         self._num_steps = count_steps(training, self._sequences)
         optimizer = make_optimizer(self._pipe.parameters(), config.optimizer)
         self._scheduler = make_scheduler(optimizer, config.optimizer, self._num_steps)
         self._loss_scale = LossScale() if training.precision == "fp16" else LossScale.fixed()
-        # 4. What checkpoints have of all that.
+        # 4. Checkpoints of all that.
         rates = None if not by_step else settings.get("rates") if plan is None else self._pipe.rates
         self._state = RunState(run, self._pipe, self._scheduler, self._loss_scale, self._sequences, rates)
         self._bad_steps = BadSteps(run, has_copies=run.world.size > self._pipe.axes["pp"].size)
@@ -79,7 +79,7 @@ class Trainer:
             self._checkpoints.resume(saved, self._parts)
             if self._pipe.leads:
                 self._say_what_changed(saved.facts)
-        # 5. What tells of the steps.
+        # 5. Reports on the steps.
         self._reporter = Reporter(
             run, self._pipe, self._mean_sequences(), self._state.step, plan=None if by_step else plan
         )
@@ -112,13 +112,13 @@ class Trainer:
                     self._save_and_stop(step)
                 self._do_what_is_due(step)
             self._checkpoints.close()
-        # 3. What there is to say of all of them.
+        # 3. Closing lines on all of them.
         if numbers := self._bad_steps.steps:
             run.progress.warn(f"{plural(len(numbers), 'step')} did not update: {numbers_text(numbers)}")
         if best := self._validator.history.describe_best():
             run.progress.say_result(best)
         self._reporter.close()
-        # 4. What the run leaves.
+        # 4. The run's results.
         with counted_off("drawing the last step"), run.writes.of("the last step's timeline"):
             draw_last_step(run, pipe, timeline)
         try:
@@ -163,9 +163,9 @@ class Trainer:
         return texts["validation"]
 
     def _mean_sequences(self) -> tuple[float, float]:
-        """Returns the mean tokens of what the model sees as a sequence, and the mean number of them in a step."""
-        sequences, number = self._sequences, self._sequences.group_size
-        return sequences.mean_length / number, self._batch_size.mean(sequences) * number
+        """Returns the mean tokens of the sequences that the model sees, and the mean number of them in a step."""
+        sequences, group_size = self._sequences, self._sequences.group_size
+        return sequences.mean_length / group_size, self._batch_size.mean(sequences) * group_size
 
     def _steps_left(self) -> Iterator[int]:
         """Yields the numbers of the steps to train, until validations don't improve any more."""
@@ -188,7 +188,7 @@ class Trainer:
 
     @property
     def _is_tuning(self) -> bool:
-        """Whether order or slices are still to be planned; where lengths differ each step has its own plan."""
+        # Where lengths differ each step has its own plan.
         return self._pipe.is_tuning and self._run.config.data.packing == "fixed"
 
     def _roll_back(self) -> int | None:
@@ -237,7 +237,7 @@ class Trainer:
                 export_model(self._run, self._pipe, folder)
 
     def _train_step(self, step: int) -> tuple[StepRecord, Timeline]:
-        """Takes one step of the optimizer; returns what was measured of it and what ran when. Collective."""
+        """Takes one step of the optimizer; returns its record and its timeline. Collective."""
         run, state, is_trial = self._run, self._state, self._is_tuning
         # 1. The batch.
         began = time.perf_counter()
@@ -251,7 +251,7 @@ class Trainer:
         accepts = self._before_update, self._bad_steps.accepts
         result = train_step(self._pipe, self._scheduler, batch, run.config, run.device, self._loss_scale, *accepts)
         self._checkpoints.note_step(result.seconds)
-        # 3. What becomes of a bad step, and where the run is now.
+        # 3. The remedy for a bad step, and the run's place after it.
         samples = state.num_samples, state.num_samples + size
         bad = self._bad_steps.act(step, result.loss, result.grad_norm, samples, self._roll_back)
         result = result._replace(bad=bad, rewards=self._rewards(batch))

@@ -61,7 +61,7 @@ def join_run(config: Config) -> None:
     is_elastic = config.training.min_ranks is not None
     if is_elastic:
         config = mesh_of_those_there(config, os.environ)
-    problem = None  # what keeps this rank from taking part, though others may be ready
+    problem = None  # this rank's obstacle, though others may be ready
     try:
         check_machine(config)
     except SlipstreamError as error:
@@ -123,27 +123,27 @@ def mesh_of_those_there(config: Config, environment: Mapping[str, str]) -> Confi
             there.
     """
     world_size, least = int(environment["WORLD_SIZE"]), config.training.min_ranks or 1
-    given = f"training.min_ranks={least}"
+    setting = f"training.min_ranks={least}"
     if "TORCHELASTIC_RUN_ID" not in environment:
         launcher = "srun" if "SLURM_PROCID" in environment else "this launcher"
         raise SlipstreamError(
-            f"{given}, but {launcher} starts a fixed number of processes and ends with the first that is lost. Start "
+            f"{setting}, but {launcher} starts a fixed number of processes and ends with the first that is lost. Start "
             "one torchrun --nnodes=MIN:MAX --rdzv-backend=c10d on each node (under Slurm: srun --ntasks-per-node=1 "
             "torchrun ...), or leave training.min_ranks out"
         )
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise SlipstreamError(
-            f"{given}: a node that joins later doesn't find the store that torchrun's agents share over all starts. "
+            f"{setting}: a node that joins later doesn't find the store that torchrun's agents share over all starts. "
             "Type export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node first, so that each start has its own"
         )
     if config.checkpoint.resume == "no":
         raise SlipstreamError(
-            f"{given} under torchrun, where a node that joins can't tell a first start from a later one: give "
+            f"{setting} under torchrun, where a node that joins can't tell a first start from a later one: give "
             "--checkpoint.resume=last-good, which begins where there is no checkpoint yet"
         )
     if world_size < least:
         raise SlipstreamError(
-            f"the launcher started {plural(world_size, 'process')}, fewer than {given}; "
+            f"the launcher started {plural(world_size, 'process')}, fewer than {setting}; "
             f"start more, as by torchrun --nnodes=MIN:MAX with a larger MIN, or give --training.min_ranks={world_size}"
         )
     return mesh_of_processes(config, world_size)

@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
     seconds: float
     optimizer_seconds: float  # of them, of clipping and update
     rewards: dict[str, float] | None = None  # of preferences, means over pairs
-    bad: dict[str, Any] | None = None  # of a step that didn't update: why, its samples, and what was done
+    bad: dict[str, Any] | None = None  # of a step that didn't update: why, its samples, and the remedy
 
 
 def train_step(
@@ -48,11 +48,11 @@ def train_step(
     """
     started, optimizer, lr = time.perf_counter(), scheduler.optimizer, float(scheduler.get_last_lr()[0])
     optimizer.zero_grad()
-    given: dict[str, Any] = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
+    options: dict[str, Any] = {} if loss_scale is None else {"loss_scale": loss_scale.scale}
     if batch.sequence_values is not None:
-        given["sequence_values"] = batch.sequence_values
+        options["sequence_values"] = batch.sequence_values
     with autocast(config, device):
-        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **given)
+        loss = model.step(batch.input_ids, batch.labels, document_ids=batch.document_ids, **options)
     began = time.perf_counter()
     norm = float(model.clip_grad_norm_(config.optimizer.clip_norm or math.inf))
     if accepts(float(loss), norm):
@@ -99,10 +99,10 @@ class Evaluator:
         documents, values = batch.document_ids, batch.sequence_values
         plan = None if self._slice_len is None else self._plan(batch, self._slice_len)
         with nullcontext() if self._config is None else autocast(self._config, self.pipe.device):
-            found = self.pipe.evaluate(
+            loss = self.pipe.evaluate(
                 batch.input_ids, batch.labels, document_ids=documents, sequence_values=values, plan=plan
             )
-        return float(found)
+        return float(loss)
 
     def sum_losses(self, batches: Iterable[tuple[TokenBatch, int]]) -> tuple[float, int]:
         """Returns the sum of the losses of all tokens that are predicted, and how many these are. Collective.
@@ -110,13 +110,13 @@ class Evaluator:
         Of each batch it takes this replica's part, and the number that all replicas predict.
         """
         total, count = 0.0, 0
-        for batch, number in batches:
-            if number:
-                total, count = total + self.loss(batch) * number, count + number
+        for batch, weight in batches:
+            if weight:
+                total, count = total + self.loss(batch) * weight, count + weight
         return total, count
 
     def _plan(self, batch: TokenBatch, slice_len: int) -> StepPlan:
-        number, tokens = len(batch.input_ids), sum(map(len, batch.input_ids))
-        groups = number if batch.sequence_values is None else number // 2  # a plan takes the answers of a pair as one
+        rows, tokens = len(batch.input_ids), sum(map(len, batch.input_ids))
+        groups = rows if batch.sequence_values is None else rows // 2  # a plan takes the answers of a pair as one
         slices = slice_lengths(-(-tokens // slice_len), tokens)
         return StepPlan((tuple(range(groups)),), (tuple(slices),), gpipe(1, 1, len(slices)))

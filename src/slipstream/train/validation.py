@@ -36,7 +36,7 @@ class Validator:
         return every > 0 and (step % every == 0 or step == last) and not self.history.has(step)
 
     def validate(self, step: int) -> tuple[ValidationRecord, bool]:
-        """Measures the model after a step; returns what was found, and whether no validation before was as good.
+        """Measures the model after a step; returns its record, and whether no validation before was as good.
 
         Collective. All ranks judge by the loss of rank 0.
         """
@@ -78,12 +78,12 @@ class Validator:
 
 
 class LossHistory:
-    """What counts of the validations so far. Every rank has one, which gets the same losses.
+    """The validations so far that count. Every rank has one, which gets the same losses.
 
     Args:
         keeps_best: whether the checkpoints of improvements are kept; they are listed then.
         patience: validations in a row without an improvement after which the run ends; None for never.
-        unit: what a loss is of.
+        unit: of a loss.
     """
 
     def __init__(self, keeps_best: bool = False, patience: int | None = None, unit: str = "nats per token") -> None:
@@ -115,16 +115,16 @@ class LossHistory:
         return is_out_of_patience(self.facts(), self._patience)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, so that a resumed run judges alike."""
+        """Returns a checkpoint's facts, so that a resumed run judges alike."""
         return {
-            "improvements": [list(each) for each in self._improvements],
+            "improvements": [list(improvement) for improvement in self._improvements],
             "best": None if self.best is None else list(self.best),
             "num_without_improvement": self._num_without,
             "last_step": self._last_step,
         }
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from what `facts` returned."""
+        """Goes on from the facts of `facts`."""
         self.best = None if facts["best"] is None else Improvement(*facts["best"])
         self._num_without, self._last_step = facts["num_without_improvement"], facts["last_step"]
         if self._keeps_best:

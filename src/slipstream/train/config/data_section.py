@@ -1,4 +1,4 @@
-"""The sections `data` and `preference` of a configuration: what is trained on, and how it becomes tokens."""
+"""The sections `data` and `preference` of a configuration: the training data, and how it becomes tokens."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class SourceSection(Record):
     @field_validator("suffixes")
     @classmethod
     def _have_dots(cls, suffixes: list[str]) -> list[str]:
-        dotted = ", ".join(f".{each.removeprefix('.')}" for each in suffixes)
-        if without := [each for each in suffixes if not each.startswith(".")]:
+        dotted = ", ".join(f".{suffix.removeprefix('.')}" for suffix in suffixes)
+        if without := [suffix for suffix in suffixes if not suffix.startswith(".")]:
             raise ValueError(f"{without[0]!r} lacks its dot; give [{dotted}]")
         return suffixes
 
@@ -64,8 +64,8 @@ class SourceSection(Record):
     def _one_kind_of_files(self) -> Self:
         """Takes texts or tables, and tables that are read alike."""
         endings = self._file_endings()
-        if len({each.replace(".jsonl", ".json") for each in endings}) > 1:
-            kinds = " and ".join(each or "of texts" for each in endings)
+        if len({ending.replace(".jsonl", ".json") for ending in endings}) > 1:
+            kinds = " and ".join(ending or "of texts" for ending in endings)
             raise ValueError(
                 f"data.files names files {kinds}, and a source takes one kind: tables are read as rows, a text "
                 "as a document. Give each kind as a source: --data.sources=[{files: [a.txt]}, {files: [b.jsonl]}]"
@@ -75,7 +75,7 @@ class SourceSection(Record):
     def _file_endings(self) -> list[str]:
         """Returns the endings of tables among `files`, and "" where there is anything else."""
         endings = (self.suffixes if path.is_dir() else [path.suffix] for path in self.files or ())
-        return sorted({ending if ending in TABLES else "" for each in endings for ending in each})
+        return sorted({ending if ending in TABLES else "" for group in endings for ending in group})
 
     @property
     def has_rows(self) -> bool:
@@ -106,9 +106,9 @@ class WeightedSource(SourceSection):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = self._given_sources()
-        if len(given) != 1:
-            what = " and ".join(given) or "none"
+        sources = self._given_sources()
+        if len(sources) != 1:
+            what = " and ".join(sources) or "none"
             raise ValueError(f"each of data.sources is one of corpus, files and dataset; given: {what}")
         return self
 
@@ -149,9 +149,9 @@ class DataSection(SourceSection):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [*self._given_sources(), *(["sources"] if self.sources is not None else [])]
-        if len(given) != 1:
-            what = " and ".join(given) or "none"
+        sources = [*self._given_sources(), *(["sources"] if self.sources is not None else [])]
+        if len(sources) != 1:
+            what = " and ".join(sources) or "none"
             raise ValueError(f"give one of data.corpus, data.files, data.dataset and data.sources; given: {what}")
         if self.tokenizer is not None and self.vocab_size is not None:
             raise ValueError("data.vocab_size is for a tokenizer trained here; remove it or data.tokenizer")
@@ -170,8 +170,8 @@ class DataSection(SourceSection):
         return self
 
     def _check_sources(self, sources: list[WeightedSource]) -> None:
-        own = (name for name in SourceSection.model_fields if name not in _SOURCES)
-        if outside := [name for name in own if getattr(self, name) != type(self).model_fields[name].default]:
+        names = (name for name in SourceSection.model_fields if name not in _SOURCES)
+        if outside := [name for name in names if getattr(self, name) != type(self).model_fields[name].default]:
             raise ValueError(f"data.{outside[0]} with data.sources: give it to each of the sources that it is for")
         with_weight = [source.weight is not None for source in sources]
         if self.streaming and len(sources) > 1 and not any(with_weight):
@@ -180,8 +180,8 @@ class DataSection(SourceSection):
                 "ends, so that only weights say how often each comes. Give each source one, such as weight: 1"
             )
         if any(with_weight) and not all(with_weight):
-            number = with_weight.index(False) + 1
-            raise ValueError(f"data.sources: number {number} has no weight, but others have; give all of them one")
+            place = with_weight.index(False) + 1
+            raise ValueError(f"data.sources: number {place} has no weight, but others have; give all of them one")
 
     @property
     def all_sources(self) -> list[SourceSection]:
@@ -196,7 +196,7 @@ class DataSection(SourceSection):
 
     @property
     def validation_source(self) -> SourceSection | None:
-        """What `validation` names; None where it names nothing."""
+        """The source that `validation` names; None where it names none."""
         if self.validation is None:
             return None
         like = self.all_sources[0]
@@ -270,8 +270,8 @@ class PreferenceSection(Record):
 
 def check_preference(data: DataSection, pipeline: PipelineSection) -> None:
     """Raises ValueError for settings that don't go with pairs of answers."""
-    for number, source in enumerate(data.all_sources):
-        _check_source(source, "data" if data.sources is None else f"data.sources[{number}]")
+    for index, source in enumerate(data.all_sources):
+        _check_source(source, "data" if data.sources is None else f"data.sources[{index}]")
     refused = {
         "data.packing=fixed": (data.packing == "fixed", "each answer is a sequence of its own length"),
         "data.streaming=true": (data.streaming, "the reference of all pairs is computed before the first step"),

@@ -1,4 +1,4 @@
-"""Checks whether the sections of a configuration fit together, and knows what other libraries call them."""
+"""Checks whether the sections of a configuration fit together, and knows their names in other libraries."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def named_schedule(pipeline: PipelineSection) -> str | Schedule:
 
 def check_lengths(pipeline: PipelineSection, num_rows: int, seq_len: int) -> None:
     """Raises ValueError where slices don't add up to the sequence, or microbatches to a replica's rows."""
-    given, tokens_of = pipeline.microbatches, "training.seq_len"
+    microbatches, tokens_of = pipeline.microbatches, "training.seq_len"
     try:
-        if given is not None:
-            check_microbatches(given_microbatches(given), num_rows, seq_len, "a replica's batch", tokens_of)
+        if microbatches is not None:
+            check_microbatches(given_microbatches(microbatches), num_rows, seq_len, "a replica's batch", tokens_of)
         elif pipeline.slices != "auto":
             slice_lengths(pipeline.slices, seq_len, f"{tokens_of}=", "pipeline.slices")
     except SlipstreamError as error:
-        raise ValueError(str(error) if given is None else f"pipeline.{error}") from None
+        raise ValueError(str(error) if microbatches is None else f"pipeline.{error}") from None
 
 
 def check_partition(pipeline: PipelineSection) -> None:
@@ -111,10 +111,10 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: in
             f"pipeline.schedule={pipeline.schedule} has microbatches of {[*schedule.slice_counts]} slices; give "
             "pipeline.microbatches with as many slices"
         )
-    for name, (wanted, given) in counts.items():
-        if wanted != given:
+    for name, (wanted, actual) in counts.items():
+        if wanted != actual:
             raise ValueError(
-                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={given}; "
+                f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={actual}; "
                 f"set --{name}={wanted}"
             )
 
@@ -147,12 +147,12 @@ def _check_rows(batch_size: int, replicas: int, num_microbatches: int, may_diffe
             f"training.batch_size={batch_size} doesn't divide into parallel.data={replicas} equal parts; choose "
             + (f"{below} or {below + replicas}" if below else f"{replicas}")
         )
-    each = batch_size // replicas
-    if each < num_microbatches:
-        of_each = "" if replicas == 1 else f" of {each} for each of parallel.data={replicas} replicas"
+    rows = batch_size // replicas
+    if rows < num_microbatches:
+        of_each = "" if replicas == 1 else f" of {rows} for each of parallel.data={replicas} replicas"
         raise ValueError(
             f"training.batch_size={batch_size}{of_each} can't be cut into "
-            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {each}, or a larger batch"
+            f"pipeline.num_microbatches={num_microbatches} parts; choose 1 to {rows}, or a larger batch"
         )
 
 
@@ -371,9 +371,9 @@ OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
 def check_is_ours(path: Path, values: Mapping[str, Any]) -> None:
     """Raises SlipstreamError where the keys of a file are those of another tool's configuration."""
     for tool, keys in OTHER_TOOLS.items():
-        if len(found := [key for key in keys if key in values]) > 1:
+        if len(foreign := [key for key in keys if key in values]) > 1:
             raise SlipstreamError(
-                f"{path} is a configuration of {tool} ({', '.join(found[:3])}); `slipstream init MODEL DATA` writes "
+                f"{path} is a configuration of {tool} ({', '.join(foreign[:3])}); `slipstream init MODEL DATA` writes "
                 "one of Slipstream's, and the page 'Coming from other tools' says what each setting is called here"
             )
 

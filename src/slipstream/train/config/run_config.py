@@ -48,7 +48,7 @@ _PRECISIONS = {"bf16-weights": Precision(dtype="bfloat16", master_dtype="float32
 
 
 def precision_named(name: str) -> Precision:
-    """Returns the dtypes of the Pipeline by what `training.precision` says."""
+    """Returns the dtypes of the Pipeline by the name in `training.precision`."""
     return _PRECISIONS.get(name, Precision(dtype="float32"))
 
 
@@ -83,7 +83,7 @@ class Config(Record):
     @model_validator(mode="before")
     @classmethod
     def _leave_open_what_is_not_named(cls, values: Any) -> Any:
-        """Leaves order, slices and cut to a plan where the configuration names none of what a plan decides."""
+        """Leaves order, slices and cut to a plan where the configuration names none of a plan's choices."""
         if not isinstance(values, dict):
             return values
         pipeline, memory = ((values.get(name) or {}) for name in ("pipeline", "memory"))
@@ -131,10 +131,10 @@ class Config(Record):
     def _lengths_add_up(self) -> Self:
         self.runtime.refuse(["stall_limit"], "a run takes it as training.stall_limit.")
         if self.memory.limit is not None and self.memory.limit < _LEAST_MEMORY:
-            given = self.memory.limit
+            limit = self.memory.limit
             raise ValueError(
-                f"memory.limit={given:g} is in bytes, too few to train any model; give "
-                f"--memory.limit={given:g}e9 if gigabytes were meant"
+                f"memory.limit={limit:g} is in bytes, too few to train any model; give "
+                f"--memory.limit={limit:g}e9 if gigabytes were meant"
             )
         if self.training.bad_numbers == "rollback" and not self.checkpoint.every:
             raise ValueError(
@@ -175,14 +175,14 @@ class Config(Record):
     def pipeline_options(self) -> dict[str, Any]:
         """Returns the arguments of the Pipeline that the configuration gives."""
         microbatches = self.pipeline.microbatches
-        given = {name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS}
+        options = {name: getattr(self.pipeline, name) for name in _PIPELINE_OPTIONS}
         if microbatches is not None:
-            given |= {"microbatches": microbatches, "num_microbatches": 1, "slices": None}
+            options |= {"microbatches": microbatches, "num_microbatches": 1, "slices": None}
         # `spread` is refused, and a plan mustn't choose it.
         if self.preference is not None or self.training.neftune_alpha is not None or self.sample.every:
-            given["vocabulary"] = "whole"
+            options["vocabulary"] = "whole"
         return {
-            **given,
+            **options,
             "schedule": named_schedule(self.pipeline),
             # Of sequences of any length the cut is by weights alone, unless a plan is made for the typical one.
             "seq_len": self.training.seq_len if self.data.packing == "fixed" else None,
@@ -194,7 +194,7 @@ class Config(Record):
         }
 
     def _given_rates(self) -> StageRates | None:
-        """Returns what the stages cost, where the configuration is a plan for documents of any length."""
+        """Returns the stages' rates, where the configuration is a plan for documents of any length."""
         if self.plan.rates is None or self.data.packing == "fixed" or not self.pipeline.schedule.endswith(".txt"):
             return None
         from slipstream.planner.steps import StageRates  # which takes a second, as numba does
@@ -223,7 +223,7 @@ class Config(Record):
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """What `make_mesh` is given: the ranks along each axis, and over how many of these experts are spread."""
+        """The arguments of `make_mesh`: the ranks along each axis, and over how many of these experts are spread."""
         return {axis: getattr(getattr(self, section), name) for axis, (section, name) in MESH_SETTINGS.items()}
 
     @property
@@ -327,11 +327,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
 
 
 def _locate_paths(values: dict[str, Any], folder: Path) -> None:
-    """Names what isn't in the working folder, but in this one, by its place there."""
+    """Replaces paths that aren't in the working folder, but in this one, by their place there."""
 
     def located(given: Any) -> Any:
         if isinstance(given, list):
-            return [located(each) for each in given]
+            return [located(item) for item in given]
         if not isinstance(given, str) or os.path.exists(given) or not os.path.exists(folder / given):
             return given
         return str(folder / given)
@@ -339,7 +339,7 @@ def _locate_paths(values: dict[str, Any], folder: Path) -> None:
     data = values.get("data")
     sources = data.get("sources") if isinstance(data, dict) else None
     named = [(values.get(section), names) for section, names in _PATHS.items()]
-    named += [(each, _PATHS["data"]) for each in (sources if isinstance(sources, list) else ())]
+    named += [(source, _PATHS["data"]) for source in (sources if isinstance(sources, list) else ())]
     for section, names in named:
         if isinstance(section, dict):
             section.update({name: located(section[name]) for name in names if name in section})
@@ -352,8 +352,8 @@ def _count_launched() -> int:
     """Returns how many processes torchrun or srun has started, of which this is one; 0 where neither has."""
     environment = os.environ
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "") if "SLURM_PROCID" in environment else ""
-    number = environment.get("WORLD_SIZE", "") if "RANK" in environment else tasks if tasks != "1" else ""
-    return int(number) if number.isdigit() else 0  # of a wrong one the ranks say what it should be
+    size = environment.get("WORLD_SIZE", "") if "RANK" in environment else tasks if tasks != "1" else ""
+    return int(size) if size.isdigit() else 0  # where it is wrong the ranks name the right one
 
 
 def _count_gpus(values: dict[str, Any]) -> int:
@@ -372,7 +372,7 @@ def _fill_in_for_this_machine(values: dict[str, Any]) -> None:
     GPUs are made for, where the configuration says neither."""
     sections = ("pipeline", "parallel", "training")
     pipeline, parallel, training = (values.get(name) or {} for name in sections)
-    if not all(isinstance(each, dict) for each in (pipeline, parallel, training)):
+    if not all(isinstance(section, dict) for section in (pipeline, parallel, training)):
         return
     gpus = 0 if training.get("device") == "cpu" else _count_gpus(values)
     is_open = "num_ranks" not in pipeline and "auto" not in (
@@ -388,8 +388,8 @@ def _has_bfloat16() -> bool:
     """Returns whether all GPUs multiply in bfloat16, asked without touching CUDA, which ranks couldn't use then."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS_TO_ASK, check=True).stdout
-        return min(map(float, found.split())) >= _FIRST_WITH_BFLOAT16
+        capabilities = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS_TO_ASK, check=True).stdout
+        return min(map(float, capabilities.split())) >= _FIRST_WITH_BFLOAT16
     except (OSError, ValueError, subprocess.SubprocessError):
         return False
 
@@ -415,15 +415,15 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     parallel = values.get("parallel")
     if isinstance(parallel, dict) and "experts" in parallel and not {"data", "context"} & parallel.keys():
         parallel["data"] = parallel["experts"]
-    given = {
+    sizes = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
         for axis, (section, name) in MESH_SETTINGS.items()
         if axis in _AXES
     }
-    automatic = [axis for axis, size in given.items() if size == "auto"]
+    automatic = [axis for axis, size in sizes.items() if size == "auto"]
     if not automatic:
         return
-    others = prod(int(size) for axis, size in given.items() if axis not in automatic)
+    others = prod(int(size) for axis, size in sizes.items() if axis not in automatic)
     world = _num_processes(automatic[0], None if len(automatic) == 1 else _FEWEST * others)
     if world % others:
         raise SlipstreamError(
@@ -446,7 +446,7 @@ _FEWEST = 2  # processes on a machine without a GPU
 
 
 def _leave_mesh_open(values: dict[str, Any], axes: Sequence[str]) -> None:
-    """Notes what is to be chosen: axes of the mesh, and the microbatches where the configuration doesn't say them. The
+    """Notes the open choices: axes of the mesh, and the microbatches where the configuration doesn't give them. The
     order, slices and cut are left to a plan on one rank too, unless some of that is given."""
     pipeline, memory = (values.setdefault(name, {}) for name in ("pipeline", "memory"))
     if not (DECIDED_BY_PLAN["pipeline"] & pipeline.keys() | DECIDED_BY_PLAN["memory"] & memory.keys()):
@@ -477,7 +477,7 @@ def _products(number: int, count: int) -> Iterator[tuple[int, ...]]:
     if count == 1:
         yield (number,)
         return
-    for first in (each for each in range(1, number + 1) if number % each == 0):
+    for first in (factor for factor in range(1, number + 1) if number % factor == 0):
         yield from ((first, *rest) for rest in _products(number // first, count - 1))
 
 
@@ -486,12 +486,12 @@ def _num_processes(axis: str, without_gpu: int | None) -> int:
         return launched
     import torch
 
-    found = torch.cuda.device_count() or without_gpu
-    if found is None:
+    num_processes = torch.cuda.device_count() or without_gpu
+    if num_processes is None:
         raise SlipstreamError(
             f"--{axis}=auto: there is no launcher and no GPU to count; give a number, such as --{axis}=2"
         )
-    return found
+    return num_processes
 
 
 def set_override(values: dict[str, Any], override: str) -> None:
@@ -523,13 +523,13 @@ def read_settings(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Returns settings by section, from `section.key=value`.
 
     Raises:
-        SlipstreamError: for what isn't one, and for settings that there aren't.
+        SlipstreamError: for text that isn't one, and for unknown settings.
     """
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for override in overrides:
-        set_override(given, override)
-    check_names(given)
-    return given
+        set_override(settings, override)
+    check_names(settings)
+    return settings
 
 
 def check_names(given: dict[str, Any]) -> None:
@@ -539,5 +539,5 @@ def check_names(given: dict[str, Any]) -> None:
         section = records_in(Config.model_fields[name].annotation)[0] if name in Config.model_fields else None
         if section is None or not isinstance(values, dict):
             parse_config({**smallest, name: values})
-        elif unknown := {each: value for each, value in values.items() if each not in section.model_fields}:
+        elif unknown := {key: value for key, value in values.items() if key not in section.model_fields}:
             parse_config({**smallest, name: smallest.get(name, {}) | unknown})

@@ -1,4 +1,4 @@
-"""The sections of a configuration of `slipstream train`, and what is allowed in each."""
+"""The sections of a configuration of `slipstream train`, and the values allowed in each."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class PipelineSection(Record):
 
     @model_validator(mode="after")
     def _microbatches_alone(self) -> Self:
-        given = [name for name in ("num_microbatches", "slices") if name in self.model_fields_set]
-        if self.microbatches is not None and given:
-            raise ValueError(f"pipeline.microbatches says what pipeline.{given[0]} does; give one of the two")
+        others = [name for name in ("num_microbatches", "slices") if name in self.model_fields_set]
+        if self.microbatches is not None and others:
+            raise ValueError(f"pipeline.microbatches says what pipeline.{others[0]} does; give one of the two")
         return self
 
 
@@ -184,7 +184,7 @@ class TrainingSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _take_back_the_batch_size(cls, values: Any) -> Any:
-        """Lets null on the command line take back what a file gives, as for `batch_tokens`."""
+        """Lets null on the command line take back a file's value, as for `batch_tokens`."""
         if isinstance(values, dict) and values.get("batch_size", 1) is None:
             return {name: value for name, value in values.items() if name != "batch_size"}
         return values
@@ -251,7 +251,7 @@ class SampleSection(Record):
 
 
 class PlanSection(Record):
-    """What a plan file says besides its settings."""
+    """The facts in a plan file besides its settings."""
 
     predicted: dict[str, Any] = Field(default={})
     """What the plan was made for: machine, seconds of a step, memory, versions. Training doesn't read it."""
@@ -261,7 +261,7 @@ class PlanSection(Record):
     """What is chosen by measured costs when the run starts, as several axes of the mesh that are `auto` ask for."""
 
 
-# What adamw has where nothing else is given; another optimizer has the defaults of its class.
+# The defaults of adamw; another optimizer has the defaults of its class.
 _ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _MIN_LR_RATIO = 0.1
 
@@ -269,9 +269,9 @@ _MIN_LR_RATIO = 0.1
 def _with_numbers(value: Any) -> Any:
     """Returns nested values in which texts that are numbers are: YAML takes 1e-5, without a point, for a text."""
     if isinstance(value, dict):
-        return {name: _with_numbers(each) for name, each in value.items()}
+        return {name: _with_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_numbers(each) for each in value]
+        return [_with_numbers(item) for item in value]
     if isinstance(value, str) and any(map(str.isdigit, value)):
         with suppress(ValueError):
             return float(value)
@@ -314,15 +314,15 @@ class OptimizerSection(Record):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_defaults(cls, values: Any) -> Any:
-        """Fills in what isn't given, or null, of adamw and of the cosine."""
+        """Fills in the values of adamw and of the cosine that are absent or null."""
         if not isinstance(values, dict) or not isinstance(values.get("args") or {}, dict):
             return values
-        given = {name: value for name, value in values.items() if value is not None or name == "clip_norm"}
-        if str(given.get("name", "adamw")).lower() == "adamw":
-            given = {name: value for name, value in _ADAMW.items() if name not in given.get("args", {})} | given
-        if given.get("schedule", "cosine") == "cosine":
-            given = {"min_lr_ratio": _MIN_LR_RATIO} | given
-        return given
+        filled = {name: value for name, value in values.items() if value is not None or name == "clip_norm"}
+        if str(filled.get("name", "adamw")).lower() == "adamw":
+            filled = {name: value for name, value in _ADAMW.items() if name not in filled.get("args", {})} | filled
+        if filled.get("schedule", "cosine") == "cosine":
+            filled = {"min_lr_ratio": _MIN_LR_RATIO} | filled
+        return filled
 
     @model_validator(mode="after")
     def _said_once(self) -> Self:
@@ -395,14 +395,14 @@ class LoraSection(Record):
         if self.path is None:
             return self
         fields = type(self).model_fields
-        given = [
+        others = [
             name
             for name, field in fields.items()
             if name not in ("path", "export", "base_precision") and getattr(self, name) != field.default
         ]
-        if given:
+        if others:
             raise ValueError(
-                f"lora.path={self.path} is an adapter with settings of its own; leave lora.{given[0]} out, or "
+                f"lora.path={self.path} is an adapter with settings of its own; leave lora.{others[0]} out, or "
                 "lora.path for a new adapter"
             )
         return self

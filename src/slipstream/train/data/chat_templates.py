@@ -75,7 +75,7 @@ def with_special_tokens(tokenizer: Any, section: DataSection) -> Any:
     Raises SlipstreamError where that isn't one of its tokens.
     """
     known = tokenizer.get_vocab()
-    tokenizer.add_tokens([each for each in special_tokens(section) if each not in known], special_tokens=True)
+    tokenizer.add_tokens([token for token in special_tokens(section) if token not in known], special_tokens=True)
     named = NAMED_TEMPLATES.get(str(section.chat_template))
     end = section.end_of_text or (named.end if named else None)
     if end is not None:
@@ -88,7 +88,7 @@ def with_special_tokens(tokenizer: Any, section: DataSection) -> Any:
     return tokenizer
 
 
-# Or what is left of one whose beginning is in the header.
+# Or the rest of one whose beginning is in the header.
 _NO_THOUGHTS = re.compile(r"(^|<think>)\s*</think>")
 _MARKS_TURNS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -115,7 +115,7 @@ class ChatTemplate:
         if template is None:
             raise SlipstreamError(
                 "the tokenizer has no chat template, which turns messages into text; name one with "
-                f"--data.chat_template=chatml (or {', '.join(each for each in NAMED_TEMPLATES if each != 'chatml')}), "
+                f"--data.chat_template=chatml (or {', '.join(name for name in NAMED_TEMPLATES if name != 'chatml')}), "
                 "give the file of one with --data.chat_template=chat.jinja, or name an instruct model's with "
                 "--data.tokenizer=..."
             )
@@ -125,22 +125,22 @@ class ChatTemplate:
         """Returns the tokens of a conversation; of a `prompt`, with those that begin the assistant's next turn.
 
         Raises:
-            SlipstreamError: with what the template says, where it refuses the conversation.
+            SlipstreamError: with the template's message, where it refuses the conversation.
         """
         return [*self._apply(messages, tools, add_generation_prompt=prompt)["input_ids"]]
 
     def assistant_turns(self, messages: Messages, tools: Any = None) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and of each whether it is in an assistant's turn.
 
-        The template says which are where it has `{% generation %}`. Else a turn begins where the conversation before
-        it ends, with what asks the assistant to speak, and ends where the conversation with it ends.
+        The template says which are where it has `{% generation %}`. Else a turn begins where the conversation before it
+        ends, with the prompt for the assistant, and ends where the conversation with it ends.
 
         Raises:
             SlipstreamError: where a conversation doesn't begin with the tokens of its first turns.
         """
         if self._marks_turns:
-            found = self._apply(messages, tools, return_assistant_tokens_mask=True)
-            return found["input_ids"], [bool(each) for each in found["assistant_masks"]]
+            encoded = self._apply(messages, tools, return_assistant_tokens_mask=True)
+            return encoded["input_ids"], [bool(is_counted) for is_counted in encoded["assistant_masks"]]
         tokens = self.tokens(messages, tools)
         counts = [False] * len(tokens)
         for place, message in enumerate(messages):
@@ -154,9 +154,9 @@ class ChatTemplate:
         """Returns the tokens of the first messages. Raises SlipstreamError where `tokens`, of all, don't begin so."""
         if not messages and not prompt:
             return []
-        found = self.tokens(messages, tools, prompt)
-        if list(tokens[: len(found)]) != found:
-            written = [self._tokenizer.decode(each) for each in (tokens, found)]
+        beginning = self.tokens(messages, tools, prompt)
+        if list(tokens[: len(beginning)]) != beginning:
+            written = [self._tokenizer.decode(part) for part in (tokens, beginning)]
             raise SlipstreamError(
                 f"in the whole conversation, its first {len(messages)} messages{' and a header' if prompt else ''} "
                 + ("have other tokens" if written[0].startswith(written[1]) else "are written differently")
@@ -164,7 +164,7 @@ class ChatTemplate:
                 "by {% generation %} and {% endgeneration %}, or whose headers end with a line break or a special "
                 "token, with --data.chat_template=chat.jinja; or let every token count with --data.loss=all"
             )
-        return found
+        return beginning
 
     def _apply(self, messages: Messages, tools: Any, **options: Any) -> Any:
         from jinja2 import TemplateError
@@ -178,37 +178,37 @@ class ChatTemplate:
 def find_turn_problems(
     texts: Sequence[TokenisedText], tokenizer: Any, seq_len: int, stops: Collection[int]
 ) -> list[str]:
-    """Returns what is probably wrong with what counts in the first conversations of texts, which were cut after
+    """Returns the probable problems of the counted turns in the first conversations of texts, which were cut after
     `seq_len` tokens: turns without an end, or with one that isn't among the tokens at which the model `stops`, and
     empty thoughts. Each is said of the first text that has it."""
-    found = [_problems(text, tokenizer, seq_len, stops) for text in texts]
+    problems = [_problems(text, tokenizer, seq_len, stops) for text in texts]
     kinds = ("end", "stop", "thoughts")
-    return [said for kind in kinds if (said := next((each[kind] for each in found if kind in each), ""))]
+    return [said for kind in kinds if (said := next((of_text[kind] for of_text in problems if kind in of_text), ""))]
 
 
 def _problems(text: TokenisedText, tokenizer: Any, seq_len: int, stops: Collection[int]) -> dict[str, str]:
     marks = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
-    number = min(LOOKED_AT, text.num_documents)
+    count = min(LOOKED_AT, text.num_documents)
     ends, num_thoughtless, last = list[int | None](), 0, ""
-    for document in range(number):
+    for document in range(count):
         turns = [*_counted_turns(text, document)]
         ends += [_end_of(tokens, tokenizer, marks) for tokens, end in turns if end < seq_len]
         written = [str(tokenizer.decode(tokens)) for tokens, _ in turns]
-        num_thoughtless += any(_NO_THOUGHTS.search(each) for each in written)
+        num_thoughtless += any(_NO_THOUGHTS.search(document_text) for document_text in written)
         last = written[-1] if written else last
     problems = {}
-    found = [end for end in ends if end is not None]
-    if found and not {*found} & {*stops}:
-        end = tokenizer.decode(found[-1:])
+    end_tokens = [end for end in ends if end is not None]
+    if end_tokens and not {*end_tokens} & {*stops}:
+        end = tokenizer.decode(end_tokens[-1:])
         problems["stop"] = (
             f"the turns that count end with {end}, but the tokenizer's end of text is {tokenizer.eos_token}, so the "
             f"exported model writes {end} and goes on. Give --data.end_of_text='{end}'; or let the chat template close "
             "the assistant's turns with {{ eos_token }}"
         )
-    if ends and not found:
+    if ends and not end_tokens:
         end = tokenizer.eos_token
         problems["end"] = (
-            f"no turn that counts ends with a special or added token in the first {number:,} conversations (the last "
+            f"no turn that counts ends with a special or added token in the first {count:,} conversations (the last "
             f"ends with {last[-20:]!r}), so the model doesn't learn to stop. Let the chat template close the "
             "assistant's turns with {{ eos_token }}"
             + (f" ({end})" if end else ", of a tokenizer that has one (data.tokenizer)")
@@ -216,7 +216,7 @@ def _problems(text: TokenisedText, tokenizer: Any, seq_len: int, stops: Collecti
         )
     if num_thoughtless:
         problems["thoughts"] = (
-            f"an empty <think> block counts in {num_thoughtless:,} of the first {number:,} conversations, so the model "
+            f"an empty <think> block counts in {num_thoughtless:,} of the first {count:,} conversations, so the model "
             "learns to answer without thinking. If it shouldn't, leave the block out of the chat template, or let "
             "{% generation %} begin after it, and give its file with --data.chat_template=chat.jinja"
         )

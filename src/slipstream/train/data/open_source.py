@@ -45,10 +45,10 @@ class OpenSource:
         return cls(source, form, loss, read_documents(source, say, rows) if form == "text" else rows)
 
     def describe(self) -> str:
-        """Returns how many rows there are, of what form, and which tokens count."""
+        """Returns the number of rows, their form, and the tokens that count."""
         if self.form == "rated":
-            number = len(self.rows) * (2 if self._answers_column == "chosen" else 1)
-            return f"preferences: {number:,} answers, each wanted or not; only answers count"
+            num_rows = len(self.rows) * (2 if self._answers_column == "chosen" else 1)
+            return f"preferences: {num_rows:,} answers, each wanted or not; only answers count"
         if self.form == "pairs":
             has_prompts = "prompt" in self.rows.column_names
             whose = "a prompt of its own" if has_prompts else "the first messages that both have"
@@ -120,7 +120,7 @@ class OpenSource:
 
 
 def is_list(feature: Any) -> bool:
-    """Returns whether a column, by what `datasets` says of it, holds lists, such as of messages."""
+    """Returns whether a column, by its feature in `datasets`, holds lists, such as of messages."""
     from datasets import LargeList, List
 
     return isinstance(feature, (list, List, LargeList))

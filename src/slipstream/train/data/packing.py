@@ -29,13 +29,13 @@ class PackedSequences(TextSequences):
     packing = "fixed"
 
     def __init__(self, text: TokenisedText, seq_len: int, seed: int | None, pads: bool = False) -> None:
-        number = -(-len(text.tokens) // seq_len) if pads else len(text.tokens) // seq_len
-        if number == 0:
+        num_sequences = -(-len(text.tokens) // seq_len) if pads else len(text.tokens) // seq_len
+        if num_sequences == 0:
             raise SlipstreamError(
                 f"the text has {len(text.tokens)} tokens, less than one sequence of {seq_len}; "
                 f"give more text or a smaller training.seq_len"
             )
-        super().__init__(text, seq_len, seed, np.full(number, seq_len))
+        super().__init__(text, seq_len, seed, np.full(num_sequences, seq_len))
         self._epoch = -1
         self._order = self._starts = self._places = np.zeros(0, dtype=np.int64)
 
@@ -170,8 +170,8 @@ def _cut(offsets: Array, seq_len: int) -> tuple[Array, Array]:
     """Returns where each sequence begins in the text, and its tokens."""
     pieces = [(np.arange(begin, end, seq_len), end) for begin, end in pairwise(offsets.tolist())]
     nothing = np.zeros(0, dtype=np.int64)
-    begins = np.concatenate([nothing, *(each for each, _ in pieces)])
-    lengths = np.concatenate([nothing, *(np.minimum(seq_len, end - each) for each, end in pieces)])
+    begins = np.concatenate([nothing, *(begin for begin, _ in pieces)])
+    lengths = np.concatenate([nothing, *(np.minimum(seq_len, end - begin) for begin, end in pieces)])
     predicts = lengths >= _FEWEST
     return begins[predicts], lengths[predicts]
 
@@ -198,7 +198,7 @@ class PreferencePairs(TextSequences):
         return lengths if self.text.ratings is None else lengths[:1]
 
     def row(self, index: int) -> Row:
-        """Returns one pair, with what is known of its two documents."""
+        """Returns one pair, with the labels and values of its two documents."""
         first = 2 * self._visits[index]
         both = slice(int(self.text.offsets[first]), int(self.text.offsets[first + 2]))
         values = None if self.text.values is None else self.text.values[first : first + 2]
@@ -233,12 +233,12 @@ class Mixture(JoinedSequences):
 
     def _enter(self, index: int) -> int:
         """Draws the order of the sources in the round of a sequence, if it isn't there; returns the place in it."""
-        number, position = divmod(index, self._round_length)
-        if number != self._round:
-            self._round, self._begins, ends = number, self._counts(number), self._counts(number + 1)
+        round_index, position = divmod(index, self._round_length)
+        if round_index != self._round:
+            self._round, self._begins, ends = round_index, self._counts(round_index), self._counts(round_index + 1)
             self._order = np.repeat(np.arange(len(self._parts)), ends - self._begins)
             if self.seed is not None:
-                self._order = np.random.default_rng([self.seed, number]).permutation(self._order)
+                self._order = np.random.default_rng([self.seed, round_index]).permutation(self._order)
             self._places = np.zeros_like(self._order)
             for source in range(len(self._parts)):
                 self._places[self._order == source] = np.arange(self._begins[source], ends[source])

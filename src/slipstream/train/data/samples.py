@@ -44,7 +44,7 @@ class SampleReader:
             SlipstreamError: where it hasn't the form of the source.
         """
         answers = _answers(row) if self.are_pairs or (self.are_rated and "chosen" in row) else [row]
-        whole = [self._read_document(each) for each in answers]
+        whole = [self._read_document(answer) for answer in answers]
         documents = [(tokens[:seq_len], labels[:seq_len]) for tokens, labels in whole]
         if any(all(label == IGNORED for label in labels[1:]) for _, labels in documents):
             raise UnusableRowError(_FULL if self.are_pairs or self.are_rated else _NOTHING)
@@ -83,7 +83,7 @@ class SampleReader:
     def _counted(self, messages: list[dict[str, Any]], num_prompt: int, tools: Any) -> tuple[list[int], list[bool]]:
         """Returns the tokens of a conversation, and which count; a completion comes after `num_prompt` messages."""
         template = self._template = self._template or ChatTemplate(self._tokenizer)
-        roles = dict.fromkeys(str(each.get("role")) for each in messages)
+        roles = dict.fromkeys(str(message.get("role")) for message in messages)
         if self._loss == "assistant" and "assistant" not in roles:
             raise UnusableRowError(f"in which no turn is the assistant's (the roles are {', '.join(roles)})")
         if self._loss == "assistant":
@@ -118,8 +118,8 @@ def _answers(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if chosen is None or rejected is None:
         raise UnusableRowError(_NULL)
-    given = [column for column in (prompt, chosen, rejected) if column is not None]
-    if not any(all(isinstance(column, kind) for column in given) for kind in (str, list)):
+    columns = [column for column in (prompt, chosen, rejected) if column is not None]
+    if not any(all(isinstance(column, kind) for column in columns) for kind in (str, list)):
         hint = "; where chosen and rejected begin with the prompt, leave that column out" if prompt is not None else ""
         raise SlipstreamError(f"prompt, chosen and rejected must all be texts, or all be lists of messages{hint}")
     if "prompt" not in row:
@@ -170,9 +170,9 @@ class _RatedWriter:
         return replace(text, ratings=np.array(self._ratings, dtype=bool))
 
     def _write(self, sample: Sample, is_wanted: bool, before: Sample) -> None:
-        prompt, answer = (_first_counted(each) for each in (sample, before))
+        prompt, answer = (_first_counted(half) for half in (sample, before))
         mismatched = [
-            (own[:prompt] + other[answer:])[: self._seq_len] for own, other in zip(sample, before, strict=True)
+            (tokens[:prompt] + other[answer:])[: self._seq_len] for tokens, other in zip(sample, before, strict=True)
         ]
         for document in (sample, mismatched):
             self._writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
@@ -219,7 +219,7 @@ _QUESTIONS = (
     ("query", "response"),
     ("prompt", "response"),
 )
-# What a question is asked of, where a row has it.
+# The text that a question is about, where a row has it.
 QUESTION_CONTEXTS = ("input", "context")
 
 
@@ -233,13 +233,13 @@ def _question_and_answer(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if question is None or answer is None:
         raise UnusableRowError(_NULL)
     contexts = [row[name] for name in QUESTION_CONTEXTS if row.get(name) is not None]
-    if not all(isinstance(each, str) for each in (question, answer, *contexts)):
+    if not all(isinstance(value, str) for value in (question, answer, *contexts)):
         raise SlipstreamError(f"{' and '.join(columns)} must be texts, and so must {' and '.join(QUESTION_CONTEXTS)}")
     if not answer.strip():
         raise UnusableRowError(_EMPTY)
-    asked = "\n\n".join(each for each in (question, *contexts) if each.strip())
+    asked = "\n\n".join(value for value in (question, *contexts) if value.strip())
     before = row.get("history") or []
-    if not isinstance(before, list) or any(not isinstance(each, list) or len(each) != 2 for each in before):
+    if not isinstance(before, list) or any(not isinstance(turn, list) or len(turn) != 2 for turn in before):
         raise SlipstreamError("history must be a list of pairs: a question and its answer")
     turns = [text for both in (*before, (asked, answer)) for text in both]
     speakers = ("user", "assistant") * (len(before) + 1)
@@ -263,35 +263,35 @@ def _checked_messages(messages: Any, column: str, system: Any = None) -> list[di
         raise UnusableRowError(_NULL)
     if len(messages) == 0:
         raise UnusableRowError(_EMPTY)
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise SlipstreamError(f"{column} must be a list of messages like {{role: user, content: ...}}")
-    given = [{name: value for name, value in each.items() if value is not None} for each in messages]
-    is_sharegpt = "from" in given[0] and "role" not in given[0]
+    kept_messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    is_sharegpt = "from" in kept_messages[0] and "role" not in kept_messages[0]
     if is_sharegpt:
-        given = [_with_role(each, column) for each in given]
-    for each in given:
-        if "role" not in each:
+        kept_messages = [_with_role(message, column) for message in kept_messages]
+    for message in kept_messages:
+        if "role" not in message:
             raise SlipstreamError(
                 f"each message in {column} needs a role and a content, or from and value, but one has "
-                f"{', '.join(each) or 'nothing'}"
+                f"{', '.join(message) or 'nothing'}"
             )
-        if len(each) == 1:
+        if len(message) == 1:
             raise UnusableRowError(_NULL)
-    return _after_system(given, system) if is_sharegpt else given
+    return _after_system(kept_messages, system) if is_sharegpt else kept_messages
 
 
 def _with_role(message: dict[str, Any], column: str) -> dict[str, Any]:
     """Returns a message of ShareGPT with a role and a content. Raises SlipstreamError where nobody knows who speaks."""
     names = {"from": "role", "value": "content"}
-    found = {names.get(name, name): value for name, value in message.items()}
-    if "role" not in found:
-        return found
-    if found["role"] not in _ROLES:
+    renamed = {names.get(name, name): value for name, value in message.items()}
+    if "role" not in renamed:
+        return renamed
+    if renamed["role"] not in _ROLES:
         raise SlipstreamError(
-            f"a message in {column} is from {found['role']!r}, which is none of {', '.join(_ROLES)}; rename it, and "
+            f"a message in {column} is from {renamed['role']!r}, which is none of {', '.join(_ROLES)}; rename it, and "
             "give calls of tools as messages with role and tool_calls"
         )
-    return found | {"role": _ROLES[found["role"]]}
+    return renamed | {"role": _ROLES[renamed["role"]]}
 
 
 def _given_tokens(row: Mapping[str, Any]) -> Sample:
@@ -303,9 +303,9 @@ def _given_tokens(row: Mapping[str, Any]) -> Sample:
         raise UnusableRowError(_EMPTY)
     if len(labels) != len(tokens):
         raise SlipstreamError(f"labels has {len(labels)} tokens, but input_ids {len(tokens)}; give the same number")
-    if any(not isinstance(each, int) or each < 0 for each in tokens):
+    if any(not isinstance(token, int) or token < 0 for token in tokens):
         raise SlipstreamError("input_ids must be lists of token ids, whole numbers from 0")
-    if any(not isinstance(each, int) or (each < 0 and each != IGNORED) for each in labels):
+    if any(not isinstance(label, int) or (label < 0 and label != IGNORED) for label in labels):
         raise SlipstreamError(f"labels must be lists of token ids, or {IGNORED} where a token doesn't count")
     return tokens, labels
 
@@ -339,30 +339,30 @@ def read_samples(
     seq_len: int,
     show: Callable[[float], None] = lambda _done: None,
 ) -> tuple[TokenisedText, str]:
-    """Returns the documents of rows, cut after `seq_len` tokens, and what was left out or cut, if anything. `show` gets
-    the number of rows that are done.
+    """Returns the documents of rows, cut after `seq_len` tokens, and a report on rows left out or cut, if any. `show`
+    gets the number of rows that are done.
 
     Raises:
         SlipstreamError: with the number of the row, where one hasn't the form of the others.
     """
     writer, left_out, num_cut = DocumentWriter(), dict[str, list[int]](), 0
-    rated, number = _RatedWriter(writer, seq_len), 0
-    for number, row in enumerate(rows, start=1):
+    rated, row_number = _RatedWriter(writer, seq_len), 0
+    for row_number, row in enumerate(rows, start=1):
         try:
             documents, is_cut = reader.read(row, seq_len)
             ratings = _ratings(row) if reader.are_rated else []
         except UnusableRowError as reason:
-            left_out.setdefault(str(reason), []).append(number)
+            left_out.setdefault(str(reason), []).append(row_number)
         except SlipstreamError as error:
-            raise SlipstreamError(f"{name}, row {number}: {error}") from error
+            raise SlipstreamError(f"{name}, row {row_number}: {error}") from error
         else:
             num_cut += is_cut
             for document, is_wanted in zip(documents, ratings, strict=True) if ratings else ():
                 rated.add(document, is_wanted)
             for document in documents if not ratings else ():
                 writer.add(*(np.asarray(column, dtype=np.int32) for column in document))
-        show(number)
-    report = "; ".join(_report(left_out, num_cut, number, reader.are_pairs, seq_len))
+        show(row_number)
+    report = "; ".join(_report(left_out, num_cut, row_number, reader.are_pairs, seq_len))
     if reader.are_rated:
         return rated.finish(), report
     return writer.finish(has_labels=True, group_size=2 if reader.are_pairs else 1), report
@@ -389,7 +389,7 @@ _MOST = 240  # tokens in a row that count, or don't, of which all are shown
 
 
 def show_example(text: TokenisedText, tokenizer: Any, progress: Progress) -> None:
-    """Prints the first sample of a text with labels; without colours, what counts stands between two brackets."""
+    """Prints the first sample of a text with labels; without colours, counted tokens stand between two brackets."""
     from rich.text import Text
 
     console = progress.console
@@ -400,7 +400,7 @@ def show_example(text: TokenisedText, tokenizer: Any, progress: Progress) -> Non
     # A label is predicted from the tokens before it, so the first one never is.
     counts = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
     shown = Text()
-    for is_counted, run in groupby(zip(counts, tokens, strict=True), key=lambda each: each[0]):
+    for is_counted, run in groupby(zip(counts, tokens, strict=True), key=lambda pair: pair[0]):
         words = _decoded([token for _, token in run], tokenizer)
         if is_counted and not has_colours:
             words = f"[[{words}]]"

@@ -25,19 +25,19 @@ class TokenBatch(NamedTuple):
     input_ids: Tensor | list[Tensor]
     labels: Tensor | list[Tensor]  # unshifted, as in transformers
     document_ids: Tensor | None
-    sequence_values: Tensor | None = None  # (sequences,) float64, what a loss of whole sequences takes besides
+    sequence_values: Tensor | None = None  # (sequences,) float64, further arguments of a loss of whole sequences
 
     @classmethod
     def of_documents(cls, documents: Sequence[tuple[Array, Array]]) -> TokenBatch:
         """Returns a batch of documents, of each its tokens and its labels."""
-        tokens, labels = ([torch.from_numpy(each) for each in column] for column in zip(*documents, strict=True))
+        tokens, labels = ([torch.from_numpy(row) for row in column] for column in zip(*documents, strict=True))
         return cls(tokens, labels, None)
 
     def document_lengths(self) -> list[int]:
         """Returns the tokens of each document, or of each part of one that is in a sequence, row by row; padding is
         left out."""
         if self.document_ids is None:
-            return [len(each) for each in self.input_ids]
+            return [len(ids) for ids in self.input_ids]
         runs = (torch.unique_consecutive(row, return_counts=True) for row in self.document_ids)
         return [int(count) for ids, counts in runs for count in counts[ids != PADDING]]
 
@@ -45,7 +45,7 @@ class TokenBatch(NamedTuple):
     def num_predicted(self) -> int:
         """The tokens that are predicted and count: of a document, or of its part in a sequence, never the first."""
         if self.document_ids is None:
-            return sum(int((each[1:] != IGNORED).sum()) for each in self.labels)
+            return sum(int((labels[1:] != IGNORED).sum()) for labels in self.labels)
         assert isinstance(self.labels, Tensor)
         follows = self.document_ids[:, 1:] == self.document_ids[:, :-1]
         return int((follows & (self.labels[:, 1:] != IGNORED)).sum())
@@ -60,7 +60,7 @@ class Row(NamedTuple):
     tokens: Array
     labels: Array
     documents: Array | None  # None where it is one document
-    values: Array | None = None  # (documents,) float64, what the loss takes of each besides
+    values: Array | None = None  # (documents,) float64, a further argument of the loss
 
     def parts(self) -> list[tuple[Array, Array]]:
         """Returns tokens and labels of each document; padding is none."""
@@ -82,10 +82,10 @@ class TrainingSequences(ABC):
         num_sequences: of an epoch.
         mean_length: the mean tokens of a sequence.
         typical_length: the mean tokens of the sequences in which tokens are: long ones count by their tokens.
-        texts: what they are made of, source by source.
+        texts: their texts, source by source.
         group_size: how many documents are one sequence of `packing` none: 2 for pairs of answers.
         weights: of several sources, the shares of their sequences; None where each comes once in an epoch.
-        origin: of a stream, what it reads; it has no texts.
+        origin: of a stream, its sources; it has no texts.
     """
 
     packing: str
@@ -114,7 +114,7 @@ class TrainingSequences(ABC):
         rows = [self.row(index) for index in self.share(first, size, replica, num_replicas)]
         if self.packing == "none":
             return _unpacked(rows)
-        tokens, labels = ([torch.from_numpy(each) for each in column] for column in list(zip(*rows, strict=True))[:2])
+        tokens, labels = ([torch.from_numpy(row) for row in column] for column in list(zip(*rows, strict=True))[:2])
         documents = np.stack([row.documents for row in rows if row.documents is not None])
         return TokenBatch(torch.stack(tokens), torch.stack(labels), torch.from_numpy(documents))
 
@@ -135,7 +135,7 @@ class TrainingSequences(ABC):
         return index - first
 
     def state(self, index: int) -> dict[str, Any] | None:
-        """Returns what `go_to` needs so that sequence `index` can be asked for next, as JSON can hold it; None where
+        """Returns a state for `go_to`, so that sequence `index` can be asked for next, as JSON can hold it; None where
         any can."""
         return None
 
@@ -146,7 +146,7 @@ class TrainingSequences(ABC):
     def share(self, first: int, size: int, replica: int, num_replicas: int) -> Sequence[int]:
         """Returns the numbers of the sequences of a replica's `batch`, in their order."""
         if self.packing == "fixed":
-            begin, end = (first + size * number // num_replicas for number in (replica, replica + 1))
+            begin, end = (first + size * boundary // num_replicas for boundary in (replica, replica + 1))
             return range(begin, end)
         lengths = [self.length(index) for index in range(first, first + size)]
         return [first + place for place in _dealt(lengths, num_replicas)[replica]]
@@ -160,16 +160,16 @@ class JoinedSequences(TrainingSequences):
         """Returns the sequences that have one, and its number there."""
 
     def length(self, index: int) -> int:
-        found, place = self._find(index)
-        return found.length(place)
+        part, place = self._find(index)
+        return part.length(place)
 
     def document_lengths(self, index: int) -> list[int]:
-        found, place = self._find(index)
-        return found.document_lengths(place)
+        part, place = self._find(index)
+        return part.document_lengths(place)
 
     def row(self, index: int) -> Row:
-        found, place = self._find(index)
-        return found.row(place)
+        part, place = self._find(index)
+        return part.row(place)
 
 
 class TextSequences(TrainingSequences):
@@ -227,7 +227,7 @@ Batch = tuple[int, int]  # the first sequence, and how many
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What a step takes, over all replicas.
+    """The size of a step's batch, over all replicas.
 
     Args:
         sequences: the number of them.
@@ -239,7 +239,7 @@ class BatchSize:
 
     @classmethod
     def of(cls, training: TrainingSection) -> BatchSize:
-        """Returns what a step of a training takes."""
+        """Returns the batch size of a training."""
         return cls(training.batch_size, training.batch_tokens)
 
     def at(self, sequences: TrainingSequences, first: int) -> int:
@@ -287,9 +287,9 @@ class HeldOutBatches:
     def batch(self, batch: Batch, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
         """Returns a replica's part of a batch; of sequences in groups, such as pairs, those that don't count keep their
         labels, of which a loss of them is made."""
-        found, counts = self.sequences.batch(*batch, replica, num_replicas), self.counts(batch, replica, num_replicas)
+        tokens, counts = self.sequences.batch(*batch, replica, num_replicas), self.counts(batch, replica, num_replicas)
         if self.sequences.group_size == 1:
-            for labels, is_counted in zip(found.labels, counts, strict=True):
+            for labels, is_counted in zip(tokens.labels, counts, strict=True):
                 if not is_counted:
                     labels.fill_(IGNORED)  # in place: a row of a tensor, or one of a list
-        return found
+        return tokens

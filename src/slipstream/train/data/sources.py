@@ -22,7 +22,7 @@ def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
 
     Raises SlipstreamError where there is no such file or folder, or a folder has none with such a suffix.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for source in sources:
         if source.is_dir():
             inside = sorted(path for path in source.rglob("*") if path.suffix in suffixes and path.is_file())
@@ -31,27 +31,27 @@ def find_files(sources: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
                     f"the folder {source} holds no file ending in {', '.join(suffixes)}; "
                     f"name other endings with --data.suffixes=[.txt,.rst]"
                 )
-            found += inside
+            files += inside
         elif source.is_file():
-            found.append(source)
+            files.append(source)
         else:
             raise SlipstreamError(f"data.files: there is no file or folder {source}")
-    return found
+    return files
 
 
 def with_given_keys(rows: Iterable[dict[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
     """Yields rows without the null keys inside of them that a column's type adds where other rows have a value: each
-    tool's arguments would be all tools'. `features` are what `datasets` says of the columns."""
+    tool's arguments would be all tools'. `features` are the columns' in `datasets`."""
     for row in rows:
         yield {name: _given(value, (features or {}).get(name)) for name, value in row.items()}
 
 
 def _given(value: Any, feature: Any) -> Any:
     if isinstance(value, dict) and isinstance(feature, dict):
-        return {name: _given(each, feature.get(name)) for name, each in value.items() if each is not None}
+        return {name: _given(item, feature.get(name)) for name, item in value.items() if item is not None}
     if isinstance(value, list):
         inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
-        return [_given(each, inner) for each in value]
+        return [_given(item, inner) for item in value]
     return value
 
 
@@ -74,7 +74,7 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
     from datasets.utils.logging import CRITICAL, disable_progress_bar, set_verbosity
 
     disable_progress_bar()  # its bars and ours would overwrite each other
-    set_verbosity(CRITICAL)  # what it logs, an error of ours says better
+    set_verbosity(CRITICAL)  # an error of ours says it better
     files = row_files(config)
     _check_files(config, files)
     options: dict[str, Any] = {"streaming": True} if streaming else {}
@@ -103,11 +103,11 @@ def read_rows(config: SourceSection, streaming: bool = False) -> Any:
 
 def _check_files(config: SourceSection, files: Sequence[Path]) -> None:
     """Raises SlipstreamError where a file of rows isn't there, is empty, or is of a kind that isn't read."""
-    given = Path(str(config.dataset))
-    if not files and given.is_file():
+    path = Path(str(config.dataset))
+    if not files and path.is_file():
         raise SlipstreamError(
-            f"data.dataset={given} ends in {given.suffix or 'nothing'}, which isn't read; give a file that ends in "
-            f"{', '.join(_BUILDERS)}, or a text with --data.files=[{given}]"
+            f"data.dataset={path} ends in {path.suffix or 'nothing'}, which isn't read; give a file that ends in "
+            f"{', '.join(_BUILDERS)}, or a text with --data.files=[{path}]"
         )
     for file in files:
         if not file.is_file():
@@ -135,18 +135,18 @@ def _bad_line_of(path: Path) -> str:
     if path.suffix != ".jsonl":
         return ""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for place, line in enumerate(lines, start=1):
             shown = line[:_SHOWN].decode(errors="replace").strip()
             try:
                 line.decode()
             except UnicodeDecodeError:
-                return f"{path}, line {number} isn't UTF-8 text; convert the file, as iconv -f UTF-16 -t UTF-8 does"
+                return f"{path}, line {place} isn't UTF-8 text; convert the file, as iconv -f UTF-16 -t UTF-8 does"
             try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError as error:
-                return f"{path}, line {number} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
+                return f"{path}, line {place} isn't JSON ({error}): {shown}. Fix the line, or leave it out"
             if not isinstance(row, dict):
-                return f'{path}, line {number}: {shown} isn\'t a row. Write each line as {{"text": ...}}'
+                return f'{path}, line {place}: {shown} isn\'t a row. Write each line as {{"text": ...}}'
     return ""
 
 

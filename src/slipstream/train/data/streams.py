@@ -41,7 +41,7 @@ class RowStream:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What decides which rows come when: of a file its size, too."""
+        """The facts that decide the order of rows: of a file its size, too."""
         source, sizes = self._source, [file.stat().st_size for file in row_files(self._source)]
         what = source.dataset if source.files is None else source.name
         stream = f"{what}/{source.dataset_config}/{source.split}"
@@ -50,7 +50,7 @@ class RowStream:
         return {"stream": stream, "bytes": sum(sizes) if sizes else None}
 
     def state(self) -> State:
-        """Returns what `go_to` needs to go on with the next block, as JSON can hold it."""
+        """Returns a state with which `go_to` goes on with the next block, as JSON can hold it."""
         return {"epoch": self._epoch, "num_read": self._num_read, "rows": self._rows.state_dict()}
 
     def go_to(self, state: State) -> None:
@@ -118,7 +118,7 @@ class StreamedSequences(JoinedSequences):
         seq_len: int,
         seed: int,
     ) -> None:
-        """`tokenise` gets what a block's rows are called, and the rows. `facts` are what else tells samples apart.
+        """`tokenise` gets a name for a block's rows, and the rows. `facts` are further facts that tell samples apart.
 
         Raises:
             SlipstreamError: as `tokenise` does, for the first block, and where no block has a sequence.
@@ -134,11 +134,11 @@ class StreamedSequences(JoinedSequences):
         self._next: Future[_Block] | None = None
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
-        """Returns one replica's part of a batch. What is before it can't be asked for any more."""
+        """Returns one replica's part of a batch. Earlier batches can't be asked for any more."""
         self.read_ahead()
-        found = super().batch(first, size, replica, num_replicas)
+        batch = super().batch(first, size, replica, num_replicas)
         self.forget_before(first)
-        return found
+        return batch
 
     def read_ahead(self) -> None:
         """Begins to read and to tokenise the next block."""
@@ -215,13 +215,13 @@ class MixedStreams(Mixture):
         self.origin = {"sources": [part.origin for part in parts], "weights": [*weights]}
 
     def batch(self, first: int, size: int, replica: int = 0, num_replicas: int = 1) -> TokenBatch:
-        """Returns one replica's part of a batch. What is before it can't be asked for any more."""
+        """Returns one replica's part of a batch. Earlier batches can't be asked for any more."""
         for part in self.parts:
             part.read_ahead()
-        found = super().batch(first, size, replica, num_replicas)
+        batch = super().batch(first, size, replica, num_replicas)
         for part, place in zip(self.parts, self._next_places(first), strict=True):
             part.forget_before(place)
-        return found
+        return batch
 
     def state(self, index: int) -> State:
         """Returns where each stream begins to read in a run whose next sequence is `index`, as JSON can hold it."""
@@ -230,8 +230,8 @@ class MixedStreams(Mixture):
 
     def go_to(self, state: State) -> None:
         """Begins with the blocks of `state`."""
-        for part, each in zip(self.parts, state["streams"], strict=True):
-            part.go_to(each)
+        for part, part_state in zip(self.parts, state["streams"], strict=True):
+            part.go_to(part_state)
 
     def _next_places(self, index: int) -> list[int]:
         """Returns the number of each stream's next sequence, where those before `index` are done."""
@@ -244,7 +244,7 @@ class MixedStreams(Mixture):
 
 
 def load_sequences(config: Config, inputs: Path, say: Callable[[str], None]) -> TrainingSequences:
-    """Returns the sequences of a run whose inputs are in this folder. `say` gets what is left out of a stream."""
+    """Returns the sequences of a run whose inputs are in this folder. `say` gets a line on rows left out."""
     section, training = config.data, config.training
     if section.streaming:
         return stream_sequences(config, load_tokenizer(str(inputs), config.model.trust_remote_code), say)
@@ -277,10 +277,10 @@ def _stream(config: Config, source: SourceSection, tokenizer: Any, say: Callable
             text, report = read_samples(rows, reader, name, seq_len)
         else:
             texts = [row[source.text_column] for row in rows]
-            kept = [each for each in texts if isinstance(each, str) and each.strip()]
-            left_out = len(texts) - len(kept)
+            documents = [document for document in texts if isinstance(document, str) and document.strip()]
+            left_out = len(texts) - len(documents)
             report = f"left out {left_out:,} of {len(texts):,} documents without text" if left_out else ""
-            text = tokenise(tokenizer, kept, Progress(None))
+            text = tokenise(tokenizer, documents, Progress(None))
         if report:
             say(f"{name}: {report}")
         return text

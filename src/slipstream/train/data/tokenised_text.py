@@ -28,7 +28,7 @@ class ArrayWriter:
     """
 
     def __init__(self) -> None:
-        self._parts, self._num_kept = list[Array](), 0  # what isn't written yet, and its bytes
+        self._parts, self._num_kept = list[Array](), 0  # the unwritten parts, and their bytes
         self._file: IO[bytes] | None = None
 
     def add(self, array: Array) -> None:
@@ -72,7 +72,7 @@ class TokenisedText:
     offsets: Array  # (D + 1,) int64
     labels: Array | None = None  # (N,) int32, unshifted, -100 where a token doesn't count; None: all count
     group_size: int = 1  # 2: a chosen answer, the rejected one, the next chosen one, ...
-    # (D, ...) float64, what the loss takes of each document besides its tokens; not saved
+    # (D, ...) float64, the loss's further argument of each document; not saved
     values: Array | None = None
     prompts_count: bool = False  # whether the loss takes prompts as well, whose labels don't count; not saved
     # Of answers, each followed by the prompt with another one: whether it is wanted, (D / 2,) bool.
@@ -118,7 +118,7 @@ class TokenisedText:
     def largest(self) -> int:
         """Returns the largest token id, also of labels."""
         arrays = [self.tokens] if self.labels is None else [self.tokens, self.labels]
-        return max((int(each.max()) for each in arrays if len(each)), default=0)
+        return max((int(array.max()) for array in arrays if len(array)), default=0)
 
     def split(self, fraction: float, seed: int) -> tuple[TokenisedText, TokenisedText]:
         """Returns training and validation text: a `fraction` of the documents, or of their groups, drawn by `seed`, is
@@ -134,8 +134,8 @@ class TokenisedText:
         num_groups = self.num_documents // self.group_size
         order = np.random.default_rng(seed).permutation(num_groups)
         num_held_out = min(max(1, round(num_groups * fraction)), num_groups - 1)
-        held_out, kept = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
-        return self._select(kept), self._select(held_out)
+        held_out, rest = np.sort(order[:num_held_out]), np.sort(order[num_held_out:])
+        return self._select(rest), self._select(held_out)
 
     def _select(self, groups: Sequence[int] | Array) -> TokenisedText:
         size = self.group_size
@@ -158,7 +158,7 @@ class TokenisedText:
 
     @classmethod
     def load(cls, folder: Path, name: str) -> TokenisedText:
-        """Returns what `save` wrote; tokens and labels are read from the disk when they are used."""
+        """Returns the text that `save` wrote; tokens and labels are read from the disk when they are used."""
         labels, group_size, ratings = (folder / f"{name}.{what}.npy" for what in ("labels", "group_size", "ratings"))
         return cls(
             np.load(folder / f"{name}.tokens.npy", mmap_mode="r"),
@@ -199,7 +199,7 @@ def save_texts(texts: Sequence[TokenisedText], folder: Path, name: str) -> None:
 
 
 def load_texts(folder: Path, name: str) -> list[TokenisedText]:
-    """Returns what `save_texts` wrote: no text where there was none, as of a stream of which nothing is held out."""
+    """Returns the texts that `save_texts` wrote: none where there was none, as of a stream without held-out rows."""
     texts: list[TokenisedText] = []
     while (folder / f"{(numbered := _numbered(name, len(texts)))}.tokens.npy").exists():
         texts.append(TokenisedText.load(folder, numbered))
@@ -239,7 +239,7 @@ _ANOTHER = "Name one with --data.tokenizer=..., a folder or hub name."
 def load_tokenizer(name: str, trusts_code: bool = False, instead: str = _ANOTHER) -> Any:
     """Returns the tokenizer of a folder or hub name. `trusts_code`: runs the Python code that comes with it, if any.
 
-    Raises SlipstreamError, which ends with what to do `instead`, where there is none, also where transformers would
+    Raises SlipstreamError, which ends with the remedy `instead`, where there is none, also where transformers would
     make up one without a vocabulary, and where it comes with code that isn't trusted.
     """
     from transformers import AutoTokenizer
@@ -274,7 +274,7 @@ _LOOKED_AT = 2**20  # tokens
 
 def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
     """Raises SlipstreamError where the tokenizer turned the text of a source into nothing, or most of it into its
-    token for what it doesn't know."""
+    unknown token."""
     backend = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     unknown = tokenizer.unk_token or getattr(backend, "unk_token", None)
     if unknown == tokenizer.eos_token:  # as GPT-2 has it, which knows every byte
@@ -284,9 +284,9 @@ def check_known(text: TokenisedText, tokenizer: Any, name: str) -> None:
     num_text = int(np.isin(tokens, ids(special), invert=True).sum())
     num_unknown = 0 if unknown is None else int((tokens == ids(unknown)).sum())
     if num_text <= 2 * num_unknown:
-        found = f"{num_unknown:,} of {num_text:,} tokens are {unknown!r}" if num_unknown else "no token is left of it"
+        gaps = f"{num_unknown:,} of {num_text:,} tokens are {unknown!r}" if num_unknown else "no token is left of it"
         raise SlipstreamError(
-            f"the tokenizer {tokenizer.name_or_path!r} doesn't know the text of {name}: {found}; use one that was made "
+            f"the tokenizer {tokenizer.name_or_path!r} doesn't know the text of {name}: {gaps}; use one that was made "
             "for such text"
         )
 
@@ -324,7 +324,7 @@ def tokenise(
 ) -> TokenisedText:
     """Returns the tokens of all documents, each ended by the end-of-document token if there is one.
 
-    `num_characters` of all documents, where they are known, are what progress is shown of.
+    Progress is shown of `num_characters` of all documents, where they are known.
     """
     if num_characters is None:
         documents = [*documents]

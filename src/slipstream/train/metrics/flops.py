@@ -9,7 +9,7 @@ input and one of the weights, each as large. With frozen weights, of T tokens of
     model FLOPs = sum over parts of  T (F + I [a trained weight is below, or in it] + W) + S (f + 2 f [the same])
 
 where F, I and W are a token's products forward, to the input and to the trained weights alone, and f those of a score.
-A part's own I is counted as far down as its lowest trained weight. What an adapter computes is part of all three.
+A part's own I is counted as far down as its lowest trained weight. An adapter's products are part of all three.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class RunFigures:
 class StepFigures:
     """The figures of one step of all devices; figures per device are means.
 
-    `model_flops` are what the mathematics needs: forward, and twice as much backward, or less where weights are frozen.
-    `hardware_flops` add what is recomputed (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates over the
-    devices' peak.
+    `model_flops` are those that the mathematics needs: forward, and twice as much backward, or less where weights are
+    frozen. `hardware_flops` add the recomputed ones (Korthikanti et al. 2022, section 6.4). MFU and HFU are their rates
+    over the devices' peak.
     """
 
     tokens_per_second: float
@@ -82,7 +82,7 @@ class FlopsMeter:
         batch_size: sequences of a step, over all replicas.
         num_devices: devices of the whole mesh.
         peak: the peak of one device; see `find_peak`.
-        trained: what of the model is trained.
+        trained: which weights are trained.
 
     Raises:
         SlipstreamError: if the operations of the architecture can't be counted.
@@ -100,10 +100,10 @@ class FlopsMeter:
         self.count, self._seq_len = count_model(config, seq_len, trained=trained), seq_len
         self._batch_size = batch_size
         counted = self.count.counted(self.count.whole)
-        self._whole = _Forward.of((part, None) for number, part in counted for _ in range(number))
-        self._products = sum(number * part.step_products.per_token for number, part in counted)  # of a token
+        self._whole = _Forward.of((part, None) for repetitions, part in counted for _ in range(repetitions))
+        self._products = sum(repetitions * part.step_products.per_token for repetitions, part in counted)  # of a token
         model_flops = batch_size * (self._products * seq_len + self._whole.step_scores(seq_len))
-        self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # what was recomputed last
+        self._counted: tuple[object, tuple[float, float, float]] = None, (0.0, 0.0, 1.0)  # the last recomputation
         text = config.get_text_config()
         layers, hidden = text.num_hidden_layers, text.hidden_size
         weights = 12 * layers * hidden**2
@@ -132,7 +132,7 @@ class FlopsMeter:
 
         Args:
             seconds: the time that the step took.
-            layout: what ran; its policy and R actions say what every replica recomputed. None: nothing.
+            layout: the stages and actions; its policy and R actions tell what every replica recomputed. None: nothing.
             microbatches: the rows of each microbatch of a replica, and the tokens of its slices.
             documents: the tokens of each document of the whole batch, which attends to itself alone. Default: every
                 sequence is one document, of `seq_len` tokens.
@@ -163,9 +163,9 @@ class FlopsMeter:
     ) -> tuple[float, float, float]:
         """Returns the FLOPs of products and of scores that are computed again, and those of all scores in rows that are
         each one document, were every replica like this one."""
-        rows = [(each.num_sequences, sum(each.slices)) for each in microbatches] or [(self._batch_size, self._seq_len)]
-        replicas = tokens / sum(number * length for number, length in rows)
-        scores = replicas * sum(number * self._whole.scores(0, length) for number, length in rows)
+        rows = [(m.num_sequences, sum(m.slices)) for m in microbatches] or [(self._batch_size, self._seq_len)]
+        replicas = tokens / sum(num_rows * length for num_rows, length in rows)
+        scores = replicas * sum(num_rows * self._whole.scores(0, length) for num_rows, length in rows)
         return *recomputed_flops(self.count, layout, microbatches, replicas), scores
 
 
@@ -189,8 +189,8 @@ def recomputed_flops(
     products = scores = 0.0
     for action in layout.training.positions:
         if action.op in again:
-            forward, each = again[action.op][action.stage], microbatches[action.microbatch]
-            first, tokens, size = sum(each.slices[: action.slice]), each.slices[action.slice], each.num_sequences
+            forward, rows = again[action.op][action.stage], microbatches[action.microbatch]
+            first, tokens, size = sum(rows.slices[: action.slice]), rows.slices[action.slice], rows.num_sequences
             products += replicas * size * tokens * forward.products
             scores += replicas * size * forward.scores(first, first + tokens)
     return products, scores
@@ -214,30 +214,30 @@ class _Forward:
 
     def scores(self, first: int, end: int) -> float:
         """Returns the FLOPs of one sequence's queries in [first, end): the products with keys and with values."""
-        each = self._num_scores(first, end).items()
-        return sum(2 * number * (call.key_width + call.value_width) for call, number in each)
+        counts = self._num_scores(first, end).items()
+        return sum(2 * num_scores * (call.key_width + call.value_width) for call, num_scores in counts)
 
     def step_scores(self, length: int) -> float:
         """Returns the FLOPs of the scores of a whole sequence in a step, with the backward where there is one."""
-        return sum(call.step_flops(number) for call, number in self._num_scores(0, length).items())
+        return sum(call.step_flops(num_scores) for call, num_scores in self._num_scores(0, length).items())
 
     def _num_scores(self, first: int, end: int) -> dict[AttentionCall, float]:
         return {
-            call: number * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
-            for call, number in self.calls.items()
+            call: count * call.num_heads * float(call.window.scores(end) - call.window.scores(first))
+            for call, count in self.calls.items()
         }
 
 
 def _repeated(
     count: ModelCount, stages: Sequence[LayerRange], stage: int, num_layers: float | None = None
 ) -> Iterator[tuple[PartCount, LayerHalf | None]]:
-    """Yields what runs again: the first layers of a stage, or all of it with what embeds, the head and the loss."""
+    """Yields the recomputed parts: a stage's first layers, or all of it with the embedding, the head and the loss."""
     if num_layers is None and stage == 0:
         yield count.embedding, None
-    layers = [each for each in stages[stage] if not isinstance(each, ModelEnd)]
-    for number, each in enumerate(layers):
-        if num_layers is None or number < num_layers:
-            layer, half = each if isinstance(each, HalfLayer) else (each, None)
+    layers = [part for part in stages[stage] if not isinstance(part, ModelEnd)]
+    for index, part in enumerate(layers):
+        if num_layers is None or index < num_layers:
+            layer, half = part if isinstance(part, HalfLayer) else (part, None)
             yield count.layers[count.kinds[layer]], half
     if num_layers is None and stage == len(stages) - 1:
         yield count.head, None
@@ -276,11 +276,11 @@ def peak_by_name(name: str, dtype: torch.dtype) -> DevicePeak | None:
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return None  # float32 products then run as TensorFloat-32 or bfloat16, which the descriptions don't have
     words, kind = set(_words(name)), str(dtype).removeprefix("torch.")
-    for each in (load_cluster(shipped).device for shipped in SHIPPED):
-        described = _words(each.name)
+    for device in (load_cluster(shipped).device for shipped in SHIPPED):
+        described = _words(device.name)
         model = next(word for word in described if re.search(r"\d{2}", word))  # `h100` of NVIDIA H100-SXM5-80GB
-        if model in words and words & _LESSER == {*described} & _LESSER and kind in each.flops:
-            return DevicePeak(each.flops[kind], f"data sheet of {each.name}, {kind}")
+        if model in words and words & _LESSER == {*described} & _LESSER and kind in device.flops:
+            return DevicePeak(device.flops[kind], f"data sheet of {device.name}, {kind}")
     return None
 
 
@@ -305,16 +305,16 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 def _fastest(measured_on: str, flops: float) -> float:
     """Returns the highest rate that was measured on this hardware so far, this one included, and keeps it."""
-    file, kept = cache_folder() / "peaks.json", dict[str, float]()
+    file, rates = cache_folder() / "peaks.json", dict[str, float]()
     with suppress(OSError, ValueError):
-        kept = {str(name): float(rate) for name, rate in json.loads(file.read_text()).items()}
-    if flops > kept.get(measured_on, 0.0):
-        with suppress(OSError):  # where nothing can be kept, each run has what it measures
+        rates = {str(name): float(rate) for name, rate in json.loads(file.read_text()).items()}
+    if flops > rates.get(measured_on, 0.0):
+        with suppress(OSError):  # where nothing can be kept, each run measures for itself
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps({**kept, measured_on: flops}))
+            part.write_text(json.dumps({**rates, measured_on: flops}))
             part.replace(file)
-    return max(flops, kept.get(measured_on, 0.0))
+    return max(flops, rates.get(measured_on, 0.0))
 
 
 def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:

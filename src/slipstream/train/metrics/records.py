@@ -93,7 +93,7 @@ def peak_memory() -> int:
     if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):
         return allocated
     status = Path("/proc/self/status")
-    if status.exists():  # Linux's getrusage would count what the launcher held before this process began
+    if status.exists():  # Linux's getrusage would count the launcher's memory before this process began
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -118,7 +118,7 @@ class StartRecord:
         """Returns the record of a start at this moment."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
         versions = {"slipstream": __version__, "python": platform.python_version()}
-        versions |= {each: metadata.version(each) for each in ("torch", "transformers")}
+        versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
         time = datetime.now().astimezone().isoformat(timespec="seconds")
         return cls(started_after, time, hosts, name, versions, mesh, repeated_steps if started_after else None)
 
@@ -146,17 +146,16 @@ class StepRecord:
     figures: StepFigures | None = None  # of the leading rank; None where the model's operations can't be counted
     phases: Phases | None = None
     bytes_sent: dict[str, int] | None = None  # by axis of the mesh, of all ranks together
-    trial: bool | None = None  # True where "auto" was still to plan what to run
+    trial: bool | None = None  # True where "auto" was still to plan
     tokens: int | None = None  # of the whole batch
     rank_phases: list[dict[str, float]] | None = None  # of each rank the seconds that it computed, without waits
     rewards: dict[str, float] | None = None  # of preferences: chosen, rejected, margin, accuracy; means over pairs
-    bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and what was done
+    bad: dict[str, Any] | None = None  # why a step didn't update, its samples, and the remedy
     stragglers: list[str] | None = None  # a line for each rank that has become slow
     gpu_memory: list[GpuMemory | None] | None = None  # of each rank; None where none computes on a GPU
 
     def texts(self) -> list[str]:
-        """Returns what is shown next to the bar, the figures that are watched most first: a narrow terminal has no room
-        for the last ones."""
+        """Returns the figures next to the bar, the most watched first: a narrow terminal has no room for the last."""
         parts = [f"loss {self.loss:.3f}", f"{self.tokens_per_second:,.0f} tokens/s"]
         if self.rewards is not None:
             parts.append(describe_rewards(self.rewards))
@@ -179,7 +178,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """What the model made of a prompt after a step: the prompt and its continuation."""
+    """A sample of the model's text after a step: the prompt and its continuation."""
 
     step: int
     sample: str
@@ -205,11 +204,11 @@ def as_dictionary(record: MetricsRecord) -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """Returns the value with None for what isn't finite, which JSON has no number for."""
+    """Returns the value with None for numbers that aren't finite, which JSON doesn't have."""
     if isinstance(value, dict):
-        return {name: _without_nan(each) for name, each in value.items()}
+        return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_nan(each) for each in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -228,10 +227,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_after: int = 0) -> None:
         """Opens the file; a run that is resumed keeps the lines up to that step, as the later steps run again."""
-        kept = _lines_until(path, resumed_after) if resumed_after and path.exists() else b""
-        with RunFolder(path.parent).replaced(path) as part:  # so that what an earlier run still appends is not in it
+        lines = _lines_until(path, resumed_after) if resumed_after and path.exists() else b""
+        # Lines that an earlier run still appends are not in a replaced file.
+        with RunFolder(path.parent).replaced(path) as part:
             self._file = part.open("wb", buffering=0)
-            self._file.write(kept)
+            self._file.write(lines)
         self._unwritten = b""  # lines for which the disk had no room
 
     def write(self, record: MetricsRecord) -> None:
@@ -240,7 +240,7 @@ class MetricsFile:
         self._flush()
 
     def close(self) -> None:
-        """Writes what is left, and closes the file. Raises OSError where it can't be written."""
+        """Writes the remaining lines, and closes the file. Raises OSError where it can't be written."""
         with closing(self._file):
             self._flush()
 
@@ -256,13 +256,13 @@ class MetricsFile:
 
 
 def _lines_until(path: Path, step: int) -> bytes:
-    """Returns the lines up to a step, without what is none: the last may have been cut off when the run ended."""
+    """Returns the lines up to a step, without broken ones: the last may have been cut off when the run ended."""
     lines = path.read_bytes().splitlines(keepends=True)
     return b"".join(line for line in lines if line.endswith(b"\n") and _step_of(line) <= step)
 
 
 def _step_of(line: bytes) -> float:
-    """Returns the step of a line; 0 for one without, and infinity for what isn't JSON."""
+    """Returns the step of a line; 0 for one without, and infinity for one that isn't JSON."""
     try:
         return float(json.loads(line).get("step", 0))
     except (ValueError, AttributeError):
@@ -361,7 +361,7 @@ def make_trackers(names: Sequence[str], folder: Path, settings: Mapping[str, Any
         names: some of NAMES.
         folder: the run's folder; event files go to its `tensorboard`.
         settings: the run's settings by section, shown next to its figures.
-        resumed_after: the step that the run is resumed from, or 0; what was written of later steps is dropped.
+        resumed_after: the step that the run is resumed from, or 0; lines of later steps are dropped.
 
     Raises:
         SlipstreamError: for the same reasons as `check_trackers`.
@@ -381,6 +381,6 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         if isinstance(value, Mapping):
             yield from flat(value, f"{name}/")
         elif isinstance(value, list):
-            yield from flat({str(index): each for index, each in enumerate(value)}, f"{name}/")
+            yield from flat({str(index): item for index, item in enumerate(value)}, f"{name}/")
         elif value is not None:
             yield name, value

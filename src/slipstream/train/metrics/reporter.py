@@ -38,7 +38,7 @@ from slipstream.watchdog import counted_off
 
 
 class Reporter:
-    """Gathers what each rank measured of a step; the leading rank writes it. Every rank makes one."""
+    """Gathers each rank's measurements of a step; the leading rank writes them. Every rank makes one."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Reporter:
         peak = find_peak(run.device, compute_dtype(config), share_of_gpu(config))
         if pipe.leads:
             try:
-                length, number = map(round, sequence)
-                counted = pipe.config, length, number, run.world.size, peak
+                length, rows = map(round, sequence)
+                counted = pipe.config, length, rows, run.world.size, peak
                 with counted_off("counting the model's operations"):
                     self._figures = FlopsMeter(*counted, pipe.trained_weights)
             except SlipstreamError as error:
@@ -94,13 +94,14 @@ class Reporter:
             self.write(self._figures.run)
 
     def _watch_for_stragglers(self) -> tuple[Stragglers, list[str]]:
-        """Returns what compares ranks of the same work, those at one place of the pipeline, and the host of each rank.
+        """Returns a comparison of ranks of the same work, those at one place of the pipeline, and the host of each
+        rank.
 
         Collective.
         """
-        found = self._run.world.gather((self._pipe.rank, socket.gethostname()))
-        peers = [[rank for rank, (place, _) in enumerate(found) if place == mine] for mine, _ in found]
-        self._places, hosts = [place for place, _ in found], [host for _, host in found]
+        gathered = self._run.world.gather((self._pipe.rank, socket.gethostname()))
+        peers = [[rank for rank, (place, _) in enumerate(gathered) if place == mine] for mine, _ in gathered]
+        self._places, hosts = [place for place, _ in gathered], [host for _, host in gathered]
         return Stragglers(peers, hosts), hosts
 
     def write(self, record: MetricsRecord) -> None:
@@ -123,11 +124,11 @@ class Reporter:
 
         Args:
             step: the number of the step, from 1.
-            result: what the step computed, and how long it took.
+            result: the step's loss and norm, and how long it took.
             data_seconds: the time before it, in which its batch was prepared.
             batch: the rows of this replica.
-            timeline: what ran when.
-            trial: whether "auto" was still to plan what to run.
+            timeline: of the step's actions.
+            trial: whether "auto" was still to plan.
             asked_to_stop: the signal that asked this rank to stop, if one did; all ranks then have it as an attribute.
         """
         documents = batch.document_lengths() if self._pipe.leads_replica else []
@@ -137,7 +138,7 @@ class Reporter:
         memory, sent, lengths, asked, phases, gpus = zip(*self._run.world.gather(mine), strict=True)
         self.asked_to_stop = next(filter(None, asked), "")
         seconds = result.seconds
-        figures, documents = None, [length for each in lengths for length in each]
+        figures, documents = None, [length for of_rank in lengths for length in of_rank]
         slow = [] if trial else self._describe_slow(step, phases)
         if self._figures is not None:
             figures = self._figures.of_step(seconds, *self._pipe.last_step, documents)
@@ -153,9 +154,9 @@ class Reporter:
             peak_memory=list(memory),
             figures=figures,
             phases=Phases.of(timeline, result.optimizer_seconds, data_seconds),
-            bytes_sent={axis: sum(each[axis] for each in sent) for axis in sent_now},
+            bytes_sent={axis: sum(sent_bytes[axis] for sent_bytes in sent) for axis in sent_now},
             trial=trial or None,
-            rank_phases=[{name: round(each, 6) for name, each in rank.items()} for rank in phases],
+            rank_phases=[{name: round(seconds, 6) for name, seconds in rank.items()} for rank in phases],
             rewards=result.rewards,
             bad=result.bad,
             stragglers=slow or None,
@@ -174,10 +175,10 @@ class Reporter:
     def _describe_slow(self, step: int, phases: Sequence[dict[str, float]]) -> list[str]:
         """Returns a line for each rank that has become slow, and on the leader whether another cut makes up for it."""
         lines = []
-        for each in self._stragglers.add(step, phases):
-            lines.append(each.line)
+        for slow in self._stragglers.add(step, phases):
+            lines.append(slow.line)
             if self._pipe.leads:
-                lines += cut_advice(self._run.config, self._plan, each.rank, self._places[each.rank], each.slowness)
+                lines += cut_advice(self._run.config, self._plan, slow.rank, self._places[slow.rank], slow.slowness)
         return lines
 
     def close(self) -> None:
@@ -211,7 +212,7 @@ def cut_advice(config: Config, plan: JointPlan | None, rank: int, place: int, sl
     slow = f"rank {rank} computes {slowness:.2g} times as slowly"
     if best > (1 - _LEAST_GAIN) * seconds:
         return [f"{slow}: no other cut would save {_LEAST_GAIN:.0%} of the step's time"]
-    layers, tokens = (",".join(f"{number:g}" for number in numbers) for numbers in (cut, plan.slices))
+    layers, tokens = (",".join(f"{size:g}" for size in numbers) for numbers in (cut, plan.slices))
     return [
         f"{slow}: the cut {layers} would take {best / seconds:.2f} of the step's time; to go on with it from a "
         f"checkpoint, type --checkpoint.resume=latest --pipeline.schedule={config.folder.planned_schedule} "
@@ -254,17 +255,17 @@ class Stragglers:
             last.append(measured)
         if len(self._last[0]) < _STEPS:
             return []
-        medians = [statistics.median(sum(each.values()) for each in last) for last in self._last]
+        medians = [statistics.median(sum(by_phase.values()) for by_phase in last) for last in self._last]
         if not self._usual:
             self._usual = medians
-        found = []
+        stragglers = []
         for rank, mine in enumerate(medians):
             usual = self._of_peers(rank, medians)
             is_slow = mine > _FACTOR * usual and mine - usual > _LEAST_SECONDS
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if is_slow else 0
             if self._in_a_row[rank] == _STEPS:
-                found.append(Straggler(rank, mine / usual, self._describe(rank, step, mine, usual)))
-        return found
+                stragglers.append(Straggler(rank, mine / usual, self._describe(rank, step, mine, usual)))
+        return stragglers
 
     def _of_peers(self, rank: int, medians: Sequence[float]) -> float:
         others = [medians[peer] for peer in self._peers[rank] if peer != rank]
@@ -285,25 +286,25 @@ class Stragglers:
 
     def _excess(self, rank: int, phase: str, others: Sequence[int]) -> float:
         """Returns by how much a phase is longer than the peers'; alone, how long it is."""
-        mine = statistics.median(each.get(phase, 0.0) for each in self._last[rank])
-        theirs = [statistics.median(each.get(phase, 0.0) for each in self._last[peer]) for peer in others]
+        mine = statistics.median(by_phase.get(phase, 0.0) for by_phase in self._last[rank])
+        theirs = [statistics.median(by_phase.get(phase, 0.0) for by_phase in self._last[peer]) for peer in others]
         return mine - (statistics.median(theirs) if theirs else 0.0)
 
 
 class AllocatorWatch:
-    """Follows what the allocators of all ranks' GPUs count, and tells of the rank where it is worst."""
+    """Follows the counters of the allocators of all ranks' GPUs, and tells of the rank where it is worst."""
 
     def __init__(self, before: Sequence[GpuMemory | None], recompute: str | int) -> None:
-        """`before` the first step, what was counted on each rank; `recompute` is what is set."""
+        """`before` has each rank's counters before the first step; `recompute` is the setting."""
         advised = recompute_advice(recompute).replace("'", "").removesuffix(", ")
         self._less = f"--{advised} or more slices need less memory" if advised else "more slices need less memory"
-        self._retries = [_retries(each) for each in before]
+        self._retries = [_retries(counters) for counters in before]
         self._told: set[str] = set()
 
     def lines(self, step: int, found: Sequence[GpuMemory | None], trial: bool = False) -> list[str]:
-        """Returns a line for what is new after a step; none after a `trial`, which holds other memory than the run."""
+        """Returns a line for each new finding after a step; none after a `trial`, whose memory differs."""
         rose = [_retries(now) - before for now, before in zip(found, self._retries, strict=True)]
-        self._retries = [_retries(each) for each in found]
+        self._retries = [_retries(counters) for counters in found]
         if trial:
             return []
         lines = dict([*self._fragmented(found), *self._retried(found, rose)])
@@ -312,7 +313,7 @@ class AllocatorWatch:
         return new
 
     def _fragmented(self, found: Sequence[GpuMemory | None]) -> Iterator[tuple[str, str]]:
-        much = {rank: each for rank, each in enumerate(found) if each is not None and each.is_fragmented}
+        much = {rank: counts for rank, counts in enumerate(found) if counts is not None and counts.is_fragmented}
         if much:
             rank, held = max(much.items(), key=lambda item: item[1].reserved - item[1].allocated)
             spare = bytes_text(held.reserved - held.allocated)
@@ -346,9 +347,9 @@ def _capital(text: str) -> str:
 class Traffic:
     """The bytes that this rank sends in collectives, step by step.
 
-    A collective is taken to send what a ring of n ranks does, which is the least possible: (n-1)/n of the bytes of a
-    gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1). In an
-    all-to-all it sends what it receives.
+    A collective is taken to send as much as a ring of n ranks does, which is the least possible: (n-1)/n of the bytes
+    of a gathered or scattered tensor, and twice that in an all-reduce, which does both (PTD-P section 3.3.1). In an
+    all-to-all it sends as much as it receives.
     """
 
     def __init__(self, axes: Mapping[str, RankGroup]) -> None:
@@ -367,5 +368,5 @@ class Traffic:
 def _ring_bytes(group: RankGroup) -> float:
     """Returns the bytes that this rank has sent in all collectives of the group so far."""
     part = (group.size - 1) / group.size
-    shares = {"all_reduce": 2 * part, "all_to_all": 1}  # of the latter only what ranks send each other is counted
+    shares = {"all_reduce": 2 * part, "all_to_all": 1}  # of the latter only numbers for other ranks are counted
     return sum(shares.get(name, part) * size for name, size in group.payload.items())

@@ -1,4 +1,4 @@
-"""All checks of a run in their order, the cheapest first, and what they hand to the ranks by way of the run folder."""
+"""All checks of a run in their order, the cheapest first, and their results, which the ranks read in the run folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RunInputs:
     is_finished: bool  # the run was resumed after its last step, and its model is there
 
     def write(self) -> None:
-        """Makes the run folder with `inputs/` inside, and removes what an earlier run left unless it is resumed.
+        """Makes the run folder with `inputs/` inside, and removes an earlier run's unless it is resumed.
 
         Call it while the folder is locked.
 
@@ -101,7 +101,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
     """Checks the run folder, the model and how it is split, and tokenises the text. Writes nothing.
 
     Raises:
-        SlipstreamError: with what was given, what is allowed and what to type.
+        SlipstreamError: with the given value, the allowed ones and the setting to type.
     """
     check_trackers(config.tracking.to)
     try:
@@ -133,7 +133,7 @@ def preflight(config: Config, progress: Progress) -> RunInputs:
 
 def _check_place(output: Path) -> None:
     """Raises SlipstreamError where no folder can be made or written here, and OSError where that can't be found out."""
-    there = next(each for each in (output.absolute(), *output.absolute().parents) if each.exists())
+    there = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
     if there != output.absolute() and not there.is_dir():
         raise SlipstreamError(f"training.output={output}: {there} is a file; name a folder")
     if there.is_dir() and not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
@@ -180,10 +180,10 @@ def _check_unlisted(folder: RunFolder, steps: list[int], adopts_checkpoints: boo
 
 def _check_results(config: Config, folder: RunFolder, steps: list[int]) -> None:
     """Raises SlipstreamError where there are results of an earlier run that the configuration doesn't give up."""
-    kept = folder.find_result()
-    if kept is None or config.training.overwrite:
+    result = folder.find_result()
+    if result is None or config.training.overwrite:
         return
-    name, resume = kept.relative_to(folder.path), ""
+    name, resume = result.relative_to(folder.path), ""
     if steps and config.checkpoint.resume == "no":
         resume = f"go on from its checkpoint of step {steps[0]} with --checkpoint.resume=latest, "
     no_checkpoint = ", and no checkpoint to go on from" if config.checkpoint.resume != "no" else ""
@@ -196,16 +196,16 @@ def _check_results(config: Config, folder: RunFolder, steps: list[int]) -> None:
 def possible_meshes(config: Config, model_config: Any) -> Iterator[Config]:
     """Yields the configuration with each mesh that its batch, the model's layers and heads, and the optimizer allow.
 
-    Raises SlipstreamError where there is none, or where the configuration gives some of what a plan decides.
+    Raises SlipstreamError where there is none, or where the configuration gives some of a plan's choices.
     """
     axes = " and ".join(f"--{axis}=auto" for axis in config.plan.open if axis != "microbatches")
     if not is_open(config):
-        given = plan_obstacle(config).partition(", so the run")[0] or "schedule and slices are given"
+        reason = plan_obstacle(config).partition(", so the run")[0] or "schedule and slices are given"
         raise SlipstreamError(
-            f"{axes}: meshes are compared by the best plan of each, but {given}. Leave that out, or give the sizes of "
+            f"{axes}: meshes are compared by the best plan of each, but {reason}. Leave that out, or give the sizes of "
             "all axes but one"
         )
-    problem, found = None, 0
+    problem, num_meshes = None, 0
     values = yaml.safe_load(dump_config(config))
     left = config.num_processes // config.num_ranks_without(config.plan.open)
     for filled in meshes_of(values, left):
@@ -217,9 +217,9 @@ def possible_meshes(config: Config, model_config: Any) -> Iterator[Config]:
         except SlipstreamError as error:
             problem = problem or error
             continue
-        found += 1
+        num_meshes += 1
         yield tried
-    if not found:
+    if not num_meshes:
         raise SlipstreamError(f"{axes}: no mesh of {config.num_processes} ranks is possible: {problem}")
 
 
@@ -235,9 +235,9 @@ def first_mesh(config: Config, model_config: Any) -> Config:
         values["pipeline"] |= {name: before["pipeline"][name] for name in ("num_ranks", "num_microbatches")}
         values["parallel"] |= {name: before["parallel"][name] for name in ("data", "context", "tensor")}
         values["plan"]["open"] = []
-        found = parse_config(values)
-        if found.num_processes == config.num_processes:
-            return found
+        candidate = parse_config(values)
+        if candidate.num_processes == config.num_processes:
+            return candidate
     return next(possible_meshes(config, model_config))
 
 
@@ -249,7 +249,7 @@ def check_optimizer(config: Config, model_config: Any) -> None:
     """Checks the optimizer and its schedule, on toys with the model's numbers of dimensions.
 
     Raises:
-        SlipstreamError: with what was given, what is allowed and what to type.
+        SlipstreamError: with the given value, the allowed ones and the setting to type.
     """
     settings = config.optimizer
     check_arguments(settings)
@@ -275,18 +275,18 @@ def check_optimizer(config: Config, model_config: Any) -> None:
 
 
 def _dims(config: Config, model_config: Any) -> set[int]:
-    """Returns the numbers of dimensions of what is trained."""
+    """Returns the numbers of dimensions of the trained parameters."""
     if config.lora is None:
-        return {parameter.ndim for parameter in meta_model(model_config).parameters()}
+        return {weight.ndim for weight in meta_model(model_config).parameters()}
     lora = config.lora.peft_config(str(config.model.path))
     dims = {1, 2} if lora.use_dora or lora.bias != "none" else {2}
     copies = tuple(lora.modules_to_save or ())
     whole = meta_model(model_config).named_modules() if copies else ()
-    return dims | {each.ndim for name, module in whole if name.endswith(copies) for each in module.parameters()}
+    return dims | {weight.ndim for name, module in whole if name.endswith(copies) for weight in module.parameters()}
 
 
 def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
-    """Yields the settings that leave a rank only a part of what the optimizer must see, and what to give instead."""
+    """Yields the settings that leave a rank only a part of the elements that the optimizer must see, and the remedy."""
     parallel, pipeline = config.parallel, config.pipeline
     if parallel.tensor > 1:
         yield f"parallel.tensor={parallel.tensor}", "parallel.tensor=1"
@@ -307,7 +307,7 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
     Raises:
         SlipstreamError: with the smallest number that would do.
     """
-    least, found = config.training.min_ranks, config.num_processes
+    least, smallest = config.training.min_ranks, config.num_processes
     if least is None:
         return
     if least > config.num_processes and not has_launcher():
@@ -316,18 +316,18 @@ def check_smaller_meshes(config: Config, model_config: Any) -> None:
             f"--training.min_ranks={config.num_processes} or less"
         )
     checked = {config.mesh_text}
-    for number in range(config.num_processes - 1, least - 1, -1):
+    for count in range(config.num_processes - 1, least - 1, -1):
         try:
-            mesh = mesh_of_processes(config, number)
+            mesh = mesh_of_processes(config, count)
             if mesh.mesh_text not in checked:
                 checked.add(mesh.mesh_text)
                 _check_as_smaller(mesh, config, model_config)
         except SlipstreamError as error:
             raise SlipstreamError(
-                f"training.min_ranks={least}, but with {number} of {config.num_processes} processes the run couldn't "
-                f"go on: {error}. The smallest number that would do is {found}: give --training.min_ranks={found}"
+                f"training.min_ranks={least}, but with {count} of {config.num_processes} processes the run couldn't "
+                f"go on: {error}. The smallest number that would do is {smallest}: give --training.min_ranks={smallest}"
             ) from None
-        found = number
+        smallest = count
 
 
 def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
@@ -349,7 +349,7 @@ def _check_as_smaller(mesh: Config, config: Config, model_config: Any) -> None:
     )
 
 
-_UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they say where, not what
+_UNTOLD = ("training.output", "training.overwrite", "checkpoint.resume")  # they name places, not contents
 
 
 def check_resume(config: Config, model_config: Any, sequences: TrainingSequences, progress: Progress) -> bool:
@@ -401,7 +401,7 @@ def _check_adapter(saved: SavedCheckpoint, config: Config) -> None:
 
 
 def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
-    """Returns whether what is to be exported is there, of this checkpoint and not of a later one."""
+    """Returns whether the exported model is there, of this checkpoint and not of a later one."""
     folder = config.folder
     newest = CheckpointFolder(folder.checkpoints).steps()[0]
     if saved.facts["settings"]["training"]["export"] != config.training.export:
@@ -410,8 +410,8 @@ def _is_exported(saved: SavedCheckpoint, config: Config) -> bool:
 
 
 def find_saved(config: Config) -> SavedCheckpoint | None:
-    """Returns the checkpoint by what its manifest says; None where there is none, or it is damaged or
-    another version's: the ranks, which verify every byte, then say which one is taken."""
+    """Returns the checkpoint by its manifest; None where there is none, or it is damaged or another version's: the
+    ranks, which verify every byte, then say which one is taken."""
     resume, folder = config.checkpoint.resume, CheckpointFolder(config.folder.checkpoints)
     steps = [] if resume == "no" else folder.steps()
     if not steps:

@@ -1,4 +1,4 @@
-"""Checks that the memory limit has room for what every step holds, and says what to type where memory ran out."""
+"""Checks that the memory limit has room for every step's memory, and names settings to change where memory ran out."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _RAN_OUT = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_allo
 
 
 def less_memory(failure: str, config: Config, account: Callable[[], Account | None] = lambda: None) -> list[str]:
-    """Returns sentences about what to change and by how much, where the last line of a failure is one of memory.
+    """Returns sentences about settings to change and by how much, where the last line of a failure is one of memory.
 
-    What changes no numbers comes first. `account` makes the account of the run's memory, by which each change is told
-    with what the fullest rank then holds.
+    Those that change no numbers come first. `account` makes the account of the run's memory, by which each change is
+    told with the fullest rank's memory then.
     """
     if not _RAN_OUT.search(failure.splitlines()[-1]):
         return []
-    found, changes = account(), _changes(config)
-    told = [text if found is None else f"{text}: {_bytes_with(found, change)}" for text, change in changes]
-    holds = "" if found is None else f"By the planner's account the fullest rank holds {bytes_text(found())}. "
+    planned, changes = account(), _changes(config)
+    told = [text if planned is None else f"{text}: {_bytes_with(planned, change)}" for text, change in changes]
+    holds = "" if planned is None else f"By the planner's account the fullest rank holds {bytes_text(planned())}. "
     return [f"{holds}To need less memory, try in this order: {'; '.join(told)}; or more ranks"]
 
 
@@ -71,7 +71,7 @@ def _changes(config: Config) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _bytes_with(account: Account, change: dict[str, Any]) -> str:
-    """Returns what the fullest rank holds with a change; "unknown" where the planner has no such plan."""
+    """Returns the fullest rank's memory with a change; "unknown" where the planner has no such plan."""
     try:
         return bytes_text(account(**change))
     except SlipstreamError:
@@ -81,17 +81,17 @@ def _bytes_with(account: Account, change: dict[str, Any]) -> str:
 def check_memory(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where weights, gradients and AdamW's state alone are more than `memory.limit`.
 
-    They are counted as if the ranks had equal parts, of which one at least has the mean. What a step holds besides is
-    known only to the ranks, which refuse it before their first step.
+    They are counted as if the ranks had equal parts, of which one at least has the mean. A step's other memory is known
+    only to the ranks, which refuse it before their first step.
     """
     limit, parallel, num_ranks = config.memory.limit, config.parallel, config.pipeline.num_ranks
     if limit is None:
         return
     whole = meta_model(model_config, torch_dtype(precision_named(config.training.precision).dtype))
-    number = sum(each.numel() for each in whole.parameters())
+    weights = sum(parameter.numel() for parameter in whole.parameters())
     whole = trained_weights(config, model_config).apply(whole)
-    experts = [each for _, each in expert_modules(whole)] if parallel.experts > 1 else []
-    spread = {id(each) for module in experts for each in module.parameters()}
+    experts = [module for _, module in expert_modules(whole)] if parallel.experts > 1 else []
+    spread = {id(parameter) for module in experts for parameter in module.parameters()}
 
     def held(each: Tensor) -> float:
         is_spread = id(each) in spread
@@ -110,7 +110,7 @@ def check_memory(config: Config, model_config: Any) -> None:
     on = "the rank holds" if config.num_processes == 1 else f"one of the {config.num_processes} ranks holds"
     raise SlipstreamError(
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but {on} {bytes_text(least)} or more of weights, gradients "
-        f"and AdamW's state alone, of {number:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
+        f"and AdamW's state alone, of {weights:,} parameters. Give --memory.limit={math.ceil(2 * least):.1e} or so, "
         f"--pipeline.num_ranks={math.ceil(2 * num_ranks * least / limit)}, or a smaller model"
     )
 
@@ -149,7 +149,7 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
     length = now.training.seq_len
     with suppress(SlipstreamError, ValueError, NotImplementedError):
         count = count_model(model_config, length, compute_dtype(now), trained_weights(now, model_config))
-        first, second = (_predict(each, count, length, {}).step_seconds for each in (before, now))
+        first, second = (_predict(settings, count, length, {}).step_seconds for settings in (before, now))
         return second / first
     return None
 
@@ -157,8 +157,8 @@ def simulated_ratio(before: Config, now: Config, model_config: Any) -> float | N
 def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, Any]) -> Prediction:
     pipeline, parallel, memory = config.pipeline, config.parallel, config.memory
     rows = max(1, _sequences(config, length) // parallel.data)
-    given = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
-    each = -(-rows // changes.get("num_microbatches", given))
+    num_microbatches = pipeline.num_microbatches if pipeline.microbatches is None else len(pipeline.microbatches)
+    rows_each = -(-rows // changes.get("num_microbatches", num_microbatches))
     num_slices = len(pipeline.slices) if isinstance(pipeline.slices, list) else pipeline.slices
     num_slices = changes.get("slices", 8 if num_slices == "auto" else num_slices)
     cluster = _cluster(config.num_processes, count.dtype)
@@ -175,7 +175,7 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         context_exchange=exchange,
         stages_per_rank=pipeline.stages_per_rank,
         schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "1f1b",
-        microbatch_size=each,
+        microbatch_size=rows_each,
         num_slices=num_slices,
         recompute=changes.get("recompute", memory.recompute),
         offload=float(changes.get("offload", memory.offload)),
@@ -183,7 +183,7 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
         slicing="equal-time",
         num_simulated=1,
     )
-    batch = each * -(-rows // each) * parallel.data
+    batch = rows_each * -(-rows // rows_each) * parallel.data
     return search_plans(source, length, batch, options=options).best
 
 

@@ -66,11 +66,11 @@ def check_new_rows(config: Config, model_config: Any, number: int) -> None:
     grown = copy.deepcopy(model_config)
     set_vocab_size(grown, number)
     before, after = meta_model(model_config), meta_model(grown)
-    shapes = {name: each.shape for name, each in before.state_dict().items()}
-    ends = {id(each) for each in (after.get_input_embeddings(), after.get_output_embeddings())}
+    shapes = {name: tensor.shape for name, tensor in before.state_dict().items()}
+    ends = {id(table) for table in (after.get_input_embeddings(), after.get_output_embeddings())}
     tables = {name for name, module in after.named_modules() if id(module) in ends}
-    for name, each in after.state_dict().items():
-        if each.shape != shapes.get(name) and name.rpartition(".")[0] not in tables:
+    for name, tensor in after.state_dict().items():
+        if tensor.shape != shapes.get(name) and name.rpartition(".")[0] not in tables:
             raise SlipstreamError(
                 f"data.special_tokens: {number - had} of the tokens are new to {type(after).__name__}, which has rows "
                 f"by token in {name} too, where they can't be added; use tokens that the tokenizer has"
@@ -94,10 +94,10 @@ def check_new_rows(config: Config, model_config: Any, number: int) -> None:
 
 
 def check_model(config: Config, model_config: Any, progress: Progress) -> None:
-    """Checks what every rank would find when it builds its part of the model.
+    """Makes the checks that every rank would make when it builds its part of the model.
 
     Raises:
-        SlipstreamError: with what was given, what is allowed and what to type.
+        SlipstreamError: with the given value, the allowed ones and the setting to type.
     """
     check_unquantised(model_config)
     check_layers(config, model_config)
@@ -177,7 +177,7 @@ def _check_lora(config: Config, model_config: Any, progress: Progress) -> None:
 
 
 def trained_weights(config: Config, model_config: Any) -> TrainedWeights:
-    """Returns what the run trains of a model with this configuration."""
+    """Returns the weights that the run trains of a model with this configuration."""
     if config.lora is not None:
         return TrainedWeights(adapter=config.lora.adapter(str(config.model.path)))
     return TrainedWeights(find_frozen(meta_model(model_config), config.model.freeze, "model.freeze"))

@@ -50,7 +50,7 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
     section, training = config.data, config.training
     named = named_tokenizer(config)
     with progress.waiting("reading text"):
-        sources = [] if section.streaming else [_open(config, each, progress) for each in section.all_sources]
+        sources = [] if section.streaming else [_open(config, source, progress) for source in section.all_sources]
         held_out = _open_validation(config, progress)
     for source in sources:
         progress.say(source.describe())
@@ -66,8 +66,8 @@ def prepare_text(config: Config, model_config: Any, progress: Progress) -> Prepa
         sequences, read, chats = _open_stream(config, tokenizer, progress)
     else:
         read, chats = texts, [text for text, source in zip(texts, sources, strict=True) if source.has_messages]
-        number = sum(len(text.tokens) for text in [*texts, *validation])
-        progress.say(f"tokens: {number:,}, vocabulary {len(tokenizer):,}")
+        num_tokens = sum(len(text.tokens) for text in [*texts, *validation])
+        progress.say(f"tokens: {num_tokens:,}, vocabulary {len(tokenizer):,}")
         sequences = data.sequences_of(texts, section.packing, training.seq_len, training.seed, section.weights)
     check_vocabulary(max(text.largest() for text in [*read, *validation]), model_config)
     if sample := next((text for text in read if text.labels is not None), None):
@@ -82,7 +82,7 @@ def _open(config: Config, source: SourceSection, progress: Progress) -> OpenSour
 
 
 def _open_validation(config: Config, progress: Progress) -> list[OpenSource]:
-    """Returns what `data.validation` names, if anything; errors say that it is meant."""
+    """Returns the sources that `data.validation` names, if any; errors name the setting."""
     source = config.data.validation_source
     if source is None:
         return []
@@ -112,7 +112,7 @@ def _open_stream(
 
 
 def check_turns(config: Config) -> list[str] | None:
-    """Returns what a run would warn of in its conversations, by their first rows alone; None where it has none.
+    """Returns a run's warnings about its conversations, by their first rows alone; None where it has none.
 
     Raises:
         SlipstreamError: where rows or tokenizer can't be read, or the run itself makes the tokenizer.
@@ -153,19 +153,19 @@ def add_vocabulary(config: Config, model_config: Any, progress: Progress) -> Non
     """
     if not special_tokens(config.data) or (tokenizer := named_tokenizer(config)) is None:
         return
-    had, number = model_config.get_text_config().vocab_size, len(tokenizer)
-    if number <= had:
+    had, vocab_size = model_config.get_text_config().vocab_size, len(tokenizer)
+    if vocab_size <= had:
         return
-    check_new_rows(config, model_config, number)
-    set_vocab_size(model_config, number)
-    progress.say(f"special tokens: {number - had} new rows of the embedding and the head, the means of the others")
+    check_new_rows(config, model_config, vocab_size)
+    set_vocab_size(model_config, vocab_size)
+    progress.say(f"special tokens: {vocab_size - had} new rows of the embedding and the head, the means of the others")
 
 
 def stop_tokens(config: Config, model_config: Any) -> list[int]:
     """Returns the tokens at which the exported model stops."""
     generation = read_generation(str(config.model.path)) if config.model.pretrained else None
-    found = [model_config.eos_token_id, None if generation is None else generation.eos_token_id]
-    return [each for given in found if given is not None for each in (given if isinstance(given, list) else [given])]
+    settings = [model_config.eos_token_id, None if generation is None else generation.eos_token_id]
+    return [token for ids in settings if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
 
 
 def stop_at_end_of_text(config: Config, model_config: Any, tokenizer: Any) -> None:
@@ -197,9 +197,9 @@ def make_tokenizer(
         model_config.eos_token_id = None  # those of another vocabulary
         model_config.bos_token_id = model_config.pad_token_id = None
     stop_at_end_of_text(config, model_config, tokenizer)
-    if tokenizer.eos_token_id is None and (number := sum(source.num_closed for source in sources)):
+    if tokenizer.eos_token_id is None and (num_closed := sum(source.num_closed for source in sources)):
         progress.warn(
-            f"the tokenizer has no end-of-text token, so none of the {number:,} documents is closed by one, "
+            f"the tokenizer has no end-of-text token, so none of the {num_closed:,} documents is closed by one, "
             "and the model doesn't learn where a text ends; name one whose eos_token is set in data.tokenizer"
         )
     return tokenizer
@@ -222,12 +222,12 @@ def check_sample(sample: SampleSection, tokenizer: Any, model_config: Any) -> No
     limit = longest_sequence(model_config)
     if sample.prompt is None or limit is None:
         return
-    given, written = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), sample.max_new_tokens
-    if given + written > limit:
-        room = limit - given
+    length, written = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), sample.max_new_tokens
+    if length + written > limit:
+        room = limit - length
         instead = f"--sample.max_new_tokens={room}" if room > 0 else "a shorter sample.prompt"
         raise SlipstreamError(
-            f"sample.prompt has {given} tokens and sample.max_new_tokens={written}, together more than the model's "
+            f"sample.prompt has {length} tokens and sample.max_new_tokens={written}, together more than the model's "
             f"{limit} positions; give {instead}, or --sample.prompt=null for none"
         )
 
