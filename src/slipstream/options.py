@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from math import lcm
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -111,12 +112,91 @@ class Parallelism(Record):
     context_exchange: Literal["auto", "heads", "keys"] = "auto"
     """What ranks that share slices exchange around attention: `heads` for tokens, after which each keeps the keys and
     values of some heads; or the `keys` and values of a slice, of which each keeps all, for any number of ranks. `auto`:
-    what moves fewer bytes in a layer, heads where a sequence is one slice, and keys where heads don't divide."""
+    what a plan from measured costs finds faster; without a plan what moves fewer bytes in a layer, heads where a
+    sequence is one slice, and keys where heads don't divide."""
     shard: Literal["none", "optimizer", "parameters"] = "none"
     """With data parallelism, what each replica keeps only its part of. `optimizer`: the optimizer's state, as it
     updates only its part of every parameter (ZeRO-1). `parameters`: between steps the parameters too (ZeRO-3, by
     FSDP2); they are gathered when a step begins, and released when a stage's gradients are reduced. Not with tensor
     parallelism or tied weights."""
+
+    def exchanging(self, kind: str) -> Self:
+        """Returns the same with what ranks that share slices exchange."""
+        return self.model_copy(update={"context_exchange": kind})
+
+    def shared_by(self, degrees: Degrees) -> Degrees:
+        """Returns degrees with what ranks that share slices exchange."""
+        return degrees._replace(exchange=self.context_exchange)
+
+
+class SharedWork(NamedTuple):
+    """A way in which ranks share the work of a pipeline's stage, as it is named where it is chosen."""
+
+    axis: str  # as `make_mesh` and the command line call it
+    degree: str  # a field of `Degrees`, and of a configuration's section `parallel`
+    choice: str  # a field of a plan's configuration
+    meaning: str
+    has_axis: bool = True  # of the mesh; else its ranks are some of those with the same weights
+    splits_weights: bool = False  # whether no rank has the whole of a stage's parameters
+
+
+# In the order of ranks
+SHARED_WORK = (
+    SharedWork("cp", "context", "context_parallel", "ranks that share every slice"),
+    SharedWork("tp", "tensor", "tensor_parallel", "ranks that share every layer", splits_weights=True),
+    SharedWork("ep", "experts", "expert_parallel", "ranks over which experts are spread", False, splits_weights=True),
+)
+
+
+class Degrees(NamedTuple):
+    """By how many ranks a stage's work is shared."""
+
+    tensor: int = 1  # that share every layer
+    context: int = 1  # that share every slice, each with some of its tokens
+    experts: int = 1  # over which the experts of a layer are spread; they are some of those with the same weights
+    exchange: str = "heads"  # what ranks that share slices exchange around attention: these for tokens, or keys
+
+    @property
+    def num_ranks(self) -> int:
+        """The least number of ranks that run a stage's actions together."""
+        return self.tensor * lcm(self.context, self.experts)
+
+    def held(self, number: float, in_experts: float) -> float:
+        """Returns how many of so many parameters, of which some are experts', a rank holds."""
+        spread = self.experts if self.experts > 1 else self.tensor
+        return (number - in_experts) / self.tensor + in_experts / spread
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """As `make_mesh` takes them, with as few replicas as there may be."""
+        sizes = {each.axis: getattr(self, each.degree) for each in SHARED_WORK}
+        return {"dp": self.num_ranks // (self.tensor * self.context)} | sizes
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """As a plan's options and its configurations take them."""
+        return {each.choice: getattr(self, each.degree) for each in SHARED_WORK} | {"context_exchange": self.exchange}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As a configuration's section `parallel` takes them, without those of one rank but for `tensor`."""
+        found = {name: size for name, size in self._asdict().items() if size != 1 or name == "tensor"}
+        exchange = {"context_exchange": found.pop("exchange")}
+        return found | (exchange if self.context > 1 else {})
+
+
+UNSHARED = Degrees()
+
+
+def numbers_exchanged(num_queries: int, num_keys: int, num_ranks: int, widening: float = 1.0) -> tuple[float, float]:
+    """Returns how many numbers a rank receives around the attention of a layer with so many heads, forward and
+    backward, for each token and number of a head and but for a factor, if the ranks exchange heads for tokens, and if
+    they gather keys, whose gradients are `widening` times as wide.
+
+    Of g ranks it is (2 Hq + 2 max(Hkv, g)) / g in each direction, or 2 Hkv forward and as many sums backward.
+    """
+    heads = 2 * (2 * num_queries + 2 * max(num_keys, num_ranks)) / num_ranks
+    return heads, 2 * num_keys * (1 + widening)
 
 
 class Precision(Record):

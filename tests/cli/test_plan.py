@@ -311,7 +311,7 @@ QUICK: dict[str, Any] = {"seq_len": SEQ_LEN, "longest_slice": SEQ_LEN, "granular
 @pytest.mark.more
 def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
     measured, settings = tmp_path / "profile.json", tmp_path / "model.yaml"
-    measure_profile(llama(), QUICK, num_ranks=2, device="cpu").save(measured)
+    measure_profile(llama(), ProfileSettings(**QUICK), num_ranks=2, device="cpu").save(measured)
     settings.write_text(yaml.safe_dump({"model": {"config": llama().to_diff_dict()}}))
     output = tmp_path / "plan.yaml"
     planned = slipstream_command(
@@ -333,8 +333,9 @@ def test_a_plan_from_a_profile_is_trained(tmp_path: Path) -> None:
 def test_what_ranks_measured_together_is_planned_for_as_many(tmp_path: Path) -> None:
     """Two processes that share every slice and have half of the experts each."""
     mixture = ARCHITECTURES["gpt_oss"]
-    profile = measure_profile(mixture, QUICK, num_ranks=1, device="cpu", degrees=Degrees(context=2, experts=2))
-    assert (profile.context_parallel, profile.expert_parallel, profile.hardware.processes) == (2, 2, 2)
+    shared = Degrees(context=2, experts=2)
+    profile = measure_profile(mixture, ProfileSettings(**QUICK), num_ranks=1, device="cpu", degrees=shared)
+    assert (profile.degrees, profile.hardware.processes) == (shared._replace(exchange="auto"), 2)
     profile.save(tmp_path / "profile.json")
     plan = slipstream.plan(mixture, tmp_path / "profile.json", seq_len=SEQ_LEN, global_batch=2)
     chosen = plan.best.configuration
@@ -489,7 +490,7 @@ def test_without_a_cluster_the_kept_costs_of_this_machine_are_used(
     with pytest.raises(SlipstreamError, match=r"`slipstream profile MODEL --seq-len=\d+ --ranks=\d+ --tp=2 --output"):
         slipstream.plan(llama(), **settings, tensor_parallel=2)
     hardware = replace(profile.hardware, processes=4)
-    spread = replace(profile, hardware=hardware, tensor_parallel=2)
+    spread = replace(profile, hardware=hardware, degrees=Degrees(tensor=2))
     CostCache(llama(), asked, device, 4, Degrees(2, 1, 1)).keep(spread, print)
     for plan in (slipstream.plan(llama(), **settings), slipstream.plan(llama(), **settings, tensor_parallel=2)):
         degrees = plan.best.configuration

@@ -57,7 +57,7 @@ def test_a_training_configuration_whose_ranks_share_layers(tmp_path: Path) -> No
     command(str(config), output, repeats=2, ranks=1, tp=2, granularity=8)
     assert not (tmp_path / "run").exists()
     profile = load_profile(output)
-    assert (profile.seq_len, profile.tensor_parallel, profile.hardware.processes) == (16, 2, 2)
+    assert (profile.seq_len, profile.degrees.tensor, profile.hardware.processes) == (16, 2, 2)
     assert profile.sequence_parallel
     head = profile.num_parameters(StageParts(len(profile.parts) - 1, len(profile.parts)))
     rows = (VOCABULARY + 1) // 2  # the first rank's

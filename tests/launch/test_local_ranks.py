@@ -252,8 +252,9 @@ PROFILES = """
 import os, tempfile
 from transformers import LlamaConfig
 from slipstream.launch.profile_ranks import measure_profile
+from slipstream.profile import ProfileSettings
 tempfile.tempdir = os.environ["TMPDIR"]
-measure_profile(LlamaConfig(), {"seq_len": 16, "dtype": "float32"}, 2, "cpu")
+measure_profile(LlamaConfig(), ProfileSettings(16), 2, "cpu")
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.cost import Profile
+from slipstream.options import Parallelism
 from slipstream.parallel import Ranks
 from slipstream.profile import ProfileSettings, cost_cache, find_costs
 from slipstream.profile.cost_cache import CostCache
@@ -58,7 +59,7 @@ def test_costs_of_other_settings_and_numbers_of_processes_are_other_files() -> N
     be two that share the layers of two others, or their tokens too."""
     keys = (1, 1), (2, 1), (4, 1), (4, 2)
     paths = {CostCache(llama(), SETTINGS, CPU, *key).path for key in keys}
-    paths.add(CostCache(llama(), replace(SETTINGS, sequence_parallel=True), CPU, 4, 2).path)
+    paths.add(CostCache(llama(), replace(SETTINGS, parallel=Parallelism(sequence_parallel=True)), CPU, 4, 2).path)
     paths.add(CostCache(llama(), replace(SETTINGS, microbatch_size=2), CPU, 1, 1).path)
     assert len(paths) == 6
 

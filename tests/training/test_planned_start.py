@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoConfig
 
 from slipstream import Memory, Parallelism, make_schedule
-from slipstream.cost import load_profile
+from slipstream.cost import Degrees, load_profile
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StartRequest, is_free
 from slipstream.profile.cost_cache import CostCache
@@ -128,9 +128,13 @@ def test_a_checkpoint_carries_the_plan_and_what_is_computed_again(recompute: Any
 def test_what_was_chosen_is_for_sequences_of_its_length() -> None:
     config = parse_config(SETTINGS)
     chosen = {"schedule": str(make_schedule("1f1b", 2, 1, 2)), "slices": [40, 24], "partition": [1, 3], "recompute": 1}
+    chosen["degrees"] = Degrees(exchange="keys")
     found = chosen_settings(config, chosen)
     assert (found["partition"], found["slices"], found["memory"].recompute) == ([1, 3], [40, 24], 1)
+    assert found["parallel"].context_exchange == "keys"
     assert chosen_settings(config, chosen | {"slices": [40, 8]}) == {}
+    others = chosen_settings(config, chosen | {"degrees": Degrees(context=2, exchange="keys")})
+    assert "parallel" not in others
 
 
 def train(
@@ -277,5 +281,5 @@ def test_ranks_that_share_layers_are_planned(first_run: Path, sequence: bool) ->
     assert shared != whole
     if "costs are used, but not kept" not in " ".join(run.stdout.split()):
         found = load_profile(shared)
-        assert (found.tensor_parallel, found.sequence_parallel, found.hardware.processes) == (2, sequence, 4)
+        assert (found.degrees.tensor, found.sequence_parallel, found.hardware.processes) == (2, sequence, 4)
     check_that_no_other_run_plans(first_run, name, f"{name}.yaml", f"{name}/plan.yaml", num_processes=4)

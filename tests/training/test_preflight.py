@@ -148,7 +148,7 @@ SPREAD_AND_SHARDED = "vocabulary='spread' with parallel.shard='parameters'"
             "parallel.context_exchange=keys",
         ),
         ({"parallel.context": 2, "model.config": BLOOM}, "model_type 'bloom' can't be trained with cp=2, where ranks"),
-        (EXPERTS, "parallel.experts=2: 'llama' has no experts that can be spread"),
+        (EXPERTS, "ep=2: 'llama' has no experts that can be spread"),
         (EXPERTS | {"model.config": MIXTURE}, "has 3 experts, which 2 ranks can't share evenly. Choose from 1, 3."),
         ({"training.seq_len": 65}, "training.seq_len=65 is more than the model's 64 positions"),
         ({"data.vocab_size": 301}, "vocabulary has 300 tokens (0 to 299), but the text needs token id 300"),

@@ -119,16 +119,16 @@ def _facts(report: ModelReport) -> Table:
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
     """Yields the rows of the report: name and text."""
+    from slipstream.options import SHARED_WORK
     from slipstream.units import count_text, plural
 
     size = "" if report.num_parameters is None else f", {count_text(report.num_parameters)} parameters"
     yield "model", f"{report.model_type}{size}"
     if report.kinds:
         yield "stages", _stages(report)
-        degrees = ", ".join(map(str, report.tensor_ranks))
-        yield "tensor parallelism", report.no_tensor_parallel or f"{degrees} ranks"
-        degrees = ", ".join(map(str, report.expert_ranks))
-        yield "expert parallelism", report.no_expert_parallel or f"{degrees} ranks"
+        for each in SHARED_WORK:
+            if each.splits_weights or not report.refusal:
+                yield f"{each.choice.replace('_', ' ')}ism", str(report.sharing[each.degree])
         yield "tied weights", ", ".join(f"{head} = {embedding}" for head, embedding in report.tied) or "none"
     yield "loss", _loss(report)
     if report.dropout:
@@ -146,9 +146,6 @@ def _rows(report: ModelReport) -> Iterator[tuple[str, str]]:
             f"exact: largest relative difference {check.output_error:.0e} in outputs, {check.gradient_error:.0e} in "
             f"gradients ({plural(check.num_layers, 'layer')}, float64, {check.seconds:.1f} s)",
         )
-        alike = ", ".join(map(str, report.context_ranks))
-        possible = f"{alike} ranks by heads for tokens, those of tp included; any number by keys"
-        yield "context parallelism", report.no_context_parallel or possible
     if report.refusal:
         yield "token slices", f"refused: {report.refusal}"
 

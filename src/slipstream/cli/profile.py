@@ -45,8 +45,8 @@ def profile(
 ) -> None:
     """Measure MODEL's layers, embedding and head for many slice lengths and contexts, and fit their times."""
     allow_open_files()
-    from slipstream.cost import Degrees
     from slipstream.launch.profile_ranks import measure_profile
+    from slipstream.profile import ProfileSettings
     from slipstream.train.config import ModelSection, ParallelSection, load_config
     from slipstream.train.preflight import load_model_config
 
@@ -63,20 +63,17 @@ def profile(
     shared = shared.model_copy(update={name: size for name, size in sizes.items() if size is not None})
     if seq_len is None:
         raise SlipstreamError("how long are the sequences? give --seq-len=4096, for example")
-    settings = {
-        "seq_len": seq_len,
-        "microbatch_size": microbatch_size,
-        "dtype": dtype,
-        "longest_slice": longest_slice,
-        "granularity": granularity,
-        "repeats": repeats,
-        "budget": budget,
-        "sequence_parallel": shared.sequence_parallel and shared.tensor > 1,
-        "tensor_plan": shared.tensor_plan if shared.tensor > 1 else None,
-        "context_exchange": shared.context_exchange,
-    }
-    degrees = Degrees(shared.tensor, shared.context, shared.experts)
-    profile = measure_profile(load_model_config(section), settings, ranks, device, degrees)
+    settings = ProfileSettings(
+        seq_len=seq_len,
+        microbatch_size=microbatch_size,
+        dtype=dtype,
+        longest_slice=longest_slice,
+        granularity=granularity,
+        repeats=repeats,
+        budget=budget,
+        parallel=shared,
+    )
+    profile = measure_profile(load_model_config(section), settings, ranks, device, shared.degrees)
     profile.save(output)
     console = make_console()
     console.print(_table(profile))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from slipstream.cli.options import Overwrite, amount, check_new_file, count, num
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
-    from slipstream.cost import CostSource
+    from slipstream.cost import CostSource, StageCosts
+    from slipstream.planner.joint import UnitCosts
     from slipstream.schedule import Op, Schedule
     from slipstream.simulator import TableCost
     from slipstream.timeline import Timeline
@@ -204,8 +206,6 @@ def _costs_of(
     of_stages: Mapping[str, int | None],
 ) -> Callable[[Schedule], TableCost]:
     """Returns the costs of a schedule: those of a model on a cluster, those kept of it here, or a profile's."""
-    from slipstream.planning.schedule_costs import schedule_costs
-
     tokens = [int(length) for length in lengths or ()]
     source: CostSource
     if profile is not None:
@@ -226,7 +226,73 @@ def _costs_of(
         degree = of_stages["tensor_parallel"]
         degrees = None if degree is None else (degree,)
         source = choose_costs(model, seq_len=total, tensor_parallel=degrees, **asked)
-    return lambda plan: schedule_costs(source, plan, partition, tokens, seq_len=total, **of_stages)
+    return lambda plan: _schedule_costs(source, plan, partition, tokens, total, **of_stages)
+
+
+def _schedule_costs(
+    source: CostSource,
+    schedule: Schedule,
+    partition: Sequence[float] | None,
+    slices: Sequence[int],
+    seq_len: int,
+    tensor_parallel: int | None,
+    microbatch_size: int | None,
+) -> TableCost:
+    """Returns the simulator's costs of a schedule's stages and slices: nearly equal numbers of layers and tokens, the
+    fewest ranks that share layers, and one sequence, where nothing else is given or measured."""
+    from slipstream.cost import Degrees
+    from slipstream.planner.joint import JointProblem, spread_costs
+
+    layers = partition or _nearly_equal(len(source.kinds), schedule.num_stages)
+    tokens = [int(each) for each in slices or _nearly_equal(seq_len, schedule.num_slices)]
+    for name, given, wanted in (
+        ("partition", layers, schedule.num_stages),
+        ("lengths", tokens, schedule.num_slices),
+    ):
+        if len(given) != wanted:
+            raise SlipstreamError(
+                f"--{name} has {len(given)} numbers, but the schedule {schedule.name!r} needs {wanted}"
+            )
+    if sum(tokens) != seq_len:
+        raise SlipstreamError(
+            f"--lengths={','.join(map(str, tokens))} add up to {sum(tokens)}, but --seq-len={seq_len}"
+        )
+    tensor, size = _known(source, tensor_parallel, microbatch_size)
+    costs = source.costs(Degrees(tensor), size)
+    table: TableCost = costs.cost(layers, tokens)
+    if not schedule.spreads_vocabulary:
+        return table
+    units = _units(source, costs, tokens, schedule.num_ranks)
+    return spread_costs(JointProblem(units, seq_len, schedule.num_ranks), tuple(layers), tuple(tokens))
+
+
+def _known(source: CostSource, tensor_parallel: int | None, microbatch_size: int | None) -> tuple[int, int]:
+    """Returns the degree and the number of sequences, both of which the source has costs of."""
+    degrees, sizes = source.tensor_parallel_degrees, source.microbatch_sizes
+    if tensor_parallel is not None and tensor_parallel not in degrees:
+        raise SlipstreamError(
+            f"tensor_parallel={tensor_parallel} can't be predicted for {source.hardware}: choose one of "
+            f"{', '.join(map(str, degrees))}."
+        )
+    if sizes is not None and microbatch_size is not None and microbatch_size not in sizes:
+        raise SlipstreamError(
+            f"microbatch_size={microbatch_size} can't be predicted for {source.hardware}: its times were not measured. "
+            f"Use {sizes[0]}."
+        )
+    return tensor_parallel or degrees[0], microbatch_size or (sizes or (1,))[0]
+
+
+def _units(source: CostSource, costs: StageCosts, slices: Sequence[int], num_ranks: int) -> UnitCosts:
+    from slipstream.cost import AnalyticCosts
+    from slipstream.planner.joint import AnalyticUnits, ProfileUnits
+
+    if isinstance(costs, AnalyticCosts):
+        return AnalyticUnits(costs, sum(slices), gcd(*slices), num_ranks)
+    return ProfileUnits(costs, source.state)
+
+
+def _nearly_equal(total: int, count: int) -> list[int]:
+    return [total // count + (i < total % count) for i in range(count)]
 
 
 def _read(path: Path) -> Schedule:

@@ -15,10 +15,8 @@ from slipstream.cost.profile import (
     load_profile,
 )
 from slipstream.cost.sources import (
-    UNSHARED,
     AnalyticSource,
     CostSource,
-    Degrees,
     HostMemorySpec,
     ProfileSource,
     StageCosts,
@@ -39,3 +37,4 @@ from slipstream.cost.stages import (
     parts_of,
     unit_bounds,
 )
+from slipstream.options import UNSHARED, Degrees

@@ -41,6 +41,7 @@ from slipstream.cost.stages import (
     layers_with_backward,
     pipeline_costs,
 )
+from slipstream.options import Degrees
 from slipstream.schedule import BACKWARDS, Action, Op
 from slipstream.simulator import TableCost
 
@@ -110,6 +111,11 @@ class AnalyticCosts:
     expert_parallel: int = 1
     context_exchange: str = "heads"
 
+    @cached_property
+    def degrees(self) -> Degrees:
+        """By how many ranks a stage's work is shared."""
+        return Degrees(self.tensor_parallel, self.context_parallel, self.expert_parallel, self.context_exchange)
+
     @property
     def parts(self) -> Sequence[int]:
         """The kind of every part of the model."""
@@ -162,12 +168,7 @@ class AnalyticCosts:
 
     def _weights_share(self, part: PartCount) -> float:
         """Returns the share of a part's parameters that one rank holds."""
-        return self._held(part.num_parameters, part.num_in_experts) / max(1, part.num_parameters)
-
-    def _held(self, number: float, in_experts: float) -> float:
-        """Returns how many of a part's parameters, of which some are in experts, one rank holds."""
-        spread = self.expert_parallel if self.expert_parallel > 1 else self.tensor_parallel
-        return (number - in_experts) / self.tensor_parallel + in_experts / spread
+        return self.degrees.held(part.num_parameters, part.num_in_experts) / max(1, part.num_parameters)
 
     def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
         """Returns the time of the matrix products. What they read and write isn't hidden behind what they compute, and
@@ -354,7 +355,7 @@ class AnalyticCosts:
     def num_parameters(self, layers: Stage) -> float:
         """Returns the number of a stage's parameters."""
         counted = self.model.counted(layers)
-        return sum(n * self._held(part.num_parameters, part.num_in_experts) for n, part in counted)
+        return sum(n * self.degrees.held(part.num_parameters, part.num_in_experts) for n, part in counted)
 
     @property
     def vocab_size(self) -> int:

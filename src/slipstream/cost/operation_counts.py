@@ -79,17 +79,6 @@ class OpCount:
     num_kernels: int = 0  # matrix products included
 
 
-def numbers_exchanged(num_queries: int, num_keys: int, num_ranks: int, widening: float = 1.0) -> tuple[float, float]:
-    """Returns how many numbers a rank receives around the attention of a layer with so many heads, forward and
-    backward, for each token and number of a head and but for a factor, if the ranks exchange heads for tokens, and if
-    they gather keys, whose gradients are `widening` times as wide.
-
-    Of g ranks it is (2 Hq + 2 max(Hkv, g)) / g in each direction, or 2 Hkv forward and as many sums backward.
-    """
-    heads = 2 * (2 * num_queries + 2 * max(num_keys, num_ranks)) / num_ranks
-    return heads, 2 * num_keys * (1 + widening)
-
-
 @dataclass(frozen=True)
 class AttentionCall:
     """One attention call of a layer: its heads, the widths of its keys and values, and its mask."""

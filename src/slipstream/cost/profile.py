@@ -31,6 +31,7 @@ from slipstream.cost.stages import (
     unit_names,
 )
 from slipstream.errors import SlipstreamError, did_you_mean
+from slipstream.options import UNSHARED, Degrees
 from slipstream.schedule import Op
 from slipstream.simulator import TableCost
 
@@ -156,11 +157,8 @@ class Profile:
     optimizer_seconds: float  # of an AdamW step, per parameter
     link: MeasuredLink | None = None  # None where a single process measured
     disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
-    tensor_parallel: int = 1  # the ranks that shared every layer: what a stage costs is what it costs each of them
-    context_parallel: int = 1  # the ranks that shared every slice: lengths are those of whole slices
-    context_exchange: str = "auto"  # what these were to exchange around attention
-    expert_parallel: int = 1  # the ranks over which experts were spread
-    sequence_parallel: bool = False  # whether they shared the tokens too
+    degrees: Degrees = UNSHARED  # what a stage costs is what it costs each rank; lengths are those of whole slices
+    sequence_parallel: bool = False  # whether ranks that shared layers shared the tokens too
     tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
     attention_kernels: Mapping[str, str] = field(default_factory=dict)  # the fastest on the GPU, by shape
     unit_kinds: tuple[int, ...] = ()  # of the units of each kind of layer, as in `part_kinds`
@@ -281,7 +279,7 @@ class Profile:
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
         has_head = self.parts_of(layers).stop == len(self.parts)
-        vocabulary = self.model.vocab_size / (self.tensor_parallel * self.context_parallel)
+        vocabulary = self.model.vocab_size / (self.degrees.tensor * self.degrees.context)
         return 4 * self.microbatch_size * length * vocabulary if has_head else 0.0
 
     def has_backward(self, stage: Stage) -> bool:
@@ -306,9 +304,9 @@ class Profile:
         return each * self.num_parameters(layers)
 
     def num_optimized(self, layers: Stage, shards: int) -> float:
-        in_experts = self._num_in_experts(layers)
+        in_experts = self._trained_in_experts(layers)
         shared = self.num_trained(layers) - in_experts
-        return shared / shards + in_experts / max(1, shards // self.expert_parallel)
+        return shared / shards + in_experts / max(1, shards // self.degrees.experts)
 
     def num_parameters(self, layers: Stage) -> int:
         return round(self._total(layers, [stage.num_parameters for stage in self.stages]))
@@ -327,24 +325,25 @@ class Profile:
         ranks that have the same ones."""
         if self.link is None:
             return 0.0
-        in_experts = self._num_in_experts(layers)
+        in_experts = self._trained_in_experts(layers)
         seconds = 0.0
         for number, ranks in (
-            (self.num_parameters(layers) - in_experts, size),
-            (in_experts, max(1, size // self.expert_parallel)),
+            (self.num_trained(layers) - in_experts, size),
+            (in_experts, max(1, size // self.degrees.experts)),
         ):
             if number and ranks > 1:
                 seconds += (ranks - 1) * (self.link.latency + num_bytes * number / ranks / self.link.bandwidth)
         return seconds
 
-    def _num_in_experts(self, layers: Stage) -> int:
+    def _trained_in_experts(self, layers: Stage) -> int:
+        """Returns how many of a stage's trained parameters here are of experts that are spread."""
         return round(self._total(layers, [stage.num_in_experts for stage in self.stages]))
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
-        return self.optimizer_seconds * self.num_parameters(layers) / shards
+        return self.optimizer_seconds * self.num_optimized(layers, shards)
 
     def message_bytes(self, length: Any) -> Any:
-        own = -(-length // self.context_parallel)  # of the rank with most
+        own = -(-length // self.degrees.context)  # of the rank with most
         return self.microbatch_size * own * self.model.hidden_size * self.dtype_bytes
 
     def action_costs(

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from math import gcd, lcm
+from math import gcd
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from slipstream.cost.analytic import AnalyticCosts
 from slipstream.cost.cluster import Cluster
-from slipstream.cost.operation_counts import ModelCount, StateBytes, numbers_exchanged
+from slipstream.cost.operation_counts import ModelCount, StateBytes
 from slipstream.cost.profile import Profile
 from slipstream.errors import SlipstreamError
+from slipstream.options import SHARED_WORK, Degrees, numbers_exchanged
 
 StageCosts: TypeAlias = AnalyticCosts | Profile
 _COUNTED_ALONE: Mapping[str, str] = MappingProxyType(
     {"vocabulary": "Counts don't say whether a head can be spread: plan from the model's configuration."}
 )
-
-
-class Degrees(NamedTuple):
-    """By how many ranks a stage's work is shared."""
-
-    tensor: int = 1  # that share every layer
-    context: int = 1  # that share every slice, each with some of its tokens
-    experts: int = 1  # over which the experts of a layer are spread; they are some of those with the same weights
-    exchange: str = "heads"  # what ranks that share slices exchange around attention: these for tokens, or keys
-
-
-UNSHARED = Degrees()
 
 
 class HostMemorySpec(NamedTuple):
@@ -105,6 +94,14 @@ class AnalyticSource:
         wanted = asked or ("heads", *["keys"] * (keys < heads or not divides))
         return tuple(kind for kind in wanted if kind == "keys" or divides)
 
+    def by_bytes(self, degrees: Degrees, is_whole: bool) -> Degrees:
+        """Returns degrees in which "auto" is what a run without a plan exchanges, of sequences that are one slice or
+        several."""
+        if degrees.exchange != "auto":
+            return degrees
+        kinds = self.exchanges(degrees.tensor, degrees.context)
+        return degrees._replace(exchange=kinds[0 if is_whole else -1])
+
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         """Returns the lengths of the shortest and the longest slice whose times are known."""
         return 1, seq_len
@@ -177,13 +174,13 @@ class ProfileSource:
         self.profile = profile
         self.name = f"{profile.model.model_type}, {profile.model.num_layers} layers of {profile.model.hidden_size}"
         self.hardware = profile.hardware.cpu if profile.hardware.device == "cpu" else profile.hardware.device
-        tensor, context, experts = profile.tensor_parallel, profile.context_parallel, profile.expert_parallel
-        self.kinds, self.num_devices = profile.kinds, num_ranks * tensor * lcm(context, experts)
-        self.tensor_parallel_degrees, self.context_parallel_degrees = (tensor,), (context,)
-        self.expert_parallel_degrees = (experts,)
+        shared = profile.degrees
+        self.kinds, self.num_devices = profile.kinds, num_ranks * shared.num_ranks
+        self.tensor_parallel_degrees, self.context_parallel_degrees = (shared.tensor,), (shared.context,)
+        self.expert_parallel_degrees = (shared.experts,)
+        alone = [each for each in SHARED_WORK if getattr(shared, each.degree) == 1 and each.degree != "tensor"]
         again = "Its times weren't measured: profile again with"
-        measured = {"context_parallel": (context, f"{again} --cp."), "expert_parallel": (experts, f"{again} --ep.")}
-        self.refusals = {choice: reason for choice, (ranks, reason) in measured.items() if ranks == 1}
+        self.refusals = {each.choice: f"{again} --{each.axis}." for each in alone}
         self.refusals |= dict.fromkeys(("shard", "vocabulary"), "Its times weren't measured.")
         self.parts, self.units_per_layer = profile.parts, profile.units_per_layer
         self.microbatch_sizes = (profile.microbatch_size,)
@@ -191,7 +188,7 @@ class ProfileSource:
         self.sequence_parallel = profile.sequence_parallel
 
     def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
-        return (self.profile.context_exchange,) if context == self.profile.context_parallel else ()
+        return (self.profile.degrees.exchange,) if context == self.profile.degrees.context else ()
 
     def slice_range(self, seq_len: int) -> tuple[int, int]:
         if seq_len > self.profile.seq_len:

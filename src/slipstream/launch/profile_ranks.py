@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.cost import UNSHARED, Degrees, Profile, load_profile
 from slipstream.errors import SlipstreamError
@@ -15,17 +14,20 @@ from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_t
 from slipstream.launch.stop_request import watched_local_rank
 from slipstream.watchdog import counted_off
 
+if TYPE_CHECKING:
+    from slipstream.profile import ProfileSettings
+
 _REQUEST, _MODEL, _PROFILE = "request.json", "model", "profile.json"
 
 
 def measure_profile(
-    model_config: Any, settings: dict[str, Any], num_ranks: int, device: str = "auto", degrees: Degrees = UNSHARED
+    model_config: Any, settings: ProfileSettings, num_ranks: int, device: str = "auto", degrees: Degrees = UNSHARED
 ) -> Profile:
     """Starts local processes that measure at the same time; returns their link and the times of the first.
 
     Args:
         model_config: a transformers.PretrainedConfig.
-        settings: the arguments of ProfileSettings.
+        settings: what is measured.
         num_ranks: the number of a pipeline's ranks that share this machine.
         device: "cpu", "cuda", or "auto": CUDA where there is a GPU, which processes may share.
         degrees: by how many processes the work of each of these ranks is shared.
@@ -37,24 +39,19 @@ def measure_profile(
     """
     import torch
 
-    from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
-    from slipstream.pipeline.families.causal_lm_layout import check_expert_parallel
-    from slipstream.profile import ProfileSettings
+    from slipstream.parallel import check_sharing
 
-    tensor, context, experts, _ = degrees
-    ProfileSettings(**settings).check(model_config, tensor)
-    if context > 1:
-        check_context_parallel(model_config, context, tensor, settings.get("context_exchange", "auto"))
-    check_expert_parallel(model_config, None, experts, f"--ep={experts}")
+    settings.check(model_config)
+    check_sharing(model_config, degrees, settings.parallel)
     if has_launcher():
         raise SlipstreamError("slipstream profile starts its own processes; run it without torchrun or srun.")
-    num_devices, num_processes = torch.cuda.device_count(), num_ranks * tensor * lcm(context, experts)
+    num_devices, num_processes = torch.cuda.device_count(), num_ranks * degrees.num_ranks
     if device == "cuda" and not num_devices:
         raise SlipstreamError("--device=cuda needs a CUDA device, but there is none; use --device=cpu")
     chosen = ("cuda" if num_devices else "cpu") if device == "auto" else device
     with temporary_folder() as folder:
         model_config.save_pretrained(folder / _MODEL)
-        request = {"settings": settings, "device": chosen, "degrees": degrees}
+        request = {"settings": settings.to_json(), "device": chosen, "degrees": degrees}
         (folder / _REQUEST).write_text(json.dumps(request))
         launch_ranks("slipstream.launch.profile_ranks", [str(folder)], num_processes)
         return load_profile(folder / _PROFILE)
@@ -83,15 +80,13 @@ def _measure_as_rank(folder: Path) -> None:
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
         is_first = dist.get_rank() == 0
-        settings = ProfileSettings(**request["settings"])
-        tensor, context, experts, _ = request["degrees"]
-        replicas = lcm(context, experts) // context
-        shared = {"dp": replicas, "cp": context, "tp": tensor, "ep": experts}
-        pipeline = dist.get_world_size() // (replicas * context * tensor)
-        ranks = Ranks.of(make_mesh(pp=pipeline, device_type=device.type, **shared))
+        settings, degrees = ProfileSettings.from_json(request["settings"]), Degrees(*request["degrees"])
+        pipeline = dist.get_world_size() // degrees.num_ranks
+        sizes: dict[str, Any] = degrees.mesh
+        ranks = Ranks.of(make_mesh(pp=pipeline, device_type=device.type, **sizes))
         progress = Progress(make_console() if is_first else None)
         with progress.waiting("measuring the link"):
-            link = measure_link(device, ranks, settings.sequence_parallel)
+            link = measure_link(device, ranks, settings.parallel.sequence_parallel)
         with progress.counting("measuring the layers", total=1) as show:
             config = load_config(str(folder / _MODEL))
             profile = profile_model(config, settings, device, link, show, ranks)

@@ -64,7 +64,7 @@ from slipstream.model.weight_gradients import add_expert_gradients_in_place, add
 class CausalLMStage(PipelineStage):
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is described by `receives` and `sends`. With `shared` the model has this rank's shares
+    What travels between stages is described by `receives` and `sends`. With `tensor` the model has this rank's shares
     of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
     last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
     each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts`
@@ -80,7 +80,7 @@ class CausalLMStage(PipelineStage):
         anatomy: ModelAnatomy,
         owned: LayerRange,
         device: torch.device,
-        shared: TensorParallelLayers | None = None,
+        tensor: TensorParallelLayers | None = None,
         head: SpreadHead | None = None,
         router_loss: RouterLoss | None = None,
         recompute: RecomputePolicy | None = None,
@@ -104,8 +104,8 @@ class CausalLMStage(PipelineStage):
             model.set_submodule(head.embedding, embedding)
             self._embedded = TensorSpec(torch.Size((embedding.embedding_dim,)), embedding.weight.dtype)
         fix_length_dependent_rope(model)
-        self._shared, self._exchange, self._device = shared, exchange, device
-        self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, shared)
+        self._tensor, self._exchange, self._device = tensor, exchange, device
+        self._seeds = LayerSeeds(model, uses_randomness(model), self.num_layers, tensor)
         self._seeds.install(self.is_first)
         add_weight_gradients_in_place(model)
         add_expert_gradients_in_place(model)
@@ -198,8 +198,8 @@ class CausalLMStage(PipelineStage):
         hidden = inputs[0] if inputs else None
         context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
         context.received = inputs[1:]
-        if self._shared is not None:
-            context.tensor_rank = self._shared.rank
+        if self._tensor is not None:
+            context.tensor_rank = self._tensor.rank
         if self._exchange is not None:
             context.exchange = self._exchange(token_slice.parts)
         past = self._past(context)
@@ -237,8 +237,8 @@ class CausalLMStage(PipelineStage):
     def _running(self, context: SliceContext) -> Iterator[None]:
         """Surrounds the code of the model that computes a slice, all of it or one layer again."""
         tokens, layers = context.token_slice, dict(zip(self.layers_here, self.layers, strict=True))
-        if self._shared is not None:  # now, as the first packed slice runs a token of its own
-            self._shared.begin(tokens.input_ids.shape[1])
+        if self._tensor is not None:  # now, as the first packed slice runs a token of its own
+            self._tensor.begin(tokens.input_ids.shape[1])
         own = masks_and_biases(self.model, tokens) if self.attends_itself else masks_of_text()
         # what keeps the model from generating text with the cache that it is given
         as_trained = as_several_tokens(context, layers) if context.has_lone_tokens else nullcontext()
@@ -294,7 +294,7 @@ class CausalLMStage(PipelineStage):
     def hidden(self, token_slice: TokenSlice) -> TensorSpec:
         """Returns (b, T, hidden) of the hidden states in and out; T may be a part of the slice's tokens."""
         batch, length = token_slice.input_ids.shape
-        here = self._shared.local_length(length) if self._shared else length
+        here = self._tensor.local_length(length) if self._tensor else length
         return TensorSpec(self._form.shape(batch, here, token_slice.length), self.hidden_dtype)
 
     def _specs(self, crossing: Sequence[CrossingTensor], token_slice: TokenSlice) -> list[TensorSpec]:

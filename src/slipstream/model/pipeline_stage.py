@@ -13,7 +13,7 @@ from slipstream.model.vocabulary import HeadRows, TiedWeight
 
 
 class SpreadExperts(Protocol):
-    """The experts of a model that are spread over ranks; `parallel.experts.ExpertParallel` implements it."""
+    """The experts of a model that are spread over ranks."""
 
     def has(self, name: str) -> bool:
         """Returns whether a parameter is one of experts."""

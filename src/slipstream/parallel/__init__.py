@@ -47,3 +47,11 @@ from slipstream.parallel.rank_group import (
     release_groups_at_exit,
     send_tensor,
 )
+from slipstream.parallel.sharing import (
+    PossibleRanks,
+    SharedStages,
+    check_sharing,
+    check_tensor_parallel,
+    possible_exchanges,
+    possible_sharing,
+)

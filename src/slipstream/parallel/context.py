@@ -29,6 +29,7 @@ from torch import Tensor
 from slipstream.attention import KeyRanges
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks import TokenSlice
+from slipstream.options import numbers_exchanged
 from slipstream.parallel.parameter_share import part_bounds
 from slipstream.parallel.rank_group import RankGroup, exchanged, sum_over_ranks
 
@@ -47,18 +48,17 @@ class SliceExchange:
     def moves_heads(self, query: Tensor, key: Tensor, is_whole: bool) -> bool:
         """Returns whether an attention of these sizes exchanges heads for tokens.
 
-        Of numbers per token and head size, a rank receives (2 Hq + 2 max(Hkv, g)) / g forward and as many backward, or
-        2 Hkv forward and as many sums backward, which may be wider; plans count the same. Keys move less only where
-        g Hkv < Hq + max(Hkv, g), and then the context of all heads is about as large as queries, keys, values and
-        outputs of the own tokens: what they take of memory doesn't decide. In a sequence of one slice the last ranks'
-        queries would see far more keys than the first ones', so heads are exchanged there.
+        By default that is what moves fewer bytes. Keys do only where g Hkv < Hq + max(Hkv, g), and then the context of
+        all heads is about as large as queries, keys, values and outputs of the own tokens: what they take of memory
+        doesn't decide. In a sequence of one slice the last ranks' queries would see far more keys than the first ones',
+        so heads are exchanged there.
         """
         if self.kind != "auto":
             return self.kind == "heads"
         size, num_queries, num_keys = self.group.size, query.shape[1], key.shape[1]
         widening = torch.promote_types(key.dtype, torch.float32).itemsize / key.dtype.itemsize
-        moved = 2 * (num_queries + max(num_keys, size)) / size
-        return num_queries % size == 0 and (is_whole or moved <= num_keys * (1 + widening))
+        by_heads, by_keys = numbers_exchanged(num_queries, num_keys, size, widening)
+        return num_queries % size == 0 and (is_whole or by_heads <= by_keys)
 
     def heads_for_tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns this rank's heads of all tokens, (B,Hq/g,n,D), (B,h,n,D) and (B,h,n,Dv), of all heads of this rank's

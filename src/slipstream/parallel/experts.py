@@ -25,7 +25,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import own_module, parse_name
 from slipstream.model.anatomy import expert_modules
 from slipstream.model.hooks import runs_alone
-from slipstream.parallel.mesh import Ranks, divisors_text
+from slipstream.parallel.mesh import divisors_text
 from slipstream.parallel.parameter_share import ParameterShare, part_bounds
 from slipstream.parallel.rank_group import RankGroup, exchanged
 from slipstream.parallel.tensor import TensorParallel
@@ -39,10 +39,10 @@ def num_experts_of(model: nn.Module) -> dict[str, int]:
     return {parse_name(f"{name}.weight").layer: int(each.num_experts) for name, each in expert_modules(model)}
 
 
-def check_experts(model: nn.Module, model_type: str, size: int, option: str) -> None:
+def check_experts(model: nn.Module, model_type: str, size: int) -> None:
     """Raises SlipstreamError where the experts of a whole model, which may be on the meta device, can't be spread over
-    `size` ranks, as the `option` asks."""
-    counts = num_experts_of(model)
+    `size` ranks."""
+    counts, option = num_experts_of(model), f"ep={size}"
     if not counts:
         raise SlipstreamError(
             f"{option}: {model_type!r} has no experts that can be spread, whose weights a layer holds together. Leave "
@@ -80,13 +80,6 @@ class ExpertParallel:
     counts: Mapping[str, int]
     group: RankGroup
     tensor: TensorParallel | None
-
-    @classmethod
-    def of(cls, whole: nn.Module, ranks: Ranks, tensor: TensorParallel | None) -> ExpertParallel | None:
-        """Returns it for a whole model, which may be on the meta device; None where no experts are spread."""
-        if ranks.experts.size == 1:
-            return None
-        return cls(num_experts_of(whole), ranks.experts, tensor)
 
     def has(self, name: str) -> bool:
         """Returns whether a parameter of the model is one of experts, and so not the same on all ranks of the group."""

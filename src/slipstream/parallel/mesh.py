@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from slipstream.errors import SlipstreamError
+from slipstream.options import Degrees
 from slipstream.parallel.gpus import TransportName, check_transport, choose_backend, gpu_of, share_gpus_by_nccl
 from slipstream.parallel.rank_group import RankGroup
 from slipstream.schedule import Schedule
@@ -237,9 +238,19 @@ class Ranks:
         return [(axis, group) for axis, group in self.groups.items() if axis.part_of is not None and group.size > 1]
 
     @property
-    def context(self) -> RankGroup:
+    def sharing(self) -> RankGroup:
         """The ranks that each have some tokens of every slice."""
         return self.groups.get(CONTEXT) or RankGroup()
+
+    @property
+    def degrees(self) -> Degrees:
+        """By how many ranks a stage's work is shared."""
+        return Degrees(self.tensor.size, self.sharing.size, self.experts.size)
+
+    @property
+    def replicas_act_together(self) -> bool:
+        """Whether ranks that are given other rows exchange tokens within an action, and so run the same ones."""
+        return self.experts.size > 1
 
     @property
     def by_name(self) -> dict[str, RankGroup]:

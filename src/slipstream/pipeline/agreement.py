@@ -208,9 +208,9 @@ class BatchAgreement:
             )
         if any(len(dict(found)) > 1 for found in replicas.values()):
             self._raise_difference(replicas)
-        if self._ranks.experts.size > 1 and len({values[-1] for *_, values in answers}) > 1:
+        if self._ranks.replicas_act_together and len({values[-1] for *_, values in answers}) > 1:
             raise SlipstreamError(
-                "the replicas would run different actions, and with ep their layers exchange tokens in each. Give all "
+                "the replicas would run different actions, in each of which their layers exchange tokens. Give all "
                 "of them rows of one length, or slices as a count that each row has tokens for."
             )
         found = [*totals.values()]

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from slipstream.model.adapters import Adapter, TrainedWeights
+from slipstream.options import Degrees
 from slipstream.parallel import RankGroup
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.families import Balance, ExecutedStep, StageLayout
@@ -73,6 +74,12 @@ class PipelineFacts:
     def num_processes(self) -> int:
         """The processes of the whole mesh."""
         return self._runtime.ranks.world.size
+
+    @property
+    def degrees(self) -> Degrees:
+        """By how many processes a stage's work is shared, and what those that share slices exchange, as it was given or
+        planned."""
+        return self._runtime.degrees
 
     @property
     def has_own_loss(self) -> bool:

@@ -115,6 +115,7 @@ class PipelineRuntime:
         # 4. The executors of this process's ranks, connected with the others.
         self._losses = self.family.losses(self.tensor_parallel)
         self._divisor = LossDivisor(self._losses)
+        self.degrees = options.parallel.shared_by(self.ranks.degrees)
         # The parts of a message, of which a rank sends one.
         self._num_parts = 1 if options.parallel.sequence_parallel else self.ranks.tensor.size
         self.transport = self._scattered(self._connected())
@@ -371,7 +372,7 @@ class PipelineRuntime:
         run_together(executors, self.layout.evaluation, batch)
         for executor in executors:
             executor.finish()
-        if self.ranks.context.size == 1:
+        if self.ranks.sharing.size == 1:
             return collected.outputs
         return {key: self._gathered(collected.outputs[key], batch, *key) for key in sorted(collected.outputs)}
 
@@ -381,7 +382,7 @@ class PipelineRuntime:
         most = max(1, *(end - begin for begin, end in parts))
         padded = own.new_zeros(own.shape[0], most, *own.shape[2:])
         padded[:, : own.shape[1]] = own
-        every = zip(self.ranks.context.all_gather(padded), parts, strict=True)
+        every = zip(self.ranks.sharing.all_gather(padded), parts, strict=True)
         return torch.cat([each[:, : end - begin] for each, (begin, end) in every], dim=1)
 
     def sequence_log_probabilities(self) -> Tensor:

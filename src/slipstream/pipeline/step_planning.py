@@ -88,7 +88,9 @@ class StepPlanning:
             raise DifferentLengthsError
         assert prepared is not None
         plan = prepared.plan if same_plan else self._first_ranks(prepared.plan)
-        return plan if self._ranks.experts.size == 1 or one_order else self._in_one_order(plan, given is not None)
+        if one_order or not self._ranks.replicas_act_together:
+            return plan
+        return self._in_one_order(plan, given is not None)
 
     def _own(self, lengths: Lengths, given: StepPlan | None) -> _PreparedPlan:
         if given is not None:
@@ -124,8 +126,8 @@ class StepPlanning:
         found = self._ranks.copies.gather((mine, is_given))
         if any(given for _, given in found):
             raise SlipstreamError(
-                "plan=... on a mesh with ep: the replicas' plans differ in their order, or not all were given one, and "
-                "all have to run the same actions. Give plans with one schedule, or leave them out."
+                "plan=...: the replicas' plans differ in their order, or not all were given one, and all have to run "
+                "the same actions, in which they exchange tokens. Give plans with one schedule, or leave them out."
             )
         number = min(len(microbatches) for microbatches, _ in found)
         joined = [[(*map(sum, zip(*run, strict=True)),) for run in _runs(each, number)] for each, _ in found]

@@ -6,8 +6,8 @@ Each fact comes from the function by which training finds it, so that training r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,9 +30,7 @@ from slipstream.model import (
     meta_model,
 )
 from slipstream.model.toy import toy_config
-from slipstream.parallel.experts import check_experts, num_experts_of
-from slipstream.parallel.tensor import find_tensor_plan
-from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
+from slipstream.parallel import PossibleRanks, possible_sharing
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,6 @@ def _modules(layer: nn.Module) -> frozenset[Any]:
     return frozenset((re.sub(r"\d+", "*", name), type(module).__qualname__) for name, module in layer.named_modules())
 
 
-_MOST_TENSOR_RANKS = 64
-
-
 @dataclass(frozen=True)
 class ModelReport:
     """What a model's layers take from earlier tokens, and how it can be cut, as far as its architecture says."""
@@ -84,12 +79,7 @@ class ModelReport:
     kinds: tuple[LayerKind, ...] = ()  # none if it can't be cut into stages
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter)
     whole_layers: str = ""  # why no stage can end inside a layer; "" if it can
-    tensor_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every layer
-    no_tensor_parallel: str = ""  # why no more than one can
-    context_ranks: tuple[int, ...] = (1,)  # numbers of ranks that can share every slice by heads for tokens
-    no_context_parallel: str = ""  # why no more than one can, in any way
-    expert_ranks: tuple[int, ...] = (1,)  # numbers of ranks over which experts can be spread
-    no_expert_parallel: str = ""  # why no more than one can have some
+    sharing: Mapping[str, PossibleRanks] = field(default_factory=dict)  # by how many ranks, by the names of Degrees
     dropout: tuple[str, ...] = ()  # what is dropped with which probability, such as "attention_dropout=0.1"
     max_length: int | None = None  # the most tokens of a sequence; None: as many as you like
     self_check: SelfCheck | None = None
@@ -112,18 +102,14 @@ def report_on(config: PretrainedConfig) -> ModelReport:
         check_router_loss(config, "pipeline.router_loss")
         check_unquantised(config)
         anatomy = find_anatomy(config)
-        whole, (ranks, alone) = _why_whole(config, anatomy), _tensor_ranks(config, anatomy)
+        whole, shared = _why_whole(config, anatomy), possible_sharing(config, anatomy)
     except SlipstreamError as error:
         return replace(report, refusal=str(error))
-    report = replace(report, tied=anatomy.tied, whole_layers=whole, tensor_ranks=ranks, no_tensor_parallel=alone)
-    spread, together = expert_ranks(config)
-    report = replace(report, expert_ranks=spread, no_expert_parallel=together)
+    report = replace(report, tied=anatomy.tied, whole_layers=whole, sharing=shared)
     try:
         found = check_sliceable(config, anatomy)
     except SlipstreamError as error:
         return replace(report, kinds=find_layer_kinds(config, anatomy, ()), refusal=str(error))
-    ranks, alone = context_ranks(config)
-    report = replace(report, context_ranks=ranks, no_context_parallel=alone)
     return replace(report, kinds=find_layer_kinds(config, anatomy, found.paths), self_check=found)
 
 
@@ -139,51 +125,9 @@ def _dropout(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(f"{name}={p}" for name, p in fields if "drop" in name and isinstance(p, float) and p > 0)
 
 
-def _degrees(config: PretrainedConfig) -> list[int]:
-    """Returns the numbers of ranks to try: those that divide the attention heads; 2 where layers differ."""
-    text = config.get_text_config()
-    heads = 2 if getattr(text, "is_heterogeneous", False) else getattr(text, "num_attention_heads", 2)
-    return [ranks for ranks in range(2, min(heads, _MOST_TENSOR_RANKS) + 1) if heads % ranks == 0]
-
-
 def _why_whole(config: PretrainedConfig, anatomy: ModelAnatomy) -> str:
     try:
         find_halves(config, anatomy)
     except SlipstreamError as error:
         return str(error)
     return ""
-
-
-def context_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the numbers of ranks that can share every slice by heads, and why none can in any way."""
-    degrees = _degrees(config)
-    try:
-        check_context_parallel(config, 2)
-    except SlipstreamError as error:
-        return (1,), str(error)
-    return (1, *degrees), ""
-
-
-def expert_ranks(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
-    """Returns the numbers of ranks over which experts can be spread, and why there is only 1."""
-    model = meta_model(config)
-    numbers = range(2, 1 + max(num_experts_of(model).values(), default=2))
-    return _allowed(numbers, lambda ranks: check_experts(model, config.model_type, ranks, f"--ep={ranks}"))
-
-
-def _tensor_ranks(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[tuple[int, ...], str]:
-    """Returns the numbers of ranks that can share every layer, and why there is only 1."""
-    model = meta_model(config)
-    return _allowed(_degrees(config), lambda ranks: find_tensor_plan(model, config, ranks, anatomy))
-
-
-def _allowed(numbers: Iterable[int], check: Callable[[int], object]) -> tuple[tuple[int, ...], str]:
-    """Returns 1 and the numbers that the check lets pass, and why there is only 1."""
-    found, reason = [1], ""
-    for number in numbers:
-        try:
-            check(number)
-            found.append(number)
-        except SlipstreamError as error:
-            reason = reason or str(error)
-    return tuple(found), "" if len(found) > 1 else reason

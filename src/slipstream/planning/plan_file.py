@@ -50,7 +50,6 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
     training: dict[str, Any] = {"seq_len": plan.seq_len, "batch_size": plan.global_batch}
     if plan.dtype in _PRECISIONS:
         training["precision"] = _PRECISIONS[plan.dtype]
-    context = chosen.context_parallel
     stages = {"stages_per_rank": chosen.stages_per_rank} if best.joint is None else {}  # a file has its own
     return {
         "model": model,
@@ -66,9 +65,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
         "memory": {"recompute": chosen.recompute, "offload": float(chosen.offload)},
         "parallel": {
             "data": chosen.data_parallel,
-            "tensor": chosen.tensor_parallel,
-            **({"context_exchange": chosen.context_exchange, "context": context} if context > 1 else {}),
-            **({"experts": chosen.expert_parallel} if chosen.expert_parallel > 1 else {}),
+            **chosen.degrees.settings,
             "shard": chosen.shard,
             **({"sequence_parallel": True} if plan.sequence_parallel else {}),
         },

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from math import lcm
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,9 +34,10 @@ from slipstream.model import (
 from slipstream.model.adapters import ALL_WEIGHTS, Adapter, TrainedWeights, check_method, find_frozen, find_targets
 from slipstream.model.quantised import BasePrecision, check_base_precision, check_quantisable
 from slipstream.model.vocabulary import find_spreadable_head
+from slipstream.options import SHARED_WORK
+from slipstream.parallel import possible_sharing
 from slipstream.planner import Plan
 from slipstream.planner.search import check_count, make_options, search_plans
-from slipstream.planning.model_report import context_ranks, expert_ranks
 from slipstream.profile import count_model, identify_model, newest_costs
 from slipstream.units import plural
 
@@ -178,8 +178,7 @@ def _profile_source(
     if isinstance(model, ModelCount):
         raise SlipstreamError("a profile needs the model it was measured for: give its configuration, folder or name.")
     profile.check(identify_model(model_config(model, seq_len)), dtype)
-    shared = profile.tensor_parallel * lcm(profile.context_parallel, profile.expert_parallel)
-    measured = profile.hardware.processes // shared
+    measured = profile.hardware.processes // profile.degrees.num_ranks
     return ProfileSource(profile, measured if num_ranks is None else num_ranks)
 
 
@@ -217,8 +216,9 @@ def _analytic_source(
     shares_tokens = len(find_anatomy(config).after) <= _NORM_AND_HEAD
     refusals: dict[str, str] = {}
     if described.num_devices > 1:
-        degrees = {"context_parallel": context_ranks(config), "expert_parallel": expert_ranks(config)}
-        refusals = {choice: reason for choice, (_, reason) in degrees.items() if reason}
+        shared = possible_sharing(config, find_anatomy(config))
+        degrees = (each for each in SHARED_WORK if each.degree != "tensor")  # which counted heads tell
+        refusals = {each.choice: reason for each in degrees if (reason := shared[each.degree].refusal)}
         if refused := _why_head_stays_whole(config, bool(freeze) or lora is not None):
             refusals["vocabulary"] = refused
     if lora is not None:

@@ -46,14 +46,13 @@ class CostCache:
     @classmethod
     def of(cls, config: PretrainedConfig, settings: ProfileSettings, device: torch.device, ranks: Ranks) -> CostCache:
         """Returns that of a mesh, all of whose ranks measure at the same time."""
-        degrees = Degrees(ranks.tensor.size, ranks.context.size, ranks.experts.size)
-        return cls(config, settings, device, ranks.world.size, degrees)
+        return cls(config, settings, device, ranks.world.size, ranks.degrees)
 
     @property
     def path(self) -> Path:
         """The file of the profile."""
         hardware = identify_hardware(self.device, self.num_processes)
-        key = [asdict(identify_model(self.config)), asdict(hardware), asdict(self.settings), self.degrees]
+        key = [asdict(identify_model(self.config)), asdict(hardware), self.settings.to_json(), self.degrees]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return costs_folder() / f"{self.config.model_type}-{digest[:16]}.json"
 
@@ -104,7 +103,7 @@ def find_costs(
     tell = on_progress if ranks.leads else lambda share: None
     profiles: list[Profile] = []
     for attempt in range(_ATTEMPTS):
-        link = measure_link(device, ranks, settings.sequence_parallel)
+        link = measure_link(device, ranks, settings.parallel.sequence_parallel)
         profiles.append(_leaders(profile_model(config, settings, device, link, tell, ranks), ranks))
         if not profiles[-1].is_disturbed:
             break
@@ -161,9 +160,9 @@ def newest_costs(
             and same_software
             and profile.seq_len >= seq_len
             and dtype in (None, profile.dtype)
-            and num_ranks in (None, there.processes // profile.tensor_parallel)
-            and (tensor_parallel is None or profile.tensor_parallel in tensor_parallel)
-            and profile.context_parallel == profile.expert_parallel == 1
+            and num_ranks in (None, there.processes // profile.degrees.tensor)
+            and (tensor_parallel is None or profile.degrees.tensor in tensor_parallel)
+            and profile.degrees.num_ranks == profile.degrees.tensor
             and not (profile.sequence_parallel or profile.tensor_plan)
         )
 

@@ -8,10 +8,9 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -27,13 +26,10 @@ from slipstream.model import (
     ModelEnd,
     check_length,
     copy_with_shared_weights,
-    find_anatomy,
-    meta_model,
     model_for_timing,
 )
-from slipstream.parallel import Ranks, SliceExchange
-from slipstream.parallel.experts import ExpertParallel
-from slipstream.parallel.tensor import TensorParallel, find_tensor_plan
+from slipstream.options import Parallelism
+from slipstream.parallel import Ranks, SharedStages
 from slipstream.profile.layer_kinds import anatomy_with_halves, find_layer_kinds, find_unit_kinds
 from slipstream.profile.measurement_run import MeasurementRun, MeasuringTeams, TimeBudget, make_grid, make_short_grid
 from slipstream.profile.stage_bench import StageBench, seconds_of
@@ -60,12 +56,10 @@ class ProfileSettings:
     repeats: int = 15  # rounds in which a point is measured, at most
     budget: float = 120.0  # seconds of measuring, without building the stages
     few_points: bool = False  # whether a few points are enough, none of them held out of the fit
-    sequence_parallel: bool = False  # whether ranks that share layers also share tokens (`slipstream.Parallelism`)
-    tensor_plan: Mapping[str, str] | None = None  # how they share layers, where the model doesn't say it itself
-    context_exchange: str = "auto"  # the exchange around attention of ranks that share slices
+    parallel: Parallelism = Parallelism()  # how ranks share the work of a stage
 
-    def check(self, config: PretrainedConfig, tensor_ranks: int = 1) -> None:
-        """Raises SlipstreamError where a model whose layers so many ranks share can't be measured."""
+    def check(self, config: PretrainedConfig) -> None:
+        """Raises SlipstreamError for what can't be measured of a model."""
         if self.dtype not in _DTYPES:
             raise SlipstreamError(f"dtype={self.dtype!r} isn't known; choose one of {', '.join(_DTYPES)}.")
         for name, value in (
@@ -85,8 +79,15 @@ class ProfileSettings:
         if self.repeats < 2:
             raise SlipstreamError(f"repeats={self.repeats}: give at least 2, so that there is a spread.")
         check_length(config, self.seq_len)
-        if tensor_ranks > 1:
-            find_tensor_plan(meta_model(config), config, tensor_ranks, find_anatomy(config), self.tensor_plan)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the settings as JSON can have them, without what doesn't change costs."""
+        parallel = {name: getattr(self.parallel, name) for name in Parallelism.model_fields if name != "shard"}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"parallel": parallel}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        return cls(**values | {"parallel": Parallelism(**values["parallel"])})
 
     @property
     def longest(self) -> int:
@@ -126,7 +127,7 @@ def profile_model(
         SlipstreamError: settings that can't be measured, a model that can't be cut or shared, or too small a budget.
     """
     ranks = ranks or Ranks.of()
-    settings.check(config, ranks.tensor.size)
+    settings.check(config)
     anatomy = anatomy_with_halves(config)
     kinds, names = find_layer_kinds(config, anatomy)
     units_per_layer = 2 if anatomy.halves else 1
@@ -155,12 +156,9 @@ def profile_model(
         stages=stages,
         optimizer_seconds=_optimizer_seconds(benches[0].stage, device),
         link=link,
-        tensor_parallel=ranks.tensor.size,
-        context_parallel=ranks.context.size,
-        context_exchange=settings.context_exchange,
-        expert_parallel=ranks.experts.size,
-        sequence_parallel=settings.sequence_parallel and ranks.tensor.size > 1,
-        tensor_plan=settings.tensor_plan,
+        degrees=settings.parallel.shared_by(ranks.degrees),
+        sequence_parallel=settings.parallel.sequence_parallel and ranks.tensor.size > 1,
+        tensor_plan=settings.parallel.tensor_plan if ranks.tensor.size > 1 else None,
         attention_kernels=chosen_kernels(),
         unit_kinds=unit_kinds,
         disturbed=max(bench.disturbed for bench in benches),
@@ -183,31 +181,14 @@ def make_benches(
     owned = {layer for cut, _ in cuts for layer in cut.layers} | {*ModelEnd}
     ends = replace(cuts[0][1], separate_ends=frozenset(ModelEnd))
     model = model_for_timing(config, ends, owned, device, _DTYPES[settings.dtype]).train()
-    shared = _sharing(config, ends, settings, ranks)
-    if shared is not None:
-        shared.shard(model)
-    experts = ExpertParallel.of(meta_model(config), ranks, shared)
-    if experts is not None:
-        experts.shard(model)
-    sharing = ranks.context
-    exchange = partial(SliceExchange, sharing, kind=settings.context_exchange) if sharing.size > 1 else None
-    more = None, None, None, exchange, experts  # neither a spread head, nor a router's loss, nor recomputation
+    shared = SharedStages.of(config, ends, ranks, settings.parallel)
+    shared.shard(model)
     others = None
     if device.type == "cpu":  # as large as the weights and gradients
         others = torch.ones(min(2 * sum(parameter.nbytes for parameter in model.parameters()), _CACHES) // 4)
-    made = [CausalLMStage(copy_with_shared_weights(model), part, cut, device, shared, *more) for cut, part in cuts]
-    return [StageBench(stage, settings.microbatch_size, settings.seq_len, others, shared, ranks) for stage in made]
-
-
-def _sharing(
-    config: PretrainedConfig, anatomy: ModelAnatomy, settings: ProfileSettings, ranks: Ranks
-) -> TensorParallel | None:
-    """Returns this rank's part of the tensor axis's layers; None where each has whole layers."""
-    if ranks.tensor.size == 1:
-        return None
-    arguments = ranks.tensor.size, anatomy, settings.tensor_plan, ranks.experts.size == 1
-    plan = find_tensor_plan(meta_model(config), config, *arguments)
-    return TensorParallel(plan, ranks.tensor, settings.sequence_parallel)
+    made = [CausalLMStage(copy_with_shared_weights(model), part, cut, device, **vars(shared)) for cut, part in cuts]
+    sizes = settings.microbatch_size, settings.seq_len
+    return [StageBench(stage, *sizes, others, shared.tensor, ranks) for stage in made]
 
 
 def _cut(anatomy: ModelAnatomy, parts: range, num_layers: int) -> tuple[LayerRange, ModelAnatomy]:

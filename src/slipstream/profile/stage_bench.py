@@ -88,7 +88,7 @@ class StageBench:
     ) -> None:
         stage.check_measurable()
         self.stage, self.seq_len, self._others, self._shared = stage, seq_len, others, shared
-        self._team, self._sharing = (RankGroup(),) * 2 if ranks is None else (ranks.team, ranks.context)
+        self._team, self._sharing = (RankGroup(),) * 2 if ranks is None else (ranks.team, ranks.sharing)
         self._loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = causal_cross_entropy
         if shared is not None:
             self._loss = vocabulary_cross_entropy(shared.group, shared.first_id, IGNORED)

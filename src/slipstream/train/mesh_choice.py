@@ -64,8 +64,8 @@ class PlannedMesh:
             return 0.0
         tensor, pipeline, training = config.parallel.tensor, config.pipeline, config.training
         rows = training.batch_size / config.parallel.data / self.profile.microbatch_size
-        whole = float(self.profile.message_bytes(training.seq_len)) * self.profile.context_parallel
-        sent = whole / config.parallel.context * 2 * (tensor - 1) / tensor
+        own = replace(self.profile, degrees=config.parallel.degrees).message_bytes(training.seq_len)
+        sent = float(own) * 2 * (tensor - 1) / tensor
         reductions = _REDUCTIONS * rows * len(self.profile.kinds) / pipeline.num_ranks
         return self.ideal + reductions * sent / self.profile.link.bandwidth
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.checkpoint import SavedCheckpoint
 from slipstream.launch import Progress
+from slipstream.options import Degrees
 from slipstream.pipeline import Pipeline
 from slipstream.pipeline.pipeline_options import ExpectedBatch, PipelineOptions
 from slipstream.pipeline.tuning import is_free
@@ -101,6 +102,9 @@ def chosen_settings(config: Config, chosen: Mapping[str, Any]) -> dict[str, Any]
         if rates is not None:
             settings["rates"] = StageRates.from_json(rates)
         memory = memory.model_copy(update={"recompute": chosen["recompute"]})
+        before, now = Degrees(*chosen["degrees"]), config.parallel.degrees
+        if now.exchange == "auto" and before._replace(exchange="auto") == now:
+            settings["parallel"] = config.parallel.exchanging(before.exchange)
         return settings | {"memory": memory} if schedule.num_ranks == pipeline.num_ranks else {}
     if rates is not None or not (pipeline.schedule in AUTOMATIC or pipeline.slices == "auto"):
         return {}
@@ -124,6 +128,7 @@ def chosen_facts(pipe: Pipeline, sequences: TrainingSequences, rates: StageRates
         "slices": pipe.order.num_slices if is_by_step else pipe.slices(sequences.seq_len),
         "partition": [stage.stop - stage.start for stage in pipe.layout.layers],
         "recompute": "none" if recompute is None else recompute.setting,
+        "degrees": pipe.degrees,
         **({} if rates is None else {"rates": rates.to_json()}),
     }
 
@@ -160,12 +165,12 @@ def record_plan(run: RunContext, pipe: Pipeline, sequences: TrainingSequences) -
         return None
     run.progress.say(plan.table())
     if run.world.rank == 0:
-        _write(run.config, plan, pipe.rates if sequences.packing == "none" else None)
+        _write(run.config, plan, pipe.degrees, pipe.rates if sequences.packing == "none" else None)
     run.progress.say(f"wrote the plan to {run.folder.plan}, from which another run can start at once")
     return plan
 
 
-def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
+def _write(config: Config, plan: JointPlan, degrees: Degrees, rates: StageRates | None) -> None:
     """Writes the plan as a training configuration, without the text to train on and the folder for results; for
     documents of any length with the rates of its stages."""
     folder, training = config.folder, config.training
@@ -185,7 +190,7 @@ def _write(config: Config, plan: JointPlan, rates: StageRates | None) -> None:
             "vocabulary": plan.head,
         },
         "memory": {"recompute": plan.recompute},
-        "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True)},
+        "parallel": {"data": 1, **config.parallel.model_dump(mode="json", exclude_defaults=True), **degrees.settings},
         "training": {"seq_len": training.seq_len, size: getattr(training, size), "precision": training.precision},
         "plan": {"predicted": config.plan.predicted | predicted},
     }

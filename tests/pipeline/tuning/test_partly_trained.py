@@ -9,6 +9,7 @@ import numpy as np
 from slipstream.cost import (
     OPS,
     Amount,
+    Degrees,
     Hardware,
     MeasuredStage,
     ModelCount,
@@ -115,6 +116,29 @@ def test_times_are_scaled_to_what_is_computed() -> None:
     for kept in (units.activation_bytes(lengths)[0], units.kept_bytes(lengths)[0]):
         assert not kept[below].any()
         assert kept[above].all()
+
+
+def test_of_experts_that_are_spread_a_rank_trains_its_own() -> None:
+    """Half of a layer's weights, and of its adapter's, are those of experts, which are spread over two ranks."""
+    million = 1_000_000
+
+    def here(stage: MeasuredStage) -> MeasuredStage:
+        elsewhere = 50 * million * sum(NAMES[part] == "layer" for part in stage.parts)
+        return replace(stage, num_parameters=stage.num_parameters - elsewhere, num_in_experts=elsewhere)
+
+    def mixture(part: PartCount) -> PartCount:
+        trained = part.num_trained // 2
+        return replace(
+            part, num_in_experts=100 * million + trained * (part.num_frozen > 0), num_trained_in_experts=trained
+        )
+
+    whole, part = (replace(each, layers=tuple(map(mixture, each.layers))) for each in (WHOLE, partly_trained()))
+    profile = replace(PROFILE, degrees=Degrees(experts=2), stages=tuple(map(here, PROFILE.stages)))
+    rank, top = trains_a_part(ProfileUnits(profile, STATE), whole, part).profile, range(3, 6)
+    assert rank.num_parameters(top) == (3 * (100 + 50 + 2 + 1) + 200) * million  # with the head
+    assert rank.num_trained(top) == 3 * (2 + 1) * million
+    assert rank.num_optimized(top, 2) == 3 * (1 + 1) * million  # an expert is on one of two ranks
+    assert rank.optimizer_step_seconds(top) == rank.optimizer_seconds * rank.num_trained(top)
 
 
 def planned(units: ProfileUnits) -> JointPlan:

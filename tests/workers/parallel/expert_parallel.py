@@ -406,7 +406,7 @@ def planned() -> None:
     assert pipe.plan is not None
     assert isinstance(pipe.plan.costs, ProfileUnits)
     profile = pipe.plan.costs.profile
-    assert profile.expert_parallel == 2
+    assert profile.degrees.experts == 2
     a_half = 8 // 2 * 3 * 32 * 16  # of a layer's experts
     assert {0, a_half} <= {stage.num_in_experts for stage in profile.stages}
     others = profile.num_parameters(range(3)) - 3 * a_half

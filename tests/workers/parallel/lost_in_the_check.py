@@ -11,9 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from slipstream.errors import LostRankError
-from slipstream.parallel import RankGroup
+from slipstream.parallel import RankGroup, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel
-from slipstream.pipeline.families.causal_lm_checks import check_tensor_parallel
 from support.architectures import ARCHITECTURES
 
 

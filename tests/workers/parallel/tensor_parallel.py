@@ -25,9 +25,8 @@ from slipstream.model.adapters import adapter_dropouts
 from slipstream.model.attached_code import copy_with_shared_weights
 from slipstream.model.cutting import keep_layers
 from slipstream.model.hooks.crossing_tensors import with_hidden_states
-from slipstream.parallel import RankGroup
+from slipstream.parallel import RankGroup, check_tensor_parallel
 from slipstream.parallel.tensor import vocabulary_cross_entropy
-from slipstream.pipeline.families.causal_lm_checks import check_tensor_parallel
 from support.architectures import BOUND, VOCABULARY, gradient_error, no_rounding_inside
 from support.parallel.group_cases import by_name, run_cases
 from support.parallel.shared_models import BATCH, CONFIGS, LENGTH, Shared, batch, whole_model, whole_step

@@ -209,8 +209,8 @@ class GivenLosses(SliceLosses):
         shortest = min(each.shape[1] for targets in batch.targets for each in targets) if self._num_sharing > 1 else 1
         if shortest < self._num_sharing:
             raise SlipstreamError(
-                f"a slice of {shortest} tokens with a loss_fn and cp={self._num_sharing}: some rank would have none of "
-                f"them. Give slices of at least {self._num_sharing} tokens, or leave loss_fn out."
+                f"a slice of {shortest} tokens with a loss_fn, shared by {self._num_sharing} ranks: some would have "
+                f"none of them. Give slices of at least {self._num_sharing} tokens, or leave loss_fn out."
             )
         cut = [1] if self._num_sharing > 1 or any(len(slices) > 1 for slices in batch.slices) else []
         cut += [0] if len(batch.slices) > 1 or self._has_replicas else []

@@ -181,7 +181,7 @@ def graph_refusal(ranks: Ranks, options: PipelineOptions) -> str | None:
     """Returns why the steps of a pipeline can't be recorded as CUDA graphs; None where they may."""
     if ranks.tensor.size > 1:
         return "ranks of the tensor axis exchange tensors inside of layers"
-    if ranks.context.size > 1 and ranks.context.gpu_backend != "nccl":
+    if ranks.sharing.size > 1 and ranks.sharing.gpu_backend != "nccl":
         return "ranks that share slices exchange tensors by gloo, through the host; NCCL's exchanges can be recorded"
     if ranks.experts.size > 1:
         return "how many tokens go to each expert is read on the host"

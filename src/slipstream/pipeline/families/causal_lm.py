@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
 from typing import Never
 
@@ -31,14 +31,12 @@ from slipstream.model import (
     meta_model,
     token_cross_entropy,
 )
-from slipstream.model.adapters import check_parallel
 from slipstream.model.attached_code import separate_modules
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.given_model import GivenModel
 from slipstream.model.hooks import TokenSlice
 from slipstream.model.vocabulary import HeadNames, find_spreadable_head
-from slipstream.parallel import Ranks, SliceExchange
-from slipstream.parallel.experts import ExpertParallel
+from slipstream.parallel import Ranks, SharedStages, check_sharing, check_tensor_parallel
 from slipstream.parallel.tensor import TensorParallel, vocabulary_cross_entropy, vocabulary_token_losses
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import (
@@ -54,13 +52,11 @@ from slipstream.pipeline.cut_batch import (
     with_sequences,
 )
 from slipstream.pipeline.execution.losses import GivenLosses, Losses, OutputForms, SequenceLosses, SliceLosses
-from slipstream.pipeline.families.causal_lm_checks import ChangedModel, check_context_parallel, check_tensor_parallel
+from slipstream.pipeline.families.causal_lm_checks import ChangedModel
 from slipstream.pipeline.families.causal_lm_layout import (
-    check_expert_parallel,
     find_router_loss,
     load_layers,
     plan_layout,
-    plan_shares,
     planned_vocabulary,
     spread_heads,
 )
@@ -101,8 +97,6 @@ class CausalLMFamily(ModelFamily):
                 f"router_loss={options.router_loss!r} with a SequenceLoss: its share of a loss of sequences isn't "
                 "defined. Leave router_loss out."
             )
-        if source.trained.adapter is not None:
-            check_parallel(source.trained.adapter, ranks.tensor.size, options.parallel.shard == "parameters")
         self.config: PretrainedConfig = source.config
         self.name = str(self.config.model_type)
         self.beside = source.beside
@@ -112,18 +106,14 @@ class CausalLMFamily(ModelFamily):
         self._options, self._ranks, self._device = options, ranks, device
         if options.runtime.fused:
             check_compiler(device.type)
-        if (size := ranks.experts.size) > 1:
-            ranks.decided(lambda: check_expert_parallel(self.config, self.adapter, size, f"ep={size}"))
         self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
             self._self_check = ranks.decided(lambda: check_sliceable(self.config))
-            if ranks.tensor.size > 1:
-                parallel = options.parallel
-                cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, ranks.experts.size == 1
-                check_tensor_parallel(self.config, *cut)
-        if (size := ranks.context.size) > 1:
-            kind = options.parallel.context_exchange
-            ranks.decided(lambda: check_context_parallel(self.config, size, ranks.tensor.size, kind))
+        parallel, degrees = options.parallel, ranks.degrees
+        ranks.decided(lambda: check_sharing(self.config, degrees, parallel, self.adapter))
+        if options.runtime.self_check and degrees.tensor > 1:
+            cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, degrees.experts == 1
+            check_tensor_parallel(self.config, *cut)
         self._anatomy = find_anatomy(self.config)
         self._changed: ChangedModel | None = None
         if source.given is not None:
@@ -223,7 +213,7 @@ class CausalLMFamily(ModelFamily):
         """Does nothing, as `begin_step`."""
 
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
-        if (slices != 1 or self._ranks.context.size > 1) and not self._may_cut:
+        if (slices != 1 or self._ranks.token_axes) and not self._may_cut:
             self._check_cut()
         shared = self._ranks.tensor.size, self._ranks.share_gradients
         draws = self.adapter is not None and self.adapter.draws
@@ -253,41 +243,26 @@ class CausalLMFamily(ModelFamily):
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
         parts = [layer for stage in here for layer in layout.layers[stage]]
         model = load_layers(self._taken_source(), self._anatomy, parts, self._options, layout.spreads_vocabulary)
-        tensor = None
-        if self._ranks.tensor.size > 1:
-            parallel = self._options.parallel
-            cut = self._ranks.tensor.size, parallel.tensor_plan, self.adapter, self._ranks.experts.size == 1
-            plan = plan_shares(self.config, self._anatomy, *cut)
-            tensor = TensorParallel(plan, self._ranks.tensor, parallel.sequence_parallel)
-            tensor.shard(model)
-        experts = ExpertParallel.of(meta_model(self.config), self._ranks, tensor)
-        if experts is not None:
-            experts.shard(model)
+        shared = SharedStages.of(self.config, self._anatomy, self._ranks, self._options.parallel, self.adapter)
+        shared.shard(model)
         names = self._head_names if layout.spreads_vocabulary else None
         heads = {} if names is None else spread_heads(model, names, layout.training, here)
-        sharing = self._ranks.context
-        kind = self._options.parallel.context_exchange
-        exchange = partial(SliceExchange, sharing, kind=kind) if sharing.size > 1 else None
 
         def made() -> dict[int, CausalLMStage]:
             stages = {}
             for g in here:
-                of_stage = (
-                    layout.layers[g],
-                    self._device,
-                    tensor,
-                    heads.get(g),
-                    self._router_loss,
-                    layout.recompute,
-                    exchange,
-                    experts,
+                stages[g] = CausalLMStage(
+                    *(copy_with_shared_weights(model), self._anatomy, layout.layers[g], self._device),
+                    head=heads.get(g),
+                    router_loss=self._router_loss,
+                    recompute=layout.recompute,
+                    **vars(shared),
                 )
-                stages[g] = CausalLMStage(copy_with_shared_weights(model), self._anatomy, *of_stage)
             return stages
 
         # a stage's own layers may have heads that can't be spread over the ranks that share its slices
-        self._stages = made() if exchange is None else self._ranks.world.done_by_all(made)
-        return self._stages, tensor
+        self._stages = made() if shared.exchange is None else self._ranks.world.done_by_all(made)
+        return self._stages, shared.tensor
 
     def add_embedding_noise(self, alpha: float, length: int) -> None:
         if self._ranks.tensor.size > 1 or any(stage.embeds_by_parts for stage in self._stages.values()):
@@ -312,11 +287,11 @@ class CausalLMFamily(ModelFamily):
         part = None if tensor is None else (self._ranks.tensor, tensor.first_id, IGNORED)
         if isinstance(given, SequenceLoss):
             of_tokens = token_cross_entropy if part is None else vocabulary_token_losses(*part)
-            return SequenceLosses(given, of_tokens, self._ranks.context)
+            return SequenceLosses(given, of_tokens, self._ranks.sharing)
         if part is not None:
             return SliceLosses(vocabulary_cross_entropy(*part))
         if given is not None:
-            num_replicas, num_sharing = self._ranks.data.size, self._ranks.context.size
+            num_replicas, num_sharing = self._ranks.data.size, self._ranks.sharing.size
             return GivenLosses(given, num_replicas, self._options.router_loss != "none", num_sharing)
         return SliceLosses(causal_cross_entropy)
 

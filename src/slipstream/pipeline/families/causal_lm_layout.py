@@ -5,7 +5,7 @@ The user says which layers each stage owns, or they are balanced by the weights 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -25,14 +25,12 @@ from slipstream.model import (
     fuse_kernels,
     meta_model,
 )
-from slipstream.model.adapters import Adapter, adapted_model, is_wrapper
+from slipstream.model.adapters import is_wrapper
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.hooks import RouterLoss
 from slipstream.model.vocabulary import HeadNames, HeadRows, SpreadHead, find_spreadable_head
 from slipstream.options import ALLOWED_LAYER_COUNTS, are_allowed_layer_counts
 from slipstream.parallel import part_bounds
-from slipstream.parallel.experts import check_experts
-from slipstream.parallel.tensor import TensorPlan, adapted_plan, find_tensor_plan
 from slipstream.pipeline.families.stage_layout import StageLayout, check_lengths, given_counts
 from slipstream.pipeline.families.weighed_model import FlopEstimate
 from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
@@ -181,32 +179,6 @@ def _slowest_rank(costs: Sequence[float], counts: Sequence[int], placement: Sequ
     return max(
         sum(cost for cost, owner in zip(stages, placement, strict=True) if owner == rank) for rank in set(placement)
     )
-
-
-def plan_shares(
-    config: PretrainedConfig,
-    anatomy: ModelAnatomy,
-    tensor_ranks: int,
-    tensor_plan: Mapping[str, str] | None,
-    adapter: Adapter | None = None,
-    cuts_experts: bool = True,
-) -> TensorPlan:
-    """Returns how the whole model is cut over tensor ranks. Raises SlipstreamError that names what can't be."""
-    plan = find_tensor_plan(meta_model(config), config, tensor_ranks, anatomy, tensor_plan, cuts_experts)
-    if adapter is None:
-        return plan
-    return adapted_plan(plan, adapted_model(meta_model(config), adapter).get_base_model())
-
-
-def check_expert_parallel(config: PretrainedConfig, adapter: Adapter | None, size: int, option: str) -> None:
-    """Raises SlipstreamError, the same on every rank, where experts can't be spread over `size` ranks, as the `option`
-    asks."""
-    if size == 1:
-        return
-    whole = meta_model(config)
-    if adapter is not None:
-        whole = adapted_model(whole, adapter).get_base_model()
-    check_experts(whole, config.model_type, size, option)
 
 
 def load_layers(

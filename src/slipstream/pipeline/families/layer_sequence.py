@@ -15,6 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.model import LayerRange, Tensors, cross_entropy
 from slipstream.model.autograd_memory import RecomputePolicy
 from slipstream.model.weight_gradients import compiled_modules
+from slipstream.options import SHARED_WORK, Parallelism
 from slipstream.parallel import Ranks
 from slipstream.pipeline.batch import Batch
 from slipstream.pipeline.cut_batch import SplitBatch, check_rows, counted, cut_groups, refuse_values, rows_of
@@ -415,21 +416,13 @@ def balance_of(
 def check_options(model: nn.Sequential, options: PipelineOptions, ranks: Ranks) -> None:
     """Raises SlipstreamError for options that an nn.Sequential doesn't have, and for a model without weights."""
     _check_options_of_causal_lms(options)
-    if ranks.tensor.size > 1:
-        raise SlipstreamError(
-            f"an nn.Sequential on a mesh with tp={ranks.tensor.size}: nothing says how its layers could be shared. "
-            "Use tp=1."
-        )
-    if ranks.context.size > 1:
-        raise SlipstreamError(
-            f"an nn.Sequential on a mesh with cp={ranks.context.size}: nothing says which of its layers mix tokens, so "
-            "ranks can't share slices. Use cp=1; CutTokens() cuts sequences into slices, and dp gives ranks other rows."
-        )
-    if ranks.experts.size > 1:
-        raise SlipstreamError(
-            f"an nn.Sequential on a mesh with ep={ranks.experts.size}: nothing says which weights are experts. "
-            "Use ep=1."
-        )
+    for each in SHARED_WORK:
+        if (size := getattr(ranks.degrees, each.degree)) > 1:
+            raise SlipstreamError(
+                f"an nn.Sequential on a mesh with {each.axis}={size}: nothing says how its layers could be shared, "
+                f"which of them mix tokens, or which weights are experts. Use {each.axis}=1; CutTokens() cuts "
+                "sequences into slices, and dp gives ranks other rows."
+            )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise SlipstreamError("the nn.Sequential is on the meta device, so it has no weights. Build it in memory.")
     if options.memory.recompute == "segments" and options.memory.offload:
@@ -442,7 +435,7 @@ def _check_options_of_causal_lms(options: PipelineOptions) -> None:
     theirs = "an option of causal LMs, but the model is an nn.Sequential."
     if options.seq_len is not None:
         raise SlipstreamError(f"seq_len={options.seq_len}: {theirs} Leave it out.")
-    options.parallel.refuse(("sequence_parallel", "tensor_plan", "context_exchange"), theirs)
+    options.parallel.refuse([name for name in Parallelism.model_fields if name != "shard"], theirs)
     options.runtime.refuse(("fused",), theirs)
     options.memory.refuse(("limit",), "not for an nn.Sequential.")
     if options.parallel.shard == "parameters":

@@ -38,7 +38,7 @@ from slipstream.cost import (
 from slipstream.errors import SlipstreamError
 from slipstream.model.adapters import ALL_WEIGHTS, TrainedWeights
 from slipstream.options import Parallelism
-from slipstream.parallel import Ranks
+from slipstream.parallel import Ranks, possible_exchanges
 from slipstream.pipeline.cut_batch import token_bytes
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning.row_plan import granularity_for
@@ -57,6 +57,7 @@ from slipstream.profile import ProfileSettings, count_model, find_costs, why_lay
 from slipstream.profile.cost_cache import CostCache
 from slipstream.schedule import Op, Schedule, add_recompute
 from slipstream.simulator import memory_of
+from slipstream.units import seconds_text
 
 _BUDGET = 60.0  # seconds of measuring, at most
 _REPEATS = 6  # of a point, at most
@@ -75,7 +76,7 @@ class StartRequest:
         dtype: in which the model computes, as in `ProfileSettings`.
         memory_limit: bytes of each rank. None: no limit.
         vocabulary: whether the head is to be whole or spread over the ranks. "auto": whichever is faster.
-        parallel: how ranks that share layers share them.
+        parallel: how ranks share the work of a stage.
         tied: whether the head's weight embeds too.
         longest: tokens of the longest sequence for which costs are wanted. None: `seq_len`.
         trained: what of the model is trained.
@@ -116,9 +117,7 @@ class StartRequest:
             repeats=_REPEATS,
             budget=_BUDGET,
             few_points=True,
-            sequence_parallel=self.parallel.sequence_parallel,
-            tensor_plan=self.parallel.tensor_plan,
-            context_exchange=self.parallel.context_exchange,
+            parallel=self.parallel,
         )
 
 
@@ -135,11 +134,37 @@ def plan_start(
 
     The leader searches, and all ranks follow. `say` gets a line, on the leader, about each measuring that has to be
     repeated, `every` so many seconds about what has been done, and about why layers aren't cut in half where they
-    can't be.
+    can't be. Where ranks share slices, and what they exchange is "auto", it is what makes the step shortest: heads for
+    tokens or keys, of which each is measured.
 
     Raises:
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
     """
+    kinds = possible_exchanges(config, ranks.degrees, request.parallel)
+    plans, refusal = list[tuple[JointPlan, StageRates]](), None
+    for kind in kinds:
+        try:
+            asked = replace(request, parallel=request.parallel.exchanging(kind))
+            plans.append(_plan(config, asked, ranks, device, say, every))
+        except OutOfMemoryError as error:
+            refusal = error
+    if len(plans) > 1 and ranks.leads:
+        each = zip(kinds, plans, strict=True)
+        say(f"ranks that share slices: {', '.join(f'{kind} {seconds_text(plan.seconds)}' for kind, (plan, _) in each)}")
+    if refusal is not None and not plans:
+        raise refusal
+    return min(plans, key=lambda found: found[0].seconds)
+
+
+def _plan(
+    config: PretrainedConfig,
+    request: StartRequest,
+    ranks: Ranks,
+    device: torch.device,
+    say: Callable[[str], None],
+    every: float,
+) -> tuple[JointPlan, StageRates]:
+    """Returns the plan with what ranks exchange as it is given. Collective."""
     told = _Told(say, every)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured)
     units = _units(profile, config, request, ranks, say)
@@ -307,6 +332,8 @@ def is_free(options: PipelineOptions, *slices: object) -> bool:
 def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
     """Returns the options in which the plan's choices are given."""
     memory = options.memory.model_copy(update={"recompute": plan.recompute})
+    if isinstance(plan.costs, ProfileUnits):
+        options = replace(options, parallel=options.parallel.exchanging(plan.costs.profile.degrees.exchange))
     return replace(
         options,
         schedule=plan.schedule,
@@ -314,6 +341,21 @@ def with_plan(options: PipelineOptions, plan: JointPlan) -> PipelineOptions:
         partition=list(plan.partition),
         memory=memory,
     )
+
+
+_Counted = tuple[float, float]  # in all, and in experts
+
+
+def _parameters(part: PartCount) -> _Counted:
+    return part.num_parameters, part.num_in_experts
+
+
+def _frozen(part: PartCount) -> _Counted:
+    return part.num_frozen, part.num_in_experts - part.num_trained_in_experts
+
+
+def _trained_in_experts(part: PartCount) -> _Counted:
+    return part.num_trained_in_experts, part.num_trained_in_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,14 +383,17 @@ class PartlyTrained(Profile):
         return self.parts_of(stage).stop > self.part.num_frozen_parts
 
     def num_parameters(self, layers: Stage) -> int:
-        more = self._difference(layers, lambda part: part.num_parameters)
-        return super().num_parameters(layers) + round(more / self.tensor_parallel)
+        whole, part = (self._held(layers, _parameters, count) for count in (self.whole, self.part))
+        return super().num_parameters(layers) + round(part - whole)
 
     def weight_bytes(self, layers: Stage, each: float) -> float:
-        return super().weight_bytes(layers, each) - self._total_of(layers, lambda part: part.saved_bytes(each))
+        return super().weight_bytes(layers, each) - self._held(layers, lambda part: (part.saved_bytes(each), 0))
 
     def num_trained(self, layers: Stage) -> int:
-        return max(0, self.num_parameters(layers) - round(self._total_of(layers, lambda part: part.num_frozen)))
+        return max(0, self.num_parameters(layers) - round(self._held(layers, _frozen)))
+
+    def _trained_in_experts(self, layers: Stage) -> int:
+        return round(self._held(layers, _trained_in_experts)) if self.degrees.experts > 1 else 0
 
     def activation_bytes(self, layers: Stage, length: int) -> float:
         return super().activation_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
@@ -365,9 +410,10 @@ class PartlyTrained(Profile):
     def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         return super().context_gradient_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
 
-    def _total_of(self, layers: Stage, value: Callable[[PartCount], float]) -> float:
-        counted = self.part.counted(self._parts(layers))
-        return sum(number * value(part) for number, part in counted) / self.tensor_parallel
+    def _held(self, layers: Stage, value: Callable[[PartCount], _Counted], count: ModelCount | None = None) -> float:
+        """Returns what a rank holds of what parts have in all, and in experts."""
+        counted = (count or self.part).counted(self._parts(layers))
+        return sum(number * self.degrees.held(*value(part)) for number, part in counted)
 
     def _parts(self, layers: Stage) -> StageParts:
         own = self.parts_of(layers)
@@ -377,13 +423,6 @@ class PartlyTrained(Profile):
         """Returns the parts of a stage from the lowest trained one on."""
         own = self.parts_of(layers)
         return StageParts(max(own.start, self.part.num_frozen_parts), own.stop)
-
-    def _difference(self, layers: Stage, value: Callable[[PartCount], float]) -> float:
-        totals = [
-            sum(number * value(part) for number, part in count.counted(self._parts(layers)))
-            for count in (self.part, self.whole)
-        ]
-        return totals[0] - totals[1]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.options import ALLOWED_LAYER_COUNTS, Memory, are_allowed_layer_counts
+from slipstream.options import ALLOWED_LAYER_COUNTS, SHARED_WORK, Memory, are_allowed_layer_counts
 from slipstream.schedule import (
     AUTOMATIC,
     Schedule,
@@ -117,16 +117,6 @@ def _check_counts(schedule: Schedule, pipeline: PipelineSection, num_flushes: in
                 f"pipeline.schedule={pipeline.schedule} has {name.split('.')[1]} {wanted}, but {name}={actual}; "
                 f"set --{name}={wanted}"
             )
-
-
-def check_expert_ranks(parallel: ParallelSection) -> None:
-    """Raises ValueError where experts can't be spread over the ranks that otherwise hold the same weights."""
-    if parallel.num_copies % parallel.experts:
-        raise ValueError(
-            f"parallel.experts={parallel.experts} doesn't divide parallel.data={parallel.data} times "
-            f"parallel.context={parallel.context}, the ranks that have the experts; choose one that does, or "
-            f"--dp={parallel.experts}"
-        )
 
 
 def check_batch(
@@ -313,11 +303,11 @@ OTHER_NAMES: Mapping[str, tuple[str, str]] = {
         ("pipeline.num_ranks", "processes over which the layers are spread; times parallel.data and parallel.tensor"),
     ),
     "pipeline_parallel_degree": ("pipeline.num_ranks", ""),
-    "tensor_parallel": ("parallel.tensor", ""),
-    "tensor_parallel_degree": ("parallel.tensor", ""),
-    "context_parallel": ("parallel.context", ""),
-    "context_parallel_size": ("parallel.context", ""),
-    "context_parallel_degree": ("parallel.context", ""),
+    **{
+        f"{each.choice}{suffix}": (f"parallel.{each.degree}", "")
+        for each in SHARED_WORK
+        for suffix in ("", "_size", "_degree")
+    },
     "data_parallel": ("parallel.data", ""),
     "data_parallel_replicate_degree": ("parallel.data", ""),
     "gradient_checkpointing": ("memory.recompute", ""),

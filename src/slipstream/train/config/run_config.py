@@ -16,14 +16,13 @@ from pydantic import ValidationError, model_validator
 
 from slipstream.errors import SlipstreamError, syntax_text
 from slipstream.option_problems import describe_problems, records_in
-from slipstream.options import Memory, Precision, Record, Runtime
+from slipstream.options import SHARED_WORK, Memory, Precision, Record, Runtime
 from slipstream.train.config import sections
 from slipstream.train.config.data_section import DataSection, PreferenceSection, check_preference
 from slipstream.train.config.rules import (
     OTHER_NAMES,
     OTHER_VALUES,
     check_batch,
-    check_expert_ranks,
     check_is_ours,
     check_lengths,
     check_noise,
@@ -34,7 +33,7 @@ from slipstream.train.config.rules import (
     check_validations,
     named_schedule,
 )
-from slipstream.train.config.sections import LoraSection, OptimizerSection
+from slipstream.train.config.sections import LoraSection, OptimizerSection, fill_replicas
 from slipstream.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ class Config(Record):
         check_validations(self.training, self.checkpoint, self.data)
         are_pairs = self.preference is not None
         check_batch(self.training, self.data, self.pipeline, self.parallel, are_pairs)
-        check_expert_ranks(self.parallel)
+        self.parallel.check_experts()
         try:
             self._check_pipeline()
         except ValueError as error:
@@ -397,14 +396,10 @@ def _has_bfloat16() -> bool:
 _SECONDS_TO_ASK, _FIRST_WITH_BFLOAT16 = 30.0, 8.0
 
 # The sizes of the mesh, as they are typed, and the settings that they are
-MESH_SETTINGS = {
-    "pp": ("pipeline", "num_ranks"),
-    "dp": ("parallel", "data"),
-    "cp": ("parallel", "context"),
-    "tp": ("parallel", "tensor"),
-    "ep": ("parallel", "experts"),
-}
-_AXES = [axis for axis in MESH_SETTINGS if axis != "ep"]  # whose product is the number of processes
+MESH_SETTINGS = {"pp": ("pipeline", "num_ranks"), "dp": ("parallel", "data")}
+MESH_SETTINGS |= {each.axis: ("parallel", each.degree) for each in SHARED_WORK}
+# In the order of ranks, those whose product is the number of processes
+_AXES = ["pp", "dp", *(each.axis for each in SHARED_WORK if each.has_axis)]
 _ALWAYS_TYPED = ("pp", "dp", "tp")
 
 
@@ -413,8 +408,8 @@ def _fill_mesh(values: dict[str, Any]) -> None:
     that are, it gives the first sizes that fit, and notes that they are to be chosen. Experts have replicas over which
     they are spread."""
     parallel = values.get("parallel")
-    if isinstance(parallel, dict) and "experts" in parallel and not {"data", "context"} & parallel.keys():
-        parallel["data"] = parallel["experts"]
+    if isinstance(parallel, dict):
+        fill_replicas(parallel)
     sizes = {
         axis: (values.get(section) or {}).get(name) or getattr(Config.model_fields[section].default, name)
         for axis, (section, name) in MESH_SETTINGS.items()
@@ -461,7 +456,7 @@ def meshes_of(values: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
     those with fewest ranks that share layers first, then fewest that share slices, then those with most pipeline ranks;
     where microbatches are open, each has one sequence."""
     is_open = values["plan"]["open"]
-    axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in is_open]
+    axes = [axis for axis in reversed(_AXES) if axis in is_open]
     for sizes in _products(number, len(axes)):
         filled = values | {section: dict(values.get(section) or {}) for section, _ in MESH_SETTINGS.values()}
         for axis, size in zip(axes, sizes, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.options import Parallelism, Record
+from slipstream.options import Degrees, Parallelism, Record
 
 if TYPE_CHECKING:
     from slipstream.model.adapters import Adapter
@@ -101,9 +101,29 @@ class ParallelSection(Parallelism):
     divides `data` times `context`; where neither is given there are as many replicas."""
 
     @property
+    def degrees(self) -> Degrees:
+        """By how many ranks a stage's work is shared."""
+        return Degrees(self.tensor, self.context, self.experts, self.context_exchange)
+
+    @property
     def num_copies(self) -> int:
         """The ranks that hold the same weights and see other tokens."""
         return self.data * self.context
+
+    def check_experts(self) -> None:
+        """Raises ValueError where experts can't be spread over the ranks that otherwise hold the same weights."""
+        if self.num_copies % self.experts:
+            raise ValueError(
+                f"parallel.experts={self.experts} doesn't divide parallel.data={self.data} times "
+                f"parallel.context={self.context}, the ranks that have the experts; choose one that does, or "
+                f"--dp={self.experts}"
+            )
+
+
+def fill_replicas(parallel: dict[str, Any]) -> None:
+    """Gives the section replicas over which experts are spread, where it has none that could have them."""
+    if "experts" in parallel and not {"data", "context"} & parallel.keys():
+        parallel["data"] = parallel["experts"]
 
 
 class TrainingSection(Record):

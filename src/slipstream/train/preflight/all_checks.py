@@ -19,6 +19,7 @@ from slipstream.checkpoint import CheckpointFolder, DamagedError, Manifest, Save
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, flat_settings, has_launcher
 from slipstream.model import meta_model
+from slipstream.options import SHARED_WORK
 from slipstream.pipeline.saving import describe_model
 from slipstream.pipeline.weights import copy_beside, read_generation, write_generation
 from slipstream.train.config import Config, dump_config
@@ -288,10 +289,9 @@ def _dims(config: Config, model_config: Any) -> set[int]:
 def _cuts(config: Config, traits: OptimizerTraits) -> Iterator[tuple[str, str]]:
     """Yields the settings that leave a rank only a part of the elements that the optimizer must see, and the remedy."""
     parallel, pipeline = config.parallel, config.pipeline
-    if parallel.tensor > 1:
-        yield f"parallel.tensor={parallel.tensor}", "parallel.tensor=1"
-    if parallel.experts > 1:
-        yield f"parallel.experts={parallel.experts}", "parallel.experts=1"
+    for each in SHARED_WORK:
+        if each.splits_weights and (size := getattr(parallel, each.degree)) > 1:
+            yield f"parallel.{each.degree}={size}", f"parallel.{each.degree}=1"
     if parallel.num_copies > 1 and parallel.shard != "none":
         yield f"parallel.shard={parallel.shard}", "parallel.shard=none"
     if traits.reach == "model" and pipeline.num_ranks > 1:

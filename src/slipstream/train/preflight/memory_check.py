@@ -163,16 +163,10 @@ def _predict(config: Config, count: ModelCount, length: int, changes: dict[str, 
     num_slices = changes.get("slices", 8 if num_slices == "auto" else num_slices)
     cluster = _cluster(config.num_processes, count.dtype)
     source = AnalyticSource(count, cluster, "the run", parallel.sequence_parallel, config.runtime.fused)
-    exchange: str = parallel.context_exchange
-    if exchange == "auto":  # as `SliceExchange.moves_heads` decides
-        exchange = "heads" if num_slices == 1 else source.exchanges(parallel.tensor, parallel.context)[-1]
     options = make_options(
-        tensor_parallel=parallel.tensor,
+        **source.by_bytes(parallel.degrees, is_whole=num_slices == 1).choices,
         pipeline_parallel=pipeline.num_ranks,
         data_parallel=parallel.data,
-        context_parallel=parallel.context,
-        expert_parallel=parallel.experts,
-        context_exchange=exchange,
         stages_per_rank=pipeline.stages_per_rank,
         schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "1f1b",
         microbatch_size=rows_each,

@@ -28,7 +28,6 @@ from slipstream.model import (
 from slipstream.model.adapters import (
     TrainedWeights,
     adapted_model,
-    check_parallel,
     check_saved_weights,
     find_frozen,
     find_targets,
@@ -36,14 +35,9 @@ from slipstream.model.adapters import (
     trained_text,
 )
 from slipstream.model.quantised import check_quantisable
+from slipstream.parallel import check_sharing
 from slipstream.pipeline.families import planned_vocabulary
-from slipstream.pipeline.families.causal_lm_checks import check_context_parallel
-from slipstream.pipeline.families.causal_lm_layout import (
-    check_expert_parallel,
-    find_router_loss,
-    plan_layout,
-    plan_shares,
-)
+from slipstream.pipeline.families.causal_lm_layout import find_router_loss, plan_layout
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.pipeline.tuning import StepSettings
 from slipstream.train.config import Config, ModelSection
@@ -120,16 +114,8 @@ def check_model(config: Config, model_config: Any, progress: Progress) -> None:
 
 def check_shares(config: Config, model_config: Any) -> None:
     """Raises SlipstreamError where ranks can't share the model's layers, its experts or its slices."""
-    parallel, lora = config.parallel, config.lora
-    if parallel.context > 1:
-        check_context_parallel(model_config, parallel.context, parallel.tensor, parallel.context_exchange)
-    adapter = None if lora is None else lora.adapter(str(config.model.path))
-    if adapter is not None:
-        check_parallel(adapter, parallel.tensor, parallel.shard == "parameters")
-    if parallel.tensor > 1:
-        cut = parallel.tensor, parallel.tensor_plan, adapter, parallel.experts == 1
-        plan_shares(model_config, find_anatomy(model_config), *cut)
-    check_expert_parallel(model_config, adapter, parallel.experts, f"parallel.experts={parallel.experts}")
+    adapter = None if config.lora is None else config.lora.adapter(str(config.model.path))
+    check_sharing(model_config, config.parallel.degrees, config.parallel, adapter)
 
 
 def check_layers(config: Config, model_config: Any) -> None:
