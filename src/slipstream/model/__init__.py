@@ -55,4 +55,5 @@ from slipstream.model.tensors import (
     storage_bytes,
     storage_id,
     storage_ids,
+    tied_names,
 )

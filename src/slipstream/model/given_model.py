@@ -8,7 +8,6 @@ the instance is held against the configuration's model on the meta device, name 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -23,6 +22,7 @@ from slipstream.model.adapters import Adapter, TrainedWeights
 from slipstream.model.attached_code import HOOKS
 from slipstream.model.config import check_is_causal_lm, with_settings
 from slipstream.model.loading import meta_model
+from slipstream.model.tensors import tied_names
 from slipstream.model.toy import quiet_transformers
 
 HOOK_NAMES = dict(zip(HOOKS, ("forward pre-hook", "forward hook", "backward pre-hook", "backward hook"), strict=True))
@@ -134,10 +134,7 @@ def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def _same_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns, for the name of each parameter that has several, all of them."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return {name: tuple(each) for each in names.values() if len(each) > 1 for name in each}
+    return {name: tuple(each) for each in tied_names(model) if len(each) > 1 for name in each}
 
 
 def find_changes(model: PreTrainedModel) -> list[Change]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,6 +63,14 @@ def storage_bytes(tensors: Iterable[Tensor], apart_from: Iterable[int] = ()) -> 
     """Returns the bytes of the storages of tensors, each storage once, without those of the given identities."""
     sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes[identity] for identity in sizes.keys() - set(apart_from))
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter: several where weights are tied."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [*names.values()]
 
 
 def model_storages(model: nn.Module) -> set[int]:

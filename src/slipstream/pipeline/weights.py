@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -27,6 +26,7 @@ from slipstream.model import (
     meta_model,
     pretrained_model,
     storage_id,
+    tied_names,
 )
 from slipstream.model.adapters import (
     ALL_WEIGHTS,
@@ -254,14 +254,6 @@ def state_misfits(model: nn.Module, state: Mapping[str, Tensor]) -> str:
     other = [name for name in state if name in expected and state[name].shape != expected[name].shape]
     problems = {"lacks": lacking, "has in addition": unknown, "has in another shape": other}
     return ", ".join(f"{what} {_some(these)}" for what, these in problems.items() if these)
-
-
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Returns the names of each parameter: several where weights are tied."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [*names.values()]
 
 
 def _some(names: list[str]) -> str:

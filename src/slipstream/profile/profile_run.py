@@ -9,7 +9,6 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,7 +16,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from slipstream.attention import chosen_kernels
-from slipstream.cost import Hardware, MeasuredLink, ModelIdentity, Profile, choose_stages, part_kinds
+from slipstream.cost import Hardware, MeasuredLink, ModelIdentity, Profile, choose_stages, part_kinds, processor_name
 from slipstream.errors import SlipstreamError
 from slipstream.model import (
     CausalLMStage,
@@ -223,7 +222,7 @@ _FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "r
 def identify_hardware(device: torch.device, num_processes: int = 1) -> Hardware:
     """Returns the present hardware, on which `num_processes` compute at the same time."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Hardware(name, _cpu(), os.cpu_count() or 1, torch.get_num_threads(), num_processes)
+    return Hardware(name, processor_name(), os.cpu_count() or 1, torch.get_num_threads(), num_processes)
 
 
 def identify_model(config: PretrainedConfig) -> ModelIdentity:
@@ -250,10 +249,3 @@ def versions() -> dict[str, str]:
         "transformers": str(transformers.__version__),
     }
     return packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
-def _cpu() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -17,12 +17,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from slipstream.checkpoint import CheckpointFolder, Checkpoints, SavedCheckpoint, TensorShard, require_best, step_named
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Progress, temporary_folder
-from slipstream.model import check_length, load_config, meta_model, trust_remote_code, whole_pretrained_model
+from slipstream.model import (
+    check_length,
+    load_config,
+    meta_model,
+    tied_names,
+    trust_remote_code,
+    whole_pretrained_model,
+)
 from slipstream.model.toy import quiet_transformers
 from slipstream.parallel import ParameterShare, RankGroup
 from slipstream.pipeline.pipeline_options import torch_dtype
 from slipstream.pipeline.saving import describe_model
-from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, tied_names, write_model
+from slipstream.pipeline.weights import merged_with_base, read_generation, state_misfits, write_model
 from slipstream.train.config import LoraSection, ModelSection, precision_named
 from slipstream.train.data import load_tokenizer
 from slipstream.train.data.chat_templates import ChatTemplate

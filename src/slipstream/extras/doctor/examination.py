@@ -143,7 +143,9 @@ def _transformers() -> Finding:
 
 def find_processor(cgroups: Path = CGROUPS) -> Iterator[Finding]:
     """Yields the processor, its cores that this process may use, and the threads that it does."""
-    yield Finding("CPU", _processor_name())
+    from slipstream.cost import processor_name  # loads numpy
+
+    yield Finding("CPU", processor_name())
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota_in_cores(cgroups)
     reasons = ([f"affinity {allowed}"] if allowed != os.cpu_count() else []) + (
@@ -163,13 +165,6 @@ def _threads() -> str:
         return ""
     setting = os.environ.get("OMP_NUM_THREADS")
     return f", {torch.get_num_threads()} threads of torch" + (f" (OMP_NUM_THREADS={setting})" if setting else "")
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def find_memory(cgroups: Path = CGROUPS) -> Iterator[Finding]:
