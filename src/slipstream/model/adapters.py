@@ -1,4 +1,4 @@
-"""What of a model is trained: what is not frozen, or an adapter of PEFT, of which each rank gets its own part."""
+"""The trained weights of a model: all but the frozen ones, or an adapter of PEFT, each rank's own part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.errors import SlipstreamError, did_you_mean
 from slipstream.keyed_draws import keyed_seed
 from slipstream.model.quantised import BasePrecision, quantise, quantised_names
 
-# What these compute of a token depends on that token alone, and of the weights on those of one module alone.
+# Their output for a token depends on that token alone, and of the weights on those of one module alone.
 EXACT_METHODS = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "HRA")
 
 _PROMPTS = "it puts tokens or keys before each sequence, which only the first slice would have"
@@ -198,7 +198,7 @@ _FACTORS: dict[str, tuple[int | None, int | None]] = {
 
 
 class AdaptedName(NamedTuple):
-    """What the name of a parameter in an adapted model says."""
+    """The parts of a parameter's name in an adapted model."""
 
     layer: str  # of the model's own module that PEFT wraps: "model.layers.0.mlp.up_proj"
     factor: str | None  # such as "lora_A"; None where it is the module's own parameter, or that of a trained copy
@@ -211,7 +211,7 @@ class AdaptedName(NamedTuple):
 
 
 def parse_name(name: str) -> AdaptedName:
-    """Returns what a parameter's name says; one that PEFT hasn't wrapped is its module's own."""
+    """Returns the parts of a parameter's name; one that PEFT hasn't wrapped is its module's own."""
     parts = name.split(".")
     for place, part in enumerate(parts):
         layer = ".".join(parts[:place])
@@ -253,13 +253,13 @@ def inner_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def adapter_dropouts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what drops parts of the input of an adapter's factors."""
+    """Yields the dropouts of the input of an adapter's factors."""
     dropouts = module._modules.get("lora_dropout")
-    yield from (each for each in dropouts.children() if isinstance(each, nn.Dropout)) if dropouts is not None else ()
+    yield from (child for child in dropouts.children() if isinstance(child, nn.Dropout)) if dropouts is not None else ()
 
 
 def dora_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields what scales the rows of an adapted weight by DoRA."""
+    """Yields the modules that scale the rows of an adapted weight by DoRA."""
     layers = module._modules.get("lora_magnitude_vector")
     yield from layers.children() if layers is not None else ()
 
@@ -273,7 +273,7 @@ def read_adapter_config(folder: str | Path, base: str | None = None, setting: st
     Args:
         folder: with adapter_config.json and adapter_model.safetensors.
         base: where the model is that the adapter is trained on from now on. None: as the folder says.
-        setting: what gave the folder, for messages.
+        setting: the one that gave the folder, for messages.
 
     Raises:
         SlipstreamError: where there is none, or it can't be trained exactly.
@@ -308,8 +308,9 @@ def saved_names(adapted: Any, adapter: Adapter) -> dict[str, str]:
     from peft.utils import get_peft_model_state_dict
 
     state = adapted.state_dict(keep_vars=True)
-    own = get_peft_model_state_dict(adapted, state_dict=state, adapter_name=adapter.name, save_embedding_layers=False)
-    by_tensor = {id(tensor): key for key, tensor in own.items()}
+    name = adapter.name
+    saved = get_peft_model_state_dict(adapted, state_dict=state, adapter_name=name, save_embedding_layers=False)
+    by_tensor = {id(tensor): key for key, tensor in saved.items()}
     named = adapted.get_base_model().named_parameters(remove_duplicate=False)
     return {name: by_tensor[id(parameter)] for name, parameter in named if id(parameter) in by_tensor}
 
@@ -320,11 +321,11 @@ def check_saved_weights(folder: str | Path, adapted: Any, adapter: Adapter) -> N
     base = adapted.get_base_model()
     expected = {key: tuple(base.get_parameter(name).shape) for name, key in names.items()}
     with _opened(folder) as saved:
-        found = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118
+        shapes = {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118
     for problem, keys in {
-        "lacks": expected.keys() - found.keys(),
-        "has in addition": found.keys() - expected.keys(),
-        "has in another shape": {key for key in expected.keys() & found.keys() if expected[key] != found[key]},
+        "lacks": expected.keys() - shapes.keys(),
+        "has in addition": shapes.keys() - expected.keys(),
+        "has in another shape": {key for key in expected.keys() & shapes.keys() if expected[key] != shapes[key]},
     }.items():
         if keys:
             raise SlipstreamError(
@@ -350,7 +351,7 @@ def _opened(folder: str | Path) -> Any:
 
 
 class Targets(NamedTuple):
-    """What an adapter is added to, by the names of modules in the model with the adapter."""
+    """The modules that an adapter is added to, by their names in the model with the adapter."""
 
     modules: list[str]  # that get factors
     parameters: dict[str, str]  # fused weights that get factors, by the names of modules around them
@@ -361,8 +362,8 @@ class Targets(NamedTuple):
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Silences what PEFT warns of: what it reads of models of transformers, and patterns of fused weights, which
-    are looked for among modules before weights are."""
+    """Silences PEFT's warnings of reads in transformers' models, and of patterns of fused weights, which are looked for
+    among modules before weights are."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
@@ -370,11 +371,11 @@ def quiet_peft() -> Iterator[None]:
 
 
 def find_targets(whole: PreTrainedModel, config: Any) -> Targets:
-    """Returns what gets an adapter. `whole` is changed; it may be on the meta device.
+    """Returns the modules that get an adapter. `whole` is changed; it may be on the meta device.
 
     Raises SlipstreamError where there is nothing, where PEFT refuses the configuration, and for a tied weight.
     """
-    linear = sorted({name.rpartition(".")[2] for name, each in whole.named_modules() if hasattr(each, "weight")})
+    linear = sorted({name.rpartition(".")[2] for name, module in whole.named_modules() if hasattr(module, "weight")})
     modules = [name for name, _ in whole.named_modules()]
     for pattern in config.modules_to_save or ():
         if not any(name.endswith(pattern) for name in modules):  # as PEFT looks for them
@@ -392,15 +393,15 @@ def find_targets(whole: PreTrainedModel, config: Any) -> Targets:
             f"{', '.join(linear)}; or give target_modules=all-linear."
         ) from None
     check_tied(whole)
-    found = Targets([], {}, [], adapted.peft_config["default"], saved_names(adapted, adapter))
+    targets = Targets([], {}, [], adapted.peft_config["default"], saved_names(adapted, adapter))
     for name, module in whole.named_modules():
         if hasattr(module, "parameter_name"):
-            found.parameters[name] = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+            targets.parameters[name] = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
         elif hasattr(module, "lora_A"):
-            found.modules.append(name)
+            targets.modules.append(name)
         elif hasattr(module, "modules_to_save"):
-            found.copies.append(name)
-    return found
+            targets.copies.append(name)
+    return targets
 
 
 def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
@@ -419,7 +420,7 @@ def adapted_model(model: PreTrainedModel, adapter: Adapter) -> Any:
 def add_adapter(
     model: PreTrainedModel, whole: PreTrainedModel, config: Any, seed: int, saved: str | Path | None = None
 ) -> None:
-    """Adds an adapter by LoRA to what there is of a model, in place, and freezes the rest.
+    """Adds an adapter by LoRA to a model or a part of one, in place, and freezes the rest.
 
     Each module's adapter is drawn by the seed and the module's name, so that any cut of the model gives the same; or it
     is read from the folder `saved`. `whole` is the model on the meta device, which is changed.
@@ -448,12 +449,12 @@ def add_adapter(
 def _add_factors(model: PreTrainedModel, config: Any, modules: list[str], weights: list[str]) -> None:
     import peft
 
-    own = copy.deepcopy(config)
-    own.target_modules, own.target_parameters = set(modules), weights or None
-    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None  # targets are those that remain
-    own.modules_to_save = None
+    part = copy.deepcopy(config)
+    part.target_modules, part.target_parameters = set(modules), weights or None
+    part.exclude_modules = part.layers_to_transform = part.layers_pattern = None  # targets are those that remain
+    part.modules_to_save = None
     with quiet_peft():
-        peft.get_peft_model(model, own, autocast_adapter_dtype=False)
+        peft.get_peft_model(model, part, autocast_adapter_dtype=False)
 
 
 def _train_biases(model: PreTrainedModel) -> None:
@@ -480,7 +481,7 @@ def find_frozen(whole: nn.Module, patterns: Sequence[str], setting: str = "freez
     Args:
         whole: the whole model; it may be on the meta device.
         patterns: of names, as `fnmatch` has them, such as `model.layers.0.*`.
-        setting: what gave the patterns, for messages.
+        setting: the one that gave the patterns, for messages.
 
     Raises:
         SlipstreamError: for a pattern that matches no parameter, and where none is left to train.
@@ -492,7 +493,7 @@ def find_frozen(whole: nn.Module, patterns: Sequence[str], setting: str = "freez
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for names in weights for name in names):
             raise SlipstreamError(_no_match(whole, pattern, setting))
-    frozen = [names for names in weights if any(fnmatchcase(name, each) for name in names for each in patterns)]
+    frozen = [names for names in weights if any(fnmatchcase(name, pattern) for name in names for pattern in patterns)]
     if weights and len(frozen) == len(weights):
         raise SlipstreamError(
             f"{setting}={[*patterns]} matches all of the model's parameters, so nothing would be trained. Give "
@@ -516,7 +517,7 @@ def trained_text(whole: nn.Module) -> str:
 
 
 def _no_match(whole: nn.Module, pattern: str, setting: str) -> str:
-    """Says what the pattern of no parameter may have been meant to be."""
+    """Returns a refusal of a pattern that matches no parameter, with the one that it may have been meant to be."""
     names = [name for name, _ in whole.named_parameters(remove_duplicate=False)]
     inside = [name for name in names if name.startswith(f"{pattern}.")]
     if inside:
@@ -528,7 +529,6 @@ def _no_match(whole: nn.Module, pattern: str, setting: str) -> str:
 
 
 def _below(name: str) -> str:
-    """Returns the pattern of everything in the module that has a parameter."""
     return f"{name.rpartition('.')[0]}.*"
 
 
@@ -546,7 +546,7 @@ class TrainedWeights:
 
     @classmethod
     def of(cls, model: nn.Module, adapter: Adapter | None) -> TrainedWeights:
-        """Returns what is trained of a model in memory, which has this adapter already."""
+        """Returns the trained weights of a model in memory, which has this adapter already."""
         named = model.named_parameters(remove_duplicate=False)
         return cls(frozenset(name for name, parameter in named if not parameter.requires_grad), adapter)
 

@@ -1,7 +1,7 @@
 """Finds which parts of a causal LM come before its layers, which are the layers, and which come after them.
 
-A toy of the same architecture runs once, so this works for any model that runs one list of layers: what is called
-before the first layer (embeddings) belongs to the first stage, what is called after the last (norm, head) to the last
+A toy of the same architecture runs once, so this works for any model that runs one list of layers: modules called
+before the first layer (embeddings) belong to the first stage, those called after the last (norm, head) to the last
 stage, and parts without parameters (rotary tables) to every stage.
 """
 
@@ -51,14 +51,14 @@ class LayerPart:
 
 @dataclass(frozen=True)
 class ModelAnatomy:
-    """The names of a model's parts, the same for every size of one architecture, and what crosses cuts between them."""
+    """The names of a model's parts, the same for every size of an architecture, and the tensors that cross cuts."""
 
     layers: str  # the nn.ModuleList of decoder layers, such as "model.layers"
     before: tuple[str, ...]  # such as ("model.embed_tokens",)
     after: tuple[str, ...]  # such as ("model.norm", "lm_head")
     tuple_length: int = 0  # the length of the tuple that layers return, hidden states first; 0: a tensor
     hidden: TensorForm | None = None  # of hidden states, where layers take more than (b, T, hidden)
-    crossing: tuple[CrossingTensor, ...] = ()  # what they take besides; both depend on the model's size
+    crossing: tuple[CrossingTensor, ...] = ()  # further tensors that they take; both depend on the model's size
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter): one weight on two stages
     shared: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several layers of this model share
     aliases: frozenset[str] = frozenset()  # second names of parameters within one stage, such as of the head's bias
@@ -74,7 +74,7 @@ class ModelAnatomy:
         return self.aliases | {name for name, _ in self.tied}
 
     def obstacle(self, names: Iterable[str]) -> str:
-        """Returns why one of these modules can't be cut, "" where each can, by what this model is beside its
+        """Returns why one of these modules can't be cut, "" where each can, by changes to this model beside its
         architecture."""
         reasons = dict(self.kept_whole)
         return next((reasons[name] for name in names if name in reasons), "")
@@ -84,14 +84,14 @@ class ModelAnatomy:
         return self.hidden or TensorForm((1, 1, width), row_dim=0, token_dim=1)
 
     def layers_of(self, model: nn.Module) -> list[nn.Module]:
-        """Returns the layers of a model of this architecture, or what an earlier cut has put in their places."""
+        """Returns the layers of a model of this architecture, or an earlier cut's placeholders."""
         return list(model.get_submodule(self.layers).children())
 
     def stage_of(self, parameter: str, stages: Sequence[Collection[object]]) -> int:
         """Returns which of the stages, given by the layers they own, computes with the parameter of this name."""
         if parameter.startswith(f"{self.layers}."):
             layer = int(parameter.removeprefix(f"{self.layers}.").partition(".")[0])
-            return next(number for number, owned in enumerate(stages) if layer in owned)
+            return next(stage_index for stage_index, owned in enumerate(stages) if layer in owned)
         return 0 if _within(parameter, self.before) else len(stages) - 1
 
     def first_position(self, config: PretrainedConfig) -> int:
@@ -100,9 +100,9 @@ class ModelAnatomy:
 
 
 def architecture_key(config: PretrainedConfig, anatomy: ModelAnatomy, model: nn.Module) -> Hashable:
-    """Returns the key by which this process remembers what a toy of an architecture has shown: the configuration, the
+    """Returns the key by which this process remembers the findings on a toy of an architecture: the configuration, the
     names of its parts, and the forwards of its modules' classes, which somebody may replace."""
-    forwards = frozenset((type(each), type(each).forward) for each in model.modules())
+    forwards = frozenset((type(module), type(module).forward) for module in model.modules())
     return str(config.to_dict()), repr(anatomy), forwards
 
 
@@ -122,12 +122,12 @@ def find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
 
 
 def anatomy_of_size(anatomy: ModelAnatomy, config: PretrainedConfig) -> ModelAnatomy:
-    """Returns the anatomy for a config of the architecture with other sizes, on which what crosses cuts depends."""
+    """Returns the anatomy for a config of the architecture with other sizes, and so with other crossing tensors."""
     return anatomy if anatomy.hidden is None else _with_tensors(anatomy, config)
 
 
 def check_shared_weights(config: PretrainedConfig, shared: Mapping[str, str], layers: str) -> None:
-    """Raises SlipstreamError where one of the `layers` has a weight of another, by the names of what models share."""
+    """Raises SlipstreamError where one of the `layers` has a weight of another, by the names of shared weights."""
     for name, other in shared.items():
         if name.startswith(f"{layers}.") or other.startswith(f"{layers}."):
             raise _refusal(
@@ -173,7 +173,7 @@ def _find_anatomy(config: PretrainedConfig) -> ModelAnatomy:
 
 
 def _check_layers(config: PretrainedConfig, toy: WatchedToy) -> None:
-    """Raises SlipstreamError unless every layer ran once, on what layers before it give."""
+    """Raises SlipstreamError unless every layer ran once, on the output of layers before it."""
     num_layers, entered = len(toy.every_layer), len(toy.layer_calls)
     if entered < num_layers:
         raise _refusal(config, f"only {entered} of its {num_layers} layers run on text alone")
@@ -229,8 +229,8 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the modules that hold the weights of all experts of a layer together, with their names: those that
     transformers' decorator has made, of which `num_experts` says how many are here."""
     for name, module in model.named_modules():
-        number = getattr(module, "num_experts", None)
-        if hasattr(module, "_apply_gate") and isinstance(number, int):
+        num_experts = getattr(module, "num_experts", None)
+        if hasattr(module, "_apply_gate") and isinstance(num_experts, int):
             yield name, module
 
 

@@ -32,7 +32,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def runs_class_code(module: nn.Module) -> bool:
     """Returns whether calling a module's `forward` runs its class's, as its class was defined.
 
-    What takes the place of a known class's forward, or traces it, may do so only then.
+    Only then may other code take the place of a known class's forward, or trace it.
     """
     if "forward" in vars(module):
         return False
@@ -55,10 +55,10 @@ def copy_with_shared_weights(model: _Model) -> _Model:
 def copy_modules(
     models: Sequence[_Model], memo: dict[int, Any], copy_tensor: Callable[[Tensor], Tensor] | None = None
 ) -> list[_Model]:
-    """Returns copies of modules in which `memo`, by `id`, says what takes the place of which tensor or module.
+    """Returns copies of modules in which `memo` has the replacement of a tensor or module, by its `id`.
 
-    `copy_tensor` copies the other tensors, by default as `copy.deepcopy` does. What several modules share, their copies
-    share too, and so they do what Python can't copy, such as a lock. Functions set on the modules use the copies.
+    `copy_tensor` copies the other tensors, by default as `copy.deepcopy` does. The copies share all that the modules
+    share, and objects that Python can't copy, such as a lock, with them. Functions set on the modules use the copies.
     """
     copier = _Copier(memo, copy_tensor)
     copies = [copier.of(model) for model in models]
@@ -70,7 +70,7 @@ def copy_modules(
 
 
 class _Copier:
-    """Copies what modules hold."""
+    """Copies the contents of modules."""
 
     def __init__(self, memo: dict[int, Any], copy_tensor: Callable[[Tensor], Tensor] | None) -> None:
         self.modules: list[nn.Module] = []  # that were copied
@@ -90,7 +90,7 @@ class _Copier:
         if isinstance(value, nn.Module) and not hasattr(kind, "__deepcopy__"):
             self.modules.append(value)
             memo[place] = made = kind.__new__(kind)
-            vars(made).update({name: self.of(each) for name, each in vars(value).items()})
+            vars(made).update({name: self.of(item) for name, item in vars(value).items()})
         elif isinstance(value, Tensor):
             memo[place] = self._copy_tensor(value)
         elif isinstance(value, torch.Generator):
@@ -99,7 +99,7 @@ class _Copier:
             memo[place] = kind(map(self.of, value))
         elif isinstance(value, dict):
             memo[place] = made = copy.copy(value)
-            made.update({key: self.of(each) for key, each in value.items()})
+            made.update({key: self.of(item) for key, item in value.items()})
         else:
             self._copy_by_python(value)
 
@@ -118,7 +118,7 @@ class _Copier:
         self._memo.update(trial)
 
     def _copied_tensor(self, tensor: Tensor) -> Tensor:
-        # One with a graph is what a hook computes from parameters before every forward, as the old `weight_norm` does.
+        # One with a graph is computed by a hook from parameters before every forward, as by the old `weight_norm`.
         copied: Tensor = copy.deepcopy(tensor, self._memo) if tensor.is_leaf else tensor.detach()
         return copied
 
@@ -127,10 +127,10 @@ def bind_functions(model: nn.Module, moved: Mapping[int, nn.Module]) -> None:
     """Makes the forwards and hooks set on the modules of `model` use the modules that `moved` gives for others' ids."""
     binding = _Binding(moved)
     for module in model.modules():
-        own = vars(module)
-        for name, value in own.items():
+        attributes = vars(module)
+        for name, value in attributes.items():
             if isinstance(value, FunctionType | MethodType | partial):
-                own[name] = binding.of(value)
+                attributes[name] = binding.of(value)
         for kind in HOOKS:
             hooks: OrderedDict[int, Any] = getattr(module, kind)
             for key, hook in hooks.items():
@@ -149,7 +149,8 @@ class GlobalNames(dict[str, Any]):
 
 
 def global_values(function: FunctionType) -> dict[str, Any]:
-    """Returns what a function, or one inside of it, may find by a global name, but for other files' functions."""
+    """Returns the values that a function, or one inside of it, may find by a global name, without functions of
+    other files."""
     names, home = dict[str, Any](), function.__code__.co_filename
     for name in (name for code in _codes_of(function) for name in code.co_names):
         with suppress(KeyError):
@@ -165,16 +166,16 @@ def _codes_of(function: FunctionType) -> Iterator[CodeType]:
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield code
 
 
 class _Binding:
-    """Replaces modules in what functions close over or find by global names."""
+    """Replaces modules in the closures of functions and in their global values."""
 
     def __init__(self, moved: Mapping[int, nn.Module]) -> None:
         self._moved = moved
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: what was given, which keeps the id taken, and its place
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the original, which keeps the id taken, its replacement
 
     def of(self, value: Any) -> Any:
         """Returns the value with every module in it replaced, the value itself where there is none."""
@@ -219,8 +220,8 @@ class _Binding:
         )
         names = function.__globals__
         if bound[4] is not named:
-            instructions = (each for code in _codes_of(function) for each in dis.get_instructions(code))
-            if assigned := {each.argval for each in instructions if each.opname == "STORE_GLOBAL"}:
+            instructions = (instruction for code in _codes_of(function) for instruction in dis.get_instructions(code))
+            if assigned := {instruction.argval for instruction in instructions if instruction.opname == "STORE_GLOBAL"}:
                 raise SlipstreamError(
                     f"{function.__qualname__}, which the model calls, assigns the global {min(assigned)} and reads "
                     "modules by global names, which differ on every stage. Keep what it assigns in an object."
@@ -232,7 +233,7 @@ class _Binding:
         return made
 
     def _all(self, values: Any) -> Any:
-        """Returns a list or tuple of what takes the values' places, the given one where nothing does."""
+        """Returns a list or tuple with the values' replacements, the given one where there are none."""
         bound = [self.of(value) for value in values]
         if all(new is old for new, old in zip(bound, values, strict=True)):
             return values

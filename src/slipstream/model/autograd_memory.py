@@ -1,6 +1,6 @@
-"""What autograd saves of a forward: kept, recomputed for the backward (rule 4), or moved to the host.
+"""A forward's tensors for its backward: kept, recomputed (rule 4), or moved to the host.
 
-Recomputation (rule 4): what a forward keeps, and what restores the rest: within the backward, one layer after the other
+Recomputation (rule 4): a forward keeps a part, and the rest is restored within the backward, one layer after the other
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), or by a replay of the whole stage before it, which
 GPipe section 2.3 calls re-materialization. Keys and values stay in the context store, and are read there, so
 recomputing a slice never recomputes the slices before it; where there are none, a layer writes them again.
@@ -35,7 +35,7 @@ _modes: Any = torch.overrides
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Lets autograd keep what is saved from here on: for code that differentiates in its forward, which needs it there,
+    """Lets autograd keep tensors saved from here on: for code that differentiates in its forward, which needs it there,
     and by torch.func, which refuses hooks."""
     hooks: list[Any] = []
     while top := _autograd._top_saved_tensors_default_hooks(False):
@@ -201,17 +201,17 @@ def _unpack(slot: SavedTensorSlot) -> Tensor:
 class RecomputePolicy:
     """The part of a slice's forward that is computed again for its backward.
 
-    `full` keeps what enters each layer, and recomputes one layer at a time within the backward; a number does so with
+    `full` keeps the inputs of each layer, and recomputes one layer at a time within the backward; a number does so with
     that many of the stage's first layers, where half a layer counts as one. `stage` recomputes all that F does on the
-    stage, head and loss included, by an R before the backward; `stage+full` does both, so that R brings back only what
-    enters the layers. `selective` keeps the outputs of matrix products and of attention, and its R recomputes norms,
+    stage, head and loss included, by an R before the backward; `stage+full` does both, so that R brings back only the
+    layers' inputs. `selective` keeps the outputs of matrix products and of attention, and its R recomputes norms,
     activations, rotary embeddings, dropout and the loss, which cost memory but little time.
     """
 
     num_layers: float = 0  # of each stage, its first ones, that are recomputed one by one
     by_stage: bool = False
     keeps_products: bool = False
-    is_checked: bool = True  # whether what is recomputed is compared with what was computed
+    is_checked: bool = True  # whether recomputed outputs are compared with the first ones
 
     @property
     def has_actions(self) -> bool:
@@ -303,16 +303,16 @@ class SliceReplay:
 
 
 class OutputChecks:
-    """Compares what the layers of one slice return when they are computed again with what they returned at first.
+    """Compares the outputs of one slice's layers when they are computed again with their first ones.
 
     It keeps two sums of the bits of every output, which cost a pass over it each: a forward that draws other random
-    numbers, or reads what it has changed, gives other bits.
+    numbers, or reads a tensor it has changed, gives other bits.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[str, list[Tensor]]] = []  # by layer, in order
         self._place = 0
-        self._saved: SavedTensors | None = None  # what is refilled; None: a forward that is kept
+        self._saved: SavedTensors | None = None  # to be refilled; None: a forward that is kept
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -329,7 +329,7 @@ class OutputChecks:
         self._kept = []
 
     def note(self, layer: str, output: object) -> None:
-        """Takes a layer's output. Where a CUDA graph is recorded, which repeats what it has recorded, it compares
+        """Takes a layer's output. Where a CUDA graph is recorded, which would repeat the comparison, it compares
         nothing."""
         is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if self._saved is None:
@@ -337,12 +337,12 @@ class OutputChecks:
                 self._kept.append((layer, _sums_of_bits(output)))
             return
         if self._place < len(self._kept):
-            name, kept = self._kept[self._place]
+            name, sums = self._kept[self._place]
             again = _sums_of_bits(output)
-            if name != layer or len(kept) != len(again):
+            if name != layer or len(sums) != len(again):
                 _differing.append((layer, True))
-            elif kept:
-                _differing.append((layer, torch.ne(torch.stack(kept), torch.stack(again)).any()))
+            elif sums:
+                _differing.append((layer, torch.ne(torch.stack(sums), torch.stack(again)).any()))
         self._place += 1
         if self._saved.is_refilled:
             raise ReplayFinished
@@ -358,7 +358,7 @@ def recompute_in_backward(
     once more in the backward, and layers' outputs are compared where that `is_checked`.
 
     The backward uses the same autocast, and draws as the forward does; `again` is responsible for its random state.
-    What surrounds the call, as of a slice with an R or OFFLOAD, has the inputs among its saved tensors.
+    Code around the call, as of a slice with an R or OFFLOAD, has the inputs among its saved tensors.
     """
     leaves, form = tree_flatten(inputs)
     saved, kept, checks = SavedTensors(set()), [_kept(leaf) for leaf in leaves], OutputChecks() if is_checked else None
@@ -367,10 +367,10 @@ def recompute_in_backward(
     draws, modes = current_draws(), [weakref.ref(mode) for mode in _modes._get_current_function_mode_stack()]
 
     def refill() -> None:
-        given = tree_unflatten([each.tensor() for each in kept], form)
+        arguments = tree_unflatten([leaf.tensor() for leaf in kept], form)
         kept.clear()
         with torch.enable_grad(), torch.autocast(*autocast), drawing(draws), _within(modes):
-            replay_checked(saved, lambda: again(given), checks)
+            replay_checked(saved, lambda: again(arguments), checks)
 
     with checks.keeping() if checks else noting_outputs(None), saved.saving(lambda tensor: False, refill):
         return run()
@@ -381,7 +381,7 @@ def _within(modes: Sequence[weakref.ref[TorchFunctionMode]]) -> Iterator[None]:
     """Surrounds code by the modes of these that are still there, as one that sets a default device: PyTorch leaves a
     backward without them."""
     present = _modes._get_current_function_mode_stack()
-    missing = [mode for each in modes if (mode := each()) is not None and mode not in present]
+    missing = [mode for reference in modes if (mode := reference()) is not None and mode not in present]
     for mode in missing:
         _modes._push_mode(mode)
     try:
@@ -392,7 +392,7 @@ def _within(modes: Sequence[weakref.ref[TorchFunctionMode]]) -> Iterator[None]:
 
 
 class _Kept(NamedTuple):
-    """An input that a recomputation will need, as whoever sees what is saved keeps it."""
+    """An input that a recomputation will need, as the hooks on saved tensors keep it."""
 
     value: Any
     unpack: Callable[[Any], Any] = lambda value: value
@@ -416,31 +416,30 @@ _differing: list[tuple[str, Tensor | bool]] = []  # the layers that were compute
 
 
 def replay_checked(saved: SavedTensors, run: Callable[[], object], checks: OutputChecks | None) -> None:
-    """Refills `saved` by calling `run`, whose outputs are compared, if `checks` has what they were."""
+    """Refills `saved` by calling `run`, whose outputs are compared, if `checks` has the first ones."""
     with checks.comparing(saved) if checks else nullcontext():
         saved.refill(run, at_once=checks is None)
 
 
 def take_differing_layers() -> list[str]:
     """Returns the layers that gave other outputs when they were computed again since the last call."""
-    found = [layer for layer, differs in _differing if differs is True]
+    differing = [layer for layer, differs in _differing if differs is True]
     flags = [(layer, differs) for layer, differs in _differing if isinstance(differs, Tensor)]
     if flags:
         together = torch.stack([differs for _, differs in flags]).tolist()  # for which a GPU is awaited once
-        found += [layer for (layer, _), differs in zip(flags, together, strict=True) if differs]
+        differing += [layer for (layer, _), differs in zip(flags, together, strict=True) if differs]
     _differing.clear()
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(differing)]
 
 
 def _sums_of_bits(output: object) -> list[Tensor]:
     """Returns two sums of each tensor's bits, in which its rows and its columns count differently, so that they tell
     numbers that change places."""
-    tensors = [each.detach() for each in tree_iter(output) if isinstance(each, Tensor) and each.numel()]
+    tensors = [tensor.detach() for tensor in tree_iter(output) if isinstance(tensor, Tensor) and tensor.numel()]
     return [torch.stack([_weighted(words.sum(0)), _weighted(words.sum(1))]) for words in map(_words, tensors)]
 
 
 def _weighted(sums: Tensor) -> Tensor:
-    """Returns the sum of whole numbers times odd numbers that differ, modulo 2^64."""
     return (sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()
 
 
@@ -465,7 +464,7 @@ _Attended = tuple[Tensor, Tensor]  # output and log-sum-exp
 
 
 class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what matrix products and attention return, in order, whatever code calls them."""
+    """Keeps the outputs of matrix products and attention, in order, whatever code calls them."""
 
     def __init__(self, saved: SavedTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -508,7 +507,7 @@ class _KeepProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _ReplayProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns what was kept instead of computing it."""
+    """Returns the kept outputs instead of computing them."""
 
     def __init__(self, kept: list[SavedTensorSlot | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -526,8 +525,8 @@ class _ReplayProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func.overloadpacket in _PRODUCTS and not self._attends
-        if is_product and (kept := next(self._kept)) is not None:
-            return _tensor(kept)
+        if is_product and (output := next(self._kept)) is not None:
+            return _tensor(output)
         return func(*args, **kwargs or {})
 
 

@@ -64,12 +64,12 @@ from slipstream.model.weight_gradients import add_expert_gradients_in_place, add
 class CausalLMStage(PipelineStage):
     """The layers `owned` of `model`, which is cut in place; the first stage embeds, the last returns logits.
 
-    What travels between stages is described by `receives` and `sends`. With `tensor` the model has this rank's shares
-    of all weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the
-    last stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss`
-    each layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts`
-    the model has this rank's experts. `recompute` says which layers keep only what enters them, until a backward
-    computes them again.
+    `receives` and `sends` describe the messages between stages. With `tensor` the model has this rank's shares of all
+    weights, and every rank runs the stage at the same time. With `head`, whose rows are spread over ranks, the last
+    stage gives the head's input, and `vocabulary` has the rows that lie next to this stage. With `router_loss` each
+    layer's routers add to the loss. With `exchange`, other ranks have other tokens of every slice; with `experts` the
+    model has this rank's experts. `recompute` says which layers keep only their inputs, until a backward computes them
+    again.
     """
 
     has_skips = False  # past other stages
@@ -164,8 +164,8 @@ class CausalLMStage(PipelineStage):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters under the unsplit model's names, shared weights once under the canonical name."""
         named = self.model.named_parameters(remove_duplicate=False)
-        found = {self._canonical.get(name, name): p for name, p in named if name not in self._second_names}
-        return iter(found.items())
+        parameters = {self._canonical.get(name, name): p for name, p in named if name not in self._second_names}
+        return iter(parameters.items())
 
     def state(self) -> dict[str, Tensor]:
         """Returns this stage's part of the unsplit model's state dict, by the same names."""
@@ -179,22 +179,22 @@ class CausalLMStage(PipelineStage):
 
         Args:
             token_slice: the tokens (b, T) and their positions.
-            hidden: what the stage before sent, (b, T, hidden); None on the first stage, unless the rows of a spread
+            hidden: the output of the stage before, (b, T, hidden); None on the first stage, unless the rows of a spread
                 embedding made it.
             store: keys and values of the microbatch's slices; this slice's are added.
-            records_masks: whether this is the first forward, which learns what masks the model builds.
+            records_masks: whether this is the first forward, which learns the model's masks.
 
         Returns:
             (b, T, hidden) or, on the last stage with a whole head, the logits (b, T, vocabulary).
         """
-        found = self.compute(token_slice, () if hidden is None else (hidden,), store, records_masks)
-        output: Tensor = found if self.has_loss else found[0]
+        outputs = self.compute(token_slice, () if hidden is None else (hidden,), store, records_masks)
+        output: Tensor = outputs if self.has_loss else outputs[0]
         return output
 
     def compute(
         self, token_slice: TokenSlice, inputs: Tensors, store: ContextStore, records_masks: bool = False
     ) -> Any:
-        """Runs `forward`, with tuples for what travels between stages; the last stage returns the head's outputs."""
+        """Runs `forward`, with tuples for the messages between stages; the last stage returns the head's outputs."""
         hidden = inputs[0] if inputs else None
         context = SliceContext(token_slice, store, self.tables, hidden, self.attends_itself, records_masks)
         context.received = inputs[1:]
@@ -239,14 +239,14 @@ class CausalLMStage(PipelineStage):
         tokens, layers = context.token_slice, dict(zip(self.layers_here, self.layers, strict=True))
         if self._tensor is not None:  # now, as the first packed slice runs a token of its own
             self._tensor.begin(tokens.input_ids.shape[1])
-        own = masks_and_biases(self.model, tokens) if self.attends_itself else masks_of_text()
-        # what keeps the model from generating text with the cache that it is given
+        as_masked = masks_and_biases(self.model, tokens) if self.attends_itself else masks_of_text()
+        # which keeps the model from generating text with the given cache
         as_trained = as_several_tokens(context, layers) if context.has_lone_tokens else nullcontext()
-        with active_forward(context), as_trained, own, self._seeds.forked():
+        with active_forward(context), as_trained, as_masked, self._seeds.forked():
             yield
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a layer's forward, and keeps only what enters it where it is recomputed."""
+        """Runs a layer's forward, and keeps only its inputs where it is recomputed."""
         context = current_slice()
         if not torch.is_grad_enabled() or context.layer >= self.layers_here.start + self._recompute.num_layers:
             return forward(*args, **kwargs)
@@ -265,8 +265,8 @@ class CausalLMStage(PipelineStage):
             return output
 
         # a cache that doesn't know the tensors of this forward, whose graph keeps it
-        given = tree_map_only(SliceCache, lambda _: SliceCache(entered), (args, kwargs))
-        output = recompute_in_backward(run, again, given, self._recompute.is_checked and not store.is_replaying)
+        arguments = tree_map_only(SliceCache, lambda _: SliceCache(entered), (args, kwargs))
+        output = recompute_in_backward(run, again, arguments, self._recompute.is_checked and not store.is_replaying)
         store.drop_lone_slices()
         return output
 
@@ -274,11 +274,11 @@ class CausalLMStage(PipelineStage):
         """Returns the modules that carry states, which are reset at documents from now on; runs a token for it once."""
         if self._carriers is None:
             # the slice that finds them may be recorded, for instance to keep its matrix products, and its outputs noted
-            with recorded_carriers(self.layers) as found, _disable_current_modes(), noting_outputs(None):
+            with recorded_carriers(self.layers) as carriers, _disable_current_modes(), noting_outputs(None):
                 self._run_token(2)
-            for module in found:
+            for module in carriers:
                 reset_at_documents(module)
-            self._carriers = found
+            self._carriers = carriers
         return self._carriers
 
     def receives(self, token_slice: TokenSlice) -> tuple[TensorSpec, ...]:
@@ -300,8 +300,8 @@ class CausalLMStage(PipelineStage):
     def _specs(self, crossing: Sequence[CrossingTensor], token_slice: TokenSlice) -> list[TensorSpec]:
         sizes = (*token_slice.input_ids.shape, token_slice.length)
         return [
-            TensorSpec(each.sent_form.shape(*sizes), each.dtype or self.hidden_dtype, each.dtype is None)
-            for each in crossing
+            TensorSpec(tensor.sent_form.shape(*sizes), tensor.dtype or self.hidden_dtype, tensor.dtype is None)
+            for tensor in crossing
         ]
 
     @property
@@ -310,7 +310,7 @@ class CausalLMStage(PipelineStage):
         return self._embedded is not None
 
     def embedded(self, token_slice: TokenSlice) -> TensorSpec:
-        """Returns (b, T, hidden) of what rows of a spread embedding give, each those that it has."""
+        """Returns the spec (b, T, hidden) of the embeddings by one rank's rows of a spread embedding."""
         assert self._embedded is not None
         return TensorSpec(torch.Size((*token_slice.input_ids.shape, *self._embedded.shape)), self._embedded.dtype)
 
@@ -323,7 +323,7 @@ class CausalLMStage(PipelineStage):
         ends = slice(1) if self.is_first else slice(-1, None)  # a placeholder next to the embedding, or the head
         here = self.layers_here or range(self.num_layers)[ends]
         if not self.is_first:
-            # before the user's hooks, which see what the stage before sent
+            # before the user's hooks, which see the output of the stage before
             layers[here[0]].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
         layers[here[-1]].register_forward_hook(self._leave_states)
         if self.is_last:
@@ -335,11 +335,11 @@ class CausalLMStage(PipelineStage):
             layers[here[-1]].register_forward_hook(self._keep)
 
     def _receive(self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Gives the first owned layer what the stage before sent, instead of the placeholders' output."""
+        # In place of the placeholders' output.
         return with_hidden_states(args, kwargs, current_slice().hidden)
 
     def _leave_states(self, _layer: nn.Module, _args: Any, output: Any) -> Any:
-        """Leaves what the layers carry to the next slice."""
+        """Leaves the layers' carried states to the next slice."""
         context = current_slice()
         hidden = first_output(output)
         if context.states:
@@ -370,8 +370,8 @@ _BLOCK = 64  # tokens that draw from one generator
 
 
 def add_embedding_noise(stage: CausalLMStage, alpha: float, length: int) -> None:
-    """Adds noise to what a first stage's embedding gives in training: uniform, of up to alpha over the square root of
-    `length` times the width (NEFTune, Jain et al. 2023). Step, microbatch and token decide what is drawn."""
+    """Adds noise to the output of a first stage's embedding in training: uniform, of up to alpha over the square root
+    of `length` times the width (NEFTune, Jain et al. 2023). Step, microbatch and token decide the draw."""
 
     def add(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:

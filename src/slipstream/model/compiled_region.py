@@ -1,15 +1,15 @@
 """Compiles a function of tensors, its forward and its backward, and calls them without asking torch.compile each time.
 
-What `torch.compile` returns looks in every call whether anything changed since it compiled: guards, then the wrappers
-of its autograd function, and those of symbolic sizes, together several times the time of the few small kernels that
-are saved. The functions here have tensors as their only inputs. So a table of the inputs' kinds says all of that:
+A function of `torch.compile` looks in every call whether anything changed since it compiled: guards, then the wrappers
+of its autograd function, and those of symbolic sizes, together several times the time of the few small kernels that are
+saved. The functions here have tensors as their only inputs. So a table of the inputs' kinds says all of that:
 
     shapes, dtypes, ... ─ table ─> forward, backward        met before: one look-up
                           └ else: a kernel whose sizes allow these shapes, else a new one, made by Inductor from the
                             function's graph under symbolic sizes, all but the last of each activation
 
-A backward gets again those inputs that it needs, and computes in its kernel what it needs of the forward: nothing else
-is saved.
+A backward gets again those inputs that it needs, and recomputes in its kernel the parts that it needs of the forward:
+nothing else is saved.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def compiled_region(plain: _Function, ways: dict[object, _Function] | None = Non
     """Returns a pure function of tensors, which returns a tuple of them, compiled when it first meets a kind of inputs.
 
     It isn't compiled for a single token, whose sizes of 1 would need separate code. Where a dispatch mode watches the
-    operations, as recompute="selective" does in a forward and in its replay, it runs uncompiled: PyTorch would
-    compile the one and not the other, depending on which came first. What the table can't describe is left to
-    torch.compile: autocast, inputs that aren't stored in order, outputs that share memory with inputs.
-    `ways` is the table of the kinds that were met.
+    operations, as recompute="selective" does in a forward and in its replay, it runs uncompiled: PyTorch would compile
+    the one and not the other, depending on which came first. Inputs that the table can't describe are left to
+    torch.compile: autocast, inputs that aren't stored in order, outputs that share memory with inputs. `ways` is the
+    table of the kinds that were met.
     """
     region, ways = _Region(plain), {} if ways is None else ways
 
@@ -67,7 +67,7 @@ _watchers: list[Callable[..., Any]] = []
 @contextmanager
 def watched_kernels(watcher: Callable[..., Any]) -> Iterator[None]:
     """Calls `watcher` with a region's function and its inputs, instead of the function, where a dispatch mode watches
-    operations: for what counts a region as the one kernel that it becomes."""
+    operations: for counters, which take a region as the one kernel that it becomes."""
     _watchers.append(watcher)
     try:
         yield
@@ -97,12 +97,12 @@ class _Region:
         return torch.compile(self._plain, dynamic=True)
 
     def find(self, inputs: Sequence[Tensor]) -> _Function:
-        """Returns what computes these inputs, and others with an equal key."""
-        if all(each.shape[:-1].numel() == 1 for each in inputs):
+        """Returns the function for these inputs, and others with an equal key."""
+        if all(tensor.shape[:-1].numel() == 1 for tensor in inputs):
             return self._plain
-        if not all(type(each) in _TENSORS and each.is_contiguous() for each in inputs):
+        if not all(type(tensor) in _TENSORS and tensor.is_contiguous() for tensor in inputs):
             return self.by_dynamo
-        needed = tuple(torch.is_grad_enabled() and each.requires_grad for each in inputs)
+        needed = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in inputs)
         try:
             forward = self._sized(inputs, None)
             if not any(needed):
@@ -122,9 +122,9 @@ class _Region:
         """Returns the forward, or the gradients of the inputs that need them, for these sizes."""
         kinds = tuple((x.dtype, x.device, x.shape if _is_fixed(x) else _free(x)) for x in inputs)
         known = self._graphs.setdefault((kinds, needed), [])
-        for each in known:
-            if each.takes(inputs):
-                return each
+        for kernel in known:
+            if kernel.takes(inputs):
+                return kernel
         known.append(_in_other_thread(partial(_compile, self._plain, inputs, needed), inputs[0].device))
         return known[-1]
 
@@ -140,7 +140,7 @@ class _SizedKernel:
 
     def takes(self, inputs: Sequence[Tensor]) -> bool:
         """Returns whether it was compiled for sizes of which these are some."""
-        like = [torch.empty(each.shape, device="meta") for each in inputs]
+        like = [torch.empty(tensor.shape, device="meta") for tensor in inputs]
         return bool(self.shape_env.evaluate_guards_for_args(self.symbolic, like))
 
 
@@ -167,8 +167,8 @@ class _Compiled(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         kernels = ctx.kernels
-        found = iter(kernels.backward(*(each.contiguous() for each in grad_outputs), *ctx.saved_tensors))
-        return None, *[next(found) if needed else None for needed in kernels.needed]
+        gradients = iter(kernels.backward(*(gradient.contiguous() for gradient in grad_outputs), *ctx.saved_tensors))
+        return None, *[next(gradients) if needed else None for needed in kernels.needed]
 
 
 _apply = direct_apply(_Compiled)
@@ -178,9 +178,9 @@ def _is_fixed(each: Tensor) -> bool:
     return isinstance(each, nn.Parameter) or each.dim() < 2
 
 
-def _free(each: Tensor) -> tuple[int | None, ...]:
-    """Returns an activation's sizes: its last, its ones, and None for those that may differ."""
-    return *[1 if size == 1 else None for size in each.shape[:-1]], each.shape[-1]
+def _free(tensor: Tensor) -> tuple[int | None, ...]:
+    # None stands for sizes that may differ.
+    return *[1 if size == 1 else None for size in tensor.shape[:-1]], tensor.shape[-1]
 
 
 @cache
@@ -197,7 +197,7 @@ os.register_at_fork(after_in_child=_other_thread.cache_clear)
 
 
 def _in_other_thread(compute: Callable[[], _SizedKernel], device: torch.device) -> _SizedKernel:
-    """Computes where no hooks see what is saved, as they do where activations are recomputed or offloaded: torch.func
+    """Computes where no hooks see saved tensors, as they do where activations are recomputed or offloaded: torch.func
     differentiates nothing under them."""
 
     def call() -> _SizedKernel:
@@ -215,18 +215,18 @@ def _compile(plain: _Function, inputs: Sequence[Tensor], needed: tuple[bool, ...
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    symbolic = [_symbolic(each, mode) for each in inputs]
+    symbolic = [_symbolic(tensor, mode) for tensor in inputs]
     with mode, torch.no_grad():
-        outputs = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in _outputs(plain, symbolic)]
-    function, given = (plain, symbolic) if needed is None else (_backward(plain, needed), [*outputs, *symbolic])
+        outputs = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in _outputs(plain, symbolic)]
+    function, arguments = (plain, symbolic) if needed is None else (_backward(plain, needed), [*outputs, *symbolic])
     with torch.no_grad():
-        with mode:  # for what the gradient of a slice is laid into
+        with mode:  # for the tensor that the gradient of a slice is laid into
             # a lambda, as the arguments of methods are counted wrongly
-            graph = make_fx(lambda *given: function(*given), select_decomp_table())(*given)
-        kept = (True,) * len(inputs) if needed is None else _remove_unused(graph, len(inputs))
-        gradients = given[: -len(inputs)]
+            graph = make_fx(lambda *given: function(*arguments), select_decomp_table())(*arguments)
+        is_used = (True,) * len(inputs) if needed is None else _remove_unused(graph, len(inputs))
+        gradients = arguments[: -len(inputs)]
         return _SizedKernel(
-            compile_graph(graph, [*gradients, *compress(symbolic, kept)]), mode.shape_env, symbolic, kept
+            compile_graph(graph, [*gradients, *compress(symbolic, is_used)]), mode.shape_env, symbolic, is_used
         )
 
 
@@ -237,12 +237,12 @@ def _remove_unused(graph: fx.GraphModule, num_inputs: int) -> tuple[bool, ...]:
     """
     graph.graph.eliminate_dead_code()
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"][-num_inputs:]
-    kept = tuple(bool(node.users) for node in inputs)
+    is_used = tuple(bool(node.users) for node in inputs)
     for node in inputs:
         if not node.users:
             graph.graph.erase_node(node)
     graph.recompile()
-    return kept
+    return is_used
 
 
 def _symbolic(each: Tensor, mode: Any) -> Tensor:
@@ -260,7 +260,7 @@ def _symbolic(each: Tensor, mode: Any) -> Tensor:
 def _outputs(plain: _Function, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the function's outputs; raises ValueError where one isn't memory of its own, with numbers of its own."""
     outputs: Sequence[Tensor] = plain(*inputs)
-    if any(each._is_view() or any(each is other for other in inputs) for each in outputs):
+    if any(output._is_view() or any(output is other for other in inputs) for output in outputs):
         raise ValueError("an output shares memory with an input")
     return outputs
 
@@ -287,7 +287,7 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> _Function:
 
     compiled: Any = compile_fx_inner(graph, [*inputs], is_inference=True)
     direct = getattr(compiled, "current_callable", None) or compiled
-    first = [compiled]  # its first call ends what compiling began; later ones would cost as much as a kernel
+    first = [compiled]  # its first call ends the compiling; later ones would cost as much as a kernel
 
     def run(*given: Tensor) -> Any:
         return (first.pop() if first else direct)([*given])

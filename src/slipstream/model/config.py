@@ -1,4 +1,4 @@
-"""Makes models' configs, by code of their own where that is trusted, and checks inputs against what they say.
+"""Makes models' configs, by code of their own where that is trusted, and checks inputs against their limits.
 
 That is the longest sequence, the largest token id, and the ids that stand for no text.
 """
@@ -65,11 +65,11 @@ def _tied_as_saved(folder: Path, config: PretrainedConfig) -> PretrainedConfig:
             with safe_open(file, framework="pt") as weights:
                 files |= dict.fromkeys(weights.keys(), file)
         for names in tied.items():
-            found = [next((key for key in files if f".{name}".endswith(f".{key}")), None) for name in names]
-            if None not in found and not torch.equal(*(_tensor(files[str(key)], str(key)) for key in found)):
+            keys = [next((key for key in files if f".{name}".endswith(f".{key}")), None) for name in names]
+            if None not in keys and not torch.equal(*(_tensor(files[str(key)], str(key)) for key in keys)):
                 return with_settings(config, {"tie_word_embeddings": False})
     except (OSError, SafetensorError):
-        return config  # loading the weights says what is wrong with them
+        return config  # loading the weights names their problem
     return config
 
 
@@ -80,9 +80,9 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 
 def with_settings(config: PretrainedConfig, settings: Mapping[str, Any]) -> PretrainedConfig:
-    """Returns a copy of a configuration, and of what it says of text, with other settings."""
+    """Returns a copy of a configuration, and of its text configuration, with other settings."""
     described = copy.deepcopy(config)
-    for part in {id(each): each for each in (described, described.get_text_config())}.values():
+    for part in {id(part): part for part in (described, described.get_text_config())}.values():
         for name, value in settings.items():
             if hasattr(part, name):
                 setattr(part, name, value)
@@ -112,7 +112,7 @@ def trust_remote_code(path: str) -> None:
 
 
 def _settings(path: str) -> dict[str, Any]:
-    """Returns what a model's config.json says."""
+    """Returns the settings in a model's config.json."""
     try:
         settings: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
     except (OSError, ValueError) as error:
@@ -131,7 +131,7 @@ def _absence(path: str) -> str:
     """Says that a folder isn't there, which one is like it, and whether its name could be one on the hub."""
     folder = Path(path)
     parts = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    near = difflib.get_close_matches(folder.name, [each.name for each in parts if each.is_dir()], 1)
+    near = difflib.get_close_matches(folder.name, [part.name for part in parts if part.is_dir()], 1)
     hint = f" (did you mean {str(folder.with_name(near[0]))!r}?)" if near else ""
     return f"expected an existing folder or a hub name, and there is no such folder here{hint}. On the hub:"
 
@@ -139,7 +139,7 @@ def _absence(path: str) -> str:
 def _custom_code(settings: Mapping[str, Any]) -> list[str]:
     """Returns the classes that a model's own files define for it, such as modeling_x.XForCausalLM."""
     named = settings.get("auto_map") or {}
-    return [str(named[each]) for each in _CLASSES if each in named]
+    return [str(named[kind]) for kind in _CLASSES if kind in named]
 
 
 def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedConfig:
@@ -161,7 +161,7 @@ def config_from_settings(settings: Mapping[str, Any], name: str) -> PretrainedCo
         raise SlipstreamError(
             f"{name} with model_type={values['model_type']!r} isn't usable: {in_a_line(error)}"
         ) from error
-    heads, shared = (getattr(made.get_text_config(), each, None) for each in ("num_attention_heads", _KEY_HEADS))
+    heads, shared = (getattr(made.get_text_config(), key, None) for key in ("num_attention_heads", _KEY_HEADS))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise SlipstreamError(
             f"{name}.{_KEY_HEADS}={shared}: {heads} attention heads can't share them evenly; give a divisor of {heads}"
@@ -180,15 +180,15 @@ def in_a_line(error: Exception) -> str:
 def _check_keys(settings: Mapping[str, Any], name: str) -> None:
     """Raises SlipstreamError for a setting that the architecture doesn't read, and that is like one that it does.
 
-    transformers keeps any setting, and the model then has another one's default. What is like none is let pass: some
-    configs read settings that they don't list.
+    transformers keeps any setting, and the model then has another one's default. A setting that is like none passes:
+    some configs read settings that they don't list.
     """
     kind = settings["model_type"]
     if kind not in CONFIG_MAPPING:
         return
     made = CONFIG_MAPPING[kind]
     listed = {*vars(made()), *made.attribute_map, *inspect.signature(made.__init__).parameters, *_READ_BY_ALL}
-    public = [each for each in sorted(listed) if not each.startswith("_")]
+    public = [key for key in sorted(listed) if not key.startswith("_")]
     for key in settings.keys() - listed:
         if near := difflib.get_close_matches(str(key), public, 1):
             raise SlipstreamError(
@@ -197,7 +197,7 @@ def _check_keys(settings: Mapping[str, Any], name: str) -> None:
 
 
 def check_is_causal_lm(config: PretrainedConfig) -> None:
-    """Raises SlipstreamError, which says what it is, for a configuration without a causal LM in transformers."""
+    """Raises SlipstreamError, which names its kind, for a configuration without a causal LM in transformers."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         try:
             config.get_text_config()
@@ -253,14 +253,14 @@ def check_counted_positions(config: PretrainedConfig, input_ids: Tensor, first: 
 
 
 def check_length(config: PretrainedConfig, length: int, setting: str = "") -> None:
-    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names what gave the length."""
+    """Raises SlipstreamError for a sequence longer than the model's positions; `setting` names the length's source."""
     limit = longest_sequence(config)
     if limit is None or length <= limit:
         return
-    given = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
+    problem = f"the sequence has {length} tokens, but {config.model_type!r} has max_position_embeddings={limit}"
     if setting:
-        given = f"{setting}={length} is more than the model's {limit} positions (max_position_embeddings)"
-    raise SlipstreamError(f"{given}. Use at most {limit} tokens, or a config with more positions.")
+        problem = f"{setting}={length} is more than the model's {limit} positions (max_position_embeddings)"
+    raise SlipstreamError(f"{problem}. Use at most {limit} tokens, or a config with more positions.")
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
@@ -270,9 +270,10 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one of its own for a kind of layers
+    # A kind of layers may have settings of its own.
+    kinds = [rope, *(inner for inner in rope.values() if isinstance(inner, dict))]
     limit: int | None = getattr(text, "max_position_embeddings", None)
-    return None if any(each.get("rope_type") == "dynamic" for each in kinds) else limit
+    return None if any(kind.get("rope_type") == "dynamic" for kind in kinds) else limit
 
 
 def check_router_loss(config: PretrainedConfig, setting: str = "router_loss") -> None:

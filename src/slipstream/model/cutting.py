@@ -1,4 +1,4 @@
-"""Cuts a model into stages without changing its code: what other stages compute becomes a placeholder."""
+"""Cuts a model into stages without changing its code: modules of other stages become placeholders."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def keep_layers(
             _replace(model, name, PassThrough(model.get_submodule(name)))
         model.all_tied_weights_keys = {}  # no head here that could share a weight
     if not is_first:
-        kept = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if is_last}
+        kept_embeddings = {embedding.rpartition(".")[0] for _, embedding in anatomy.tied if is_last}
         for name in _without_parts(model, anatomy.before):
-            if name not in kept:
+            if name not in kept_embeddings:
                 _replace(model, name, _empty(model.get_submodule(name), device))
 
 
@@ -90,7 +90,7 @@ def parts_of(layer: nn.Module, parts: Sequence[LayerPart]) -> Iterator[tuple[nn.
 
 
 def units_of(layer: nn.Module, parts: Sequence[LayerPart]) -> list[list[nn.Module]]:
-    """Returns the modules that make a layer, or each of its halves where `parts` says what belongs to which."""
+    """Returns the modules that make a layer, or each of its halves where `parts` assigns them."""
     if not parts:
         return [[layer]]
     children = [*parts_of(layer, parts)]
@@ -135,13 +135,13 @@ class Placeholder(nn.Module):
 
     Models read some of them: `layer.attention_type`, for example, selects a layer's mask. They read those of its parts,
     too, and the names of parts, so it has such placeholders of these, which are no submodules: nothing finds them that
-    looks for what a stage computes.
+    looks for a stage's modules.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        own = type(original).__mro__[: type(original).__mro__.index(nn.Module)]
-        of_classes = {name: value for kind in reversed(own) for name, value in vars(kind).items()}
+        classes = type(original).__mro__[: type(original).__mro__.index(nn.Module)]
+        of_classes = {name: value for kind in reversed(classes) for name, value in vars(kind).items()}
         for name, value in (of_classes | vars(original)).items():
             if not name.startswith("_") and isinstance(value, (str, int, float, bool, type(None))):
                 setattr(self, name, value)
@@ -167,8 +167,8 @@ class PassThrough(Placeholder):
             self.weight = torch.empty(0)  # Mamba's models read its dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._instead_of(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
-        return (found, *[None] * (self.tuple_length - 1)) if self.tuple_length else found
+        output = self._instead_of(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+        return (output, *[None] * (self.tuple_length - 1)) if self.tuple_length else output
 
     def _instead_of(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -185,7 +185,7 @@ class ZeroBranch(PassThrough):
 
 
 class EmptyEmbedding(nn.Module):
-    """Replaces the first stage's embedding or a projection of what it gives: the output is never used.
+    """Replaces the first stage's embedding or a projection of its output: the output is never used.
 
     It has the right shape and, in the place of an embedding, takes no memory, unless the model's code changes it in
     place: the first output, when a stage runs a token to learn its masks, is a real one and tells.
@@ -198,8 +198,8 @@ class EmptyEmbedding(nn.Module):
         # models read the device and dtype of their embedding's weight
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)
         self.weight: Tensor
-        self._first: Tensor | None = None  # what was returned first, until it has told
-        self._is_changed: bool | None = None  # whether the model changes what it is given; None: not known yet
+        self._first: Tensor | None = None  # the first output, until it has told
+        self._is_changed: bool | None = None  # whether the model changes its input; None: not known yet
 
     def forward(self, ids: Tensor | Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
         shape = ids.shape if isinstance(ids, Tensor) else ids  # BART's relatives give the shape (b, T) for positions

@@ -1,10 +1,10 @@
-"""Fuses norms and activations into one kernel each, and rotary embeddings: torch.compile of what a model's code does
-between its linear layers.
+"""Fuses norms and activations into one kernel each, and rotary embeddings: torch.compile of a model's code between its
+linear layers.
 
     x ─ [to float32, square, mean, rsqrt, mul, mul] ─ q, k, v ─ attention ─ ...          a norm
     x ─ gate, up ─ [act(gate) * up] ─ down ─ ...                                          a gated feed-forward
 
-Only what is in brackets is compiled. Linear layers, dropout and attention run as before, called one by one: hooks on
+Only the code in brackets is compiled. Linear layers, dropout and attention run as before, called one by one: hooks on
 them, gradients added in place, and the split of a backward into I and W stay the same. PTD-P section 4.2 fuses bias,
 GeLU, dropout and residual by hand; here the bias is in the matrix product, and dropout stays outside, so that it draws
 the same numbers with and without fusion.
@@ -59,9 +59,10 @@ def fuse_kernels(model: nn.Module) -> list[str]:
 
     A norm is a module without children whose class name contains "Norm"; an activation is one of transformers' or
     PyTorch's, in a module with linear layers. They are traced, so none of their code is copied, and run for slices of
-    any length without being compiled again. What can't be traced stays as it is, as does what is already one kernel,
-    such as `nn.LayerNorm`. Equal modules are compiled once, however many layers have them. Rotary embeddings are
-    functions of the model's file: the forward that calls them is given fused ones, and others call its own.
+    any length without being compiled again. Modules that can't be traced stay as they are, as do those that are already
+    one kernel, such as `nn.LayerNorm`. Equal modules are compiled once, however many layers have them. Rotary
+    embeddings are functions of the model's file: the forward that calls them is given fused ones, and others call its
+    own.
 
     Returns:
         The names of the modules whose forwards are fused.
@@ -94,7 +95,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def _fuse_module(module: nn.Module, kernels: dict[object, _Kernel]) -> bool:
-    """Fuses the forward of a norm or of what has an activation; returns whether anything is fused."""
+    """Fuses the forward of a norm or of a module with an activation; returns whether anything is fused."""
     is_norm = "Norm" in type(module).__name__ and not any(module.children())
     if not runs_class_code(module) or any(has_own_code(child) for child in module.children() if _is_activation(child)):
         return False  # a trace would show the class's code
@@ -181,7 +182,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op.startswith("call"):
-            before = [levels[each] + (each.op == "call_module") for each in node.all_input_nodes if each in levels]
+            before = [levels[n] + (n.op == "call_module") for n in node.all_input_nodes if n in levels]
             levels[node] = max(before, default=0)
     return levels
 
@@ -191,24 +192,24 @@ def _call_kernel(
 ) -> None:
     """Replaces `region` by one call. Regions with equal code and equally large parameters share a kernel."""
     inside = {*region}
-    inputs = [*dict.fromkeys(each for node in region for each in node.all_input_nodes if each not in inside)]
+    inputs = [*dict.fromkeys(before for node in region for before in node.all_input_nodes if before not in inside)]
     outputs = [node for node in region if any(user not in inside for user in node.users)]
-    own = fx.Graph()
-    places = {node: own.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
+    region_graph = fx.Graph()
+    places = {node: region_graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node in region:
-        places[node] = own.node_copy(node, places.__getitem__)
-    own.output(tuple(places[node] for node in outputs))
-    key = own.python_code("self").src, tuple(_shape(module, node) for node in inputs)
+        places[node] = region_graph.node_copy(node, places.__getitem__)
+    region_graph.output(tuple(places[node] for node in outputs))
+    key = region_graph.python_code("self").src, tuple(_shape(module, node) for node in inputs)
     if key not in kernels:
-        kernels[key] = compiled_region(fx.GraphModule(nn.Module(), own).forward)
+        kernels[key] = compiled_region(fx.GraphModule(nn.Module(), region_graph).forward)
     results = fused.call_function(kernels[key], tuple(copies[node] for node in inputs))
     copies |= {node: fused.call_function(operator.getitem, (results, i)) for i, node in enumerate(outputs)}
 
 
 def _shape(module: nn.Module, node: fx.Node) -> torch.Size | None:
-    """Returns the shape of a parameter or buffer; None for what is only known when it runs."""
-    found = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
-    return found.shape if isinstance(found, Tensor) else None
+    """Returns the shape of a parameter or buffer; None for one that is only known when it runs."""
+    value = operator.attrgetter(str(node.target))(module) if node.op == "get_attr" else None
+    return value.shape if isinstance(value, Tensor) else None
 
 
 _Rotate = Callable[..., Any]  # queries, keys (B,H,T,D), cosines, sines (B or 1,T,d) -> both rotated
@@ -229,7 +230,7 @@ def fuse_rotary_embeddings(module: nn.Module) -> bool:
     function = forward.__func__
     names = {name: f"_slipstream_fused_{name}" for name in _rotations(function)}
     for name, fused in names.items():
-        # beside the model's: the forward must see what is replaced in its file later, such as position biases
+        # beside the model's: the forward must see later replacements in its file, such as position biases
         function.__globals__[fused] = fused_rotation(function.__globals__[name])
     if names:
         module.forward = MethodType(_renamed(function, names), module)
@@ -238,7 +239,7 @@ def fuse_rotary_embeddings(module: nn.Module) -> bool:
 
 @cache  # models of one family share kernels
 def fused_rotation(function: _Rotate) -> _Rotate:
-    """Returns a function that takes what `function` takes and returns the same, by few kernels where it can."""
+    """Returns a function with the arguments and results of `function`, by few kernels where it can."""
     kernel = compiled_region(lambda q, k, cos, sin: tuple(function(q, k, cos, sin, **{_PLACE_OF_HEADS: 2})))
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **settings: Any) -> Any:
@@ -264,7 +265,7 @@ def _rotations(forward: FunctionType) -> Iterator[str]:
     """Yields the names by which a forward calls rotary embeddings that can be fused."""
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
-        uses = {each.opname for each in dis.get_instructions(forward.__code__) if each.argval == name}
+        uses = {step.opname for step in dis.get_instructions(forward.__code__) if step.argval == name}
         if isfunction(function) and uses == {"LOAD_GLOBAL"} and is_rotation(function):
             yield name
 
@@ -274,7 +275,7 @@ def is_rotation(function: _Rotate) -> bool:
     """Returns whether a function rotates queries and keys, and does the same with tokens before heads.
 
     It is tried in float64, on tables that are as wide as a head and half as wide, of one row and of as many as there
-    are: some functions rotate a part of each head. What one of its tries refuses, it would refuse in a model.
+    are: some functions rotate a part of each head. Inputs that one of its tries refuses, it would refuse in a model.
     """
     parameters = [*signature(function).parameters]
     if parameters[:4] != _ARGUMENTS or _PLACE_OF_HEADS not in parameters:
@@ -288,13 +289,13 @@ def _agrees(function: _Rotate, rows: int, width: int) -> bool | None:
     """Returns whether both orders of tokens and heads give the same, and the inputs stay; None where it fails."""
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 5, _WIDTH), (2, 1, 5, _WIDTH), (rows, 5, width), (rows, 5, width)
-    given = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
-    q, k, *tables = (each.clone() for each in given)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
+    q, k, *tables = (tensor.clone() for tensor in inputs)
     try:
         expected = function(q, k, *tables)
-        found = function(q.transpose(1, 2), k.transpose(1, 2), *tables, **{_PLACE_OF_HEADS: 2})
-        same = [_same(a, b.transpose(1, 2), c) for a, b, c in zip(expected, found, given[:2], strict=True)]
-        unchanged = all(map(torch.equal, given, (q, k, *tables)))
+        rotated = function(q.transpose(1, 2), k.transpose(1, 2), *tables, **{_PLACE_OF_HEADS: 2})
+        same = [_same(a, b.transpose(1, 2), c) for a, b, c in zip(expected, rotated, inputs[:2], strict=True)]
+        unchanged = all(map(torch.equal, inputs, (q, k, *tables)))
     except Exception:  # a model's function may do anything with other shapes
         return None
     return unchanged and all(same)
@@ -307,7 +308,7 @@ def _same(expected: Tensor, found: Tensor, given: Tensor) -> bool:
 
 def _renamed(function: FunctionType, names: dict[str, str]) -> FunctionType:
     """Returns a function that reads other global variables, by names."""
-    code = function.__code__.replace(co_names=tuple(names.get(each, each) for each in function.__code__.co_names))
+    code = function.__code__.replace(co_names=tuple(names.get(name, name) for name in function.__code__.co_names))
     renamed = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     renamed.__kwdefaults__, renamed.__annotations__ = function.__kwdefaults__, function.__annotations__
     return renamed

@@ -1,8 +1,8 @@
 """Finds how a model in memory differs from the one that its configuration describes, before it is cut into stages.
 
-Everything else here follows from the configuration: the toys that are tried, the names of parts, what is planned. What
-a user did to the instance, a hook, a forward, another module, a weight that two modules share, is in none of them. So
-the instance is held against the configuration's model on the meta device, name by name. Nothing runs.
+Everything else here follows from the configuration: the toys that are tried, the names of parts, the plan. A user's
+changes to the instance, a hook, a forward, another module, a weight that two modules share, are in none of them. So the
+instance is held against the configuration's model on the meta device, name by name. Nothing runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBER = "layer_idx"
 
 @dataclass(frozen=True)
 class Change:
-    """What a user changed of one module: its name, "" for the model itself, and what is different, as a clause."""
+    """A user's change to one module: its name, "" for the model itself, and the difference, as a clause."""
 
     module: str
     what: str
@@ -63,11 +63,11 @@ class GivenModel:
 
     def changes_within(self, *names: str) -> list[Change]:
         """Returns the changes of modules of these names and of their parts."""
-        return [each for each in self.changes if any(_is_within(each.module, name) for name in names)]
+        return [change for change in self.changes if any(_is_within(change.module, name) for name in names)]
 
     def changes_around(self, name: str) -> list[Change]:
         """Returns the changes of the modules that contain the one of this name, and of itself."""
-        return [each for each in self.changes if _is_within(name, each.module)]
+        return [change for change in self.changes if _is_within(name, change.module)]
 
 
 def compare_with_config(model: PreTrainedModel, adapter: Adapter | None = None) -> GivenModel:
@@ -109,17 +109,17 @@ def _described(model: PreTrainedModel) -> PretrainedConfig:
     count: int | None = getattr(text, _GROWS, None)
     changed: dict[str, Any] = {}
     for name, layers in _lists(reference).items():
-        given = _lists(model).get(name)
-        if given is None or len(layers) != count or len(given) == count:
+        existing = _lists(model).get(name)
+        if existing is None or len(layers) != count or len(existing) == count:
             continue
-        if len(given) > count:
+        if len(existing) > count:
             raise SlipstreamError(
-                f"the model has {len(given)} layers in {name}, but its configuration says {_GROWS}={count}, and its "
-                f"forward runs no more. Remove the others, or set model.config.{_GROWS} = {len(given)}."
+                f"the model has {len(existing)} layers in {name}, but its configuration says {_GROWS}={count}, and its "
+                f"forward runs no more. Remove the others, or set model.config.{_GROWS} = {len(existing)}."
             )
-        changed[_GROWS] = len(given)
+        changed[_GROWS] = len(existing)
         if getattr(text, "layer_types", None):
-            changed["layer_types"] = text.layer_types[: len(given)]
+            changed["layer_types"] = text.layer_types[: len(existing)]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = getattr(embedding, "weight", None) is not None and embedding.weight is getattr(head, "weight", None)
     was_tied = reference.get_input_embeddings().weight is getattr(reference.get_output_embeddings(), "weight", None)
@@ -134,11 +134,11 @@ def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def _same_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns, for the name of each parameter that has several, all of them."""
-    return {name: tuple(each) for each in tied_names(model) if len(each) > 1 for name in each}
+    return {name: tuple(shared) for shared in tied_names(model) if len(shared) > 1 for name in shared}
 
 
 def find_changes(model: PreTrainedModel) -> list[Change]:
-    """Returns what differs between the modules of a model in memory and those of its class and configuration."""
+    """Returns the differences between the modules of a model in memory and those of its class and configuration."""
     with torch.device("meta"), quiet_transformers():
         return list(_changes(model, type(model)(copy.deepcopy(model.config))))
 
@@ -160,7 +160,7 @@ def _changes(model: nn.Module, reference: nn.Module) -> Iterator[Change]:
             continue
         others.append(name)
         yield Change(name, what, replaces=True)
-        hooks = [Change(part, each) for part, inner in module.named_modules(prefix=name) for each in _hooks(inner)]
+        hooks = [Change(part, hook) for part, inner in module.named_modules(prefix=name) for hook in _hooks(inner)]
         yield from hooks
     for name in expected.keys() - dict(model.named_modules(remove_duplicate=False)).keys():
         parent, _, child = name.rpartition(".")
@@ -178,17 +178,17 @@ def _same_code(kind: type, expected: type) -> bool:
 
 
 def _differences(module: nn.Module, like: nn.Module) -> Iterator[str]:
-    """Yields what differs between two modules of one class."""
+    """Yields the differences between two modules of one class."""
     own, expected = vars(module), vars(like)
     if "forward" in own and not _same_function(own["forward"], expected.get("forward")):
         yield "has a forward of its own"
     yield from _hooks(module, like)
     for kind in ("_parameters", "_buffers"):
-        mine, theirs = ({name for name, each in values[kind].items() if each is not None} for values in (own, expected))
+        mine, theirs = ({name for name, hook in at[kind].items() if hook is not None} for at in (own, expected))
         for name in sorted(mine ^ theirs):
             yield f"{'has' if name in mine else 'lacks'} {name!r}" + (", which its class doesn't have" * (name in mine))
     if isinstance(module, PreTrainedModel):
-        return  # it keeps what transformers notes of how it was loaded
+        return  # it keeps transformers' notes on how it was loaded
     for name in own.keys() | expected.keys():
         if name.startswith("_") or name in ("training", "forward", _NUMBER) or isinstance(own.get(name), nn.Module):
             continue
@@ -212,8 +212,8 @@ def _same_value(value: Any, expected: Any) -> bool:
 
 
 def _same_function(function: Any, expected: Any) -> bool:
-    functions = [each.__func__ if isinstance(each, MethodType) else each for each in (function, expected)]
-    codes = [getattr(each, "__code__", None) for each in functions]
+    functions = [f.__func__ if isinstance(f, MethodType) else f for f in (function, expected)]
+    codes = [getattr(f, "__code__", None) for f in functions]
     if None in codes:
         return type(functions[0]) is type(functions[1]) and (codes == [None, None])
     return bool(codes[0] is codes[1])

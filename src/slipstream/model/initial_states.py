@@ -100,7 +100,7 @@ class LightningAttention(StateAdapter):
 
         KV_t = e^-s KV_{t-1} + k_t^T v_t        o_t = q_t KV_t
 
-    is linear in its state, so a slice runs as if it began a sequence, and what KV_0 adds is known without a loop:
+    is linear in its state, so a slice runs as if it began a sequence, and KV_0's part is known without a loop:
 
         o_t += e^-st q_t KV_0        KV_T += e^-sT KV_0
     """
@@ -120,14 +120,14 @@ class LightningAttention(StateAdapter):
 
 
 class _Past:
-    """What the tokens before a slice add to it; in place of the cache, it claims that there are none."""
+    """The contribution of the tokens before a slice; in place of the cache, it claims that there are none."""
 
     def __init__(self, attention: Any, initial: Tensor, cache: Cache) -> None:
         self._attention, self._cache = attention, cache
         self._initial = initial  # (b, heads, d, d)
 
     def note_queries(self, _projection: nn.Module, _args: Any, projected: Tensor) -> None:
-        """Takes the queries from what is projected, (b, T, heads · 3 d)."""
+        """Takes the queries from the projection's output, (b, T, heads · 3 d)."""
         heads = self._attention.act_fn(projected).unflatten(-1, (self._attention.num_attention_heads, -1))
         self._queries = heads[..., : self._attention.head_dim].transpose(1, 2)  # (b, heads, T, d)
 
@@ -163,7 +163,7 @@ class MatrixMemory(StateAdapter):
 
     def run(self, module: Any, forward: Callable[..., Any], x: Tensor, *_: Any, **__: Any) -> Any:
         context = current_slice()
-        calls = [CarriedState(context.layer, "matrix memory", number) for number in range(self.NUM_STATES)]
+        calls = [CarriedState(context.layer, "matrix memory", index) for index in range(self.NUM_STATES)]
         states = [state for call in calls if (state := context.state(call)) is not None]
         output, after = forward(x, tuple(states) or None)
         for call, state in zip(calls, after, strict=True):
@@ -181,7 +181,7 @@ class SelectiveScan(StateAdapter):
 
         h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t        y_t = C_t h_t
 
-    is linear in its state, so what an initial state h_0 adds is known without another scan:
+    is linear in its state, so the part of an initial state h_0 is known without another scan:
 
         y_t += C_t exp((Δ_1 + ... + Δ_t) A) h_0
         h_T = exp((Δ_1 + ... + Δ_T) A) h_0 + sum of exp((Δ_{t+1} + ... + Δ_T) A) Δ_t B_t x_t over t
@@ -257,7 +257,6 @@ def scan_from(
 
 
 def _decay(A: Tensor, delta: Tensor) -> Tensor:
-    """Returns exp(ΔA), (b, d, T, n)."""
     return torch.exp(delta[..., None] * A[None, :, None])
 
 
@@ -289,7 +288,7 @@ class TokenShift(StateAdapter):
 
     def run(self, module: Any, forward: Callable[..., Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
         context = current_slice()
-        calls = [CarriedState(context.layer, "token shift", number) for number in range(self.NUM_STATES)]
+        calls = [CarriedState(context.layer, "token shift", index) for index in range(self.NUM_STATES)]
         is_lone = hidden.shape[1] == 1
         states = [
             _OwnState(self._state(module, hidden, context, call), is_token=is_lone and call.number < self.NUM_SHIFTS)
@@ -325,13 +324,13 @@ def _keep_scale(model: Any) -> None:
 
 
 def _halve_in_evaluations(block: Any) -> None:
-    """Halves what the model halves in evaluations, the hidden states after every few layers and all that is added to
-    them afterwards: norms have an epsilon, so the loss is another one. A power of two rounds nothing."""
+    """Halves the tensors that the model halves in evaluations, the hidden states after every few layers and all that is
+    added to them afterwards: norms have an epsilon, so the loss is another one. A power of two rounds nothing."""
     every = block.config.rescale_every
     if every > 0:
         power = 2 ** (block.layer_id // every)
-        for each in (block.attention.output, block.feed_forward.value) if power > 1 else ():
-            each.register_forward_hook(partial(_divided, power))
+        for projection in (block.attention.output, block.feed_forward.value) if power > 1 else ():
+            projection.register_forward_hook(partial(_divided, power))
         if (block.layer_id + 1) % every == 0:
             block.register_forward_hook(partial(_divided, 2))
 
@@ -364,7 +363,7 @@ ADAPTERS: list[StateAdapter] = [
 
 
 def give_initial_states(model: nn.Module) -> None:
-    """Makes a model's layers continue, from now on, from what the slice before left, where their own code wouldn't."""
+    """Makes a model's layers continue, from now on, from the state that the slice before left, where they wouldn't."""
     computing = [module for module in model.modules() if not isinstance(module, Placeholder)]
     for module in computing:
         for adapter in ADAPTERS:

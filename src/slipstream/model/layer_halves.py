@@ -59,17 +59,17 @@ def find_halves(config: PretrainedConfig, anatomy: ModelAnatomy) -> tuple[LayerP
 
 def _find_halves(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor) -> tuple[LayerPart, ...]:
     perturb_parameters(model)  # so that a missing part shows
-    found: dict[tuple[str, str], LayerPart] = {}
+    known_parts: dict[tuple[str, str], LayerPart] = {}
     for index, run in enumerate(_record_layers(model, anatomy, tokens)):
         try:
-            parts = _parts_of(run, {part.name for part in found.values() if part.begins_half})
+            parts = _parts_of(run, {part.name for part in known_parts.values() if part.begins_half})
             for part in parts:
-                if found.setdefault((part.name, part.kind), part) != part:
+                if known_parts.setdefault((part.name, part.kind), part) != part:
                     raise _NotTwoHalvesError(f"its {part.name} is in the other half than in the layers before")
         except _NotTwoHalvesError as error:
             raise _NotTwoHalvesError(f"layer {index} ({type(run.layer).__name__}): {error}") from error
-    _check_walk(model, anatomy, tuple(found.values()), tokens)
-    return tuple(found.values())
+    _check_walk(model, anatomy, tuple(known_parts.values()), tokens)
+    return tuple(known_parts.values())
 
 
 def _check_walk(model: PreTrainedModel, anatomy: ModelAnatomy, parts: Sequence[LayerPart], tokens: Tensor) -> None:
@@ -139,9 +139,9 @@ def _parts_of(run: _LayerRun, beginnings: set[str]) -> list[LayerPart]:
 def _check_children(run: _LayerRun) -> None:
     if not run.attending:
         raise _NotTwoHalvesError("none of its children attends through transformers' AttentionInterface")
-    own = [*dict(run.layer.named_parameters(recurse=False)), *dict(run.layer.named_buffers(recurse=False))]
-    if own:
-        raise _NotTwoHalvesError(f"{own[0]} belongs to the layer itself, so to none of its halves")
+    layer_tensors = [*dict(run.layer.named_parameters(recurse=False)), *dict(run.layer.named_buffers(recurse=False))]
+    if layer_tensors:
+        raise _NotTwoHalvesError(f"{layer_tensors[0]} belongs to the layer itself, so to none of its halves")
     for name, child in run.layer.named_children():
         num_calls = sum(call.name == name for call in run.children)
         if has_parameters(child) and num_calls != 1:
@@ -166,12 +166,12 @@ def _difference(run: _LayerRun, parts: Sequence[LayerPart]) -> float:
         keep_half(layer, parts, half)
     expected = _outputs_and_gradients(run, [run.layer], parts)
     try:
-        found = _outputs_and_gradients(run, halves, parts)
+        results = _outputs_and_gradients(run, halves, parts)
     except Exception:  # the model's own code, given placeholders that don't suit it
         return inf
-    if found.keys() != expected.keys():
+    if results.keys() != expected.keys():
         return inf
-    errors = relative_errors(found, expected, floor=1e-6).values()
+    errors = relative_errors(results, expected, floor=1e-6).values()
     return inf if any(map(isnan, errors)) else max(errors)
 
 

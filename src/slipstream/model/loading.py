@@ -33,14 +33,13 @@ class _Construction(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the tensors a model's constructor creates, and creates those numbered in `on_meta` without memory.
 
     If it `draws`, random numbers for a tensor without memory are drawn all the same, into a scratch tensor: the
-    generator advances as if the whole model were there, so what is kept gets the numbers it would get in the unsplit
-    model.
+    generator advances as if the whole model were there, so kept tensors get their numbers of the unsplit model.
     """
 
     def __init__(self, on_meta: Container[int], draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.created: list[Tensor] = []
-        self.copied: list[tuple[int, int]] = []  # the storages of what was copied to, and from
+        self.copied: list[tuple[int, int]] = []  # the storages of a copy's target, and of its source
         self._on_meta, self._draws = on_meta, draws
         self._scratch: dict[torch.dtype, Tensor] = {}  # one growing tensor: freed ones would leave holes in the heap
 
@@ -81,13 +80,13 @@ def random_model(
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         with _Construction(on_meta=range(sys.maxsize), draws=False) as dry_run:
             model = _construct(config, dtype)
-        kept = storage_ids(model.buffers())
+        kept_ids = storage_ids(model.buffers())
         if seed is not None:
             keep_layers(model, anatomy, owned, torch.device("meta"))
-            kept |= storage_ids(model.parameters())
+            kept_ids |= storage_ids(model.parameters())
             torch.manual_seed(seed)
-        kept |= {source for target, source in dry_run.copied if target in kept}  # such as tables of positions
-        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept}
+        kept_ids |= {source for target, source in dry_run.copied if target in kept_ids}  # such as tables of positions
+        on_meta = {i for i, tensor in enumerate(dry_run.created) if storage_id(tensor) not in kept_ids}
         with _Construction(on_meta, draws=seed is not None):
             model = _construct(config, dtype)
     keep_layers(model, anatomy, owned, torch.device("cpu"))
@@ -184,50 +183,50 @@ def whole_pretrained_model(
 
 def set_vocab_size(config: PretrainedConfig, number: int) -> None:
     """Sets the number of tokens, and with it the rows of embedding and head, of a model that isn't made yet."""
-    for each in {id(config): config, id(inner := config.get_text_config()): inner}.values():
-        if hasattr(each, "vocab_size"):
-            each.vocab_size = number
+    for part in {id(config): config, id(inner := config.get_text_config()): inner}.values():
+        if hasattr(part, "vocab_size"):
+            part.vocab_size = number
 
 
 def _as_saved(config: PretrainedConfig, path: str) -> PretrainedConfig:
     """Returns the config with as many tokens as the weights in a folder have rows for."""
-    number = load_config(path).get_text_config().vocab_size
-    if number != config.get_text_config().vocab_size:
+    vocab_size = load_config(path).get_text_config().vocab_size
+    if vocab_size != config.get_text_config().vocab_size:
         config = copy.deepcopy(config)
-        set_vocab_size(config, number)
+        set_vocab_size(config, vocab_size)
     return config
 
 
 @torch.no_grad()
 def _add_rows(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Adds rows to the embedding and the head of what there is of a model, for the tokens that `config` has more.
+    """Adds rows to the embedding and the head of a model or a part of one, for the tokens that `config` has more.
 
     Each is the mean of the others, so that a new token is as likely as they are on average (Hewitt 2021).
     """
-    number = config.get_text_config().vocab_size
+    vocab_size = config.get_text_config().vocab_size
     had = model.config.get_text_config().vocab_size
     grown: dict[nn.Parameter, nn.Parameter] = {}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if number > had else ():
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()) if vocab_size > had else ():
         for name, old in [*module.named_parameters(recurse=False)] if module is not None else ():
             if old not in grown:
                 mean = old.to(torch.promote_types(old.dtype, torch.float32)).mean(0, keepdim=True).to(old.dtype)
-                rows = torch.cat([old, mean.expand(number - had, *old.shape[1:])])
+                rows = torch.cat([old, mean.expand(vocab_size - had, *old.shape[1:])])
                 grown[old] = nn.Parameter(rows, requires_grad=old.requires_grad)
             setattr(module, name, grown[old])
             for size in ("num_embeddings", "out_features"):
                 if hasattr(module, size):
-                    setattr(module, size, number)
-    set_vocab_size(model.config, number)
+                    setattr(module, size, vocab_size)
+    set_vocab_size(model.config, vocab_size)
     if hasattr(model, "vocab_size"):
-        model.vocab_size = number
+        model.vocab_size = vocab_size
 
 
 def _partial_class(config: PretrainedConfig, anatomy: ModelAnatomy, owned: Collection[StagePart]) -> Any:
     """Returns a subclass of the config's causal LM that removes all but `owned` after construction, before weights are
     read."""
     check_is_causal_lm(config)
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    whole = found[0] if isinstance(found, tuple) else found
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    whole = kind[0] if isinstance(kind, tuple) else kind
 
     def construct(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a pipeline asks of a stage, whatever the family of its model."""
+"""The protocol of a pipeline's stage, whatever the family of its model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PipelineStage(Protocol):
         ...
 
     def compute(self, piece: Any, inputs: Tensors, store: ContextStore) -> Any:
-        """Runs the layers' forward; returns what is sent, and from the last stage what the loss takes."""
+        """Runs the layers' forward; returns the message, or on the last stage the loss's input."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

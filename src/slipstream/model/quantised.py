@@ -35,7 +35,7 @@ class QuantisedLinear(nn.Linear):
     weight: nn.Parameter  # packed, (ceil(out in / 2), 1) uint8
     scales: Tensor  # of blocks, in 8 bits
     scale_of_scales: Tensor
-    scale_code: Tensor  # what the 8 bits stand for, of unit size
+    scale_code: Tensor  # the values of the 8 bits, of unit size
     offset: Tensor  # the mean of all scales
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -76,7 +76,7 @@ class QuantisedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        # in host memory, as the weights of a rank may be more than what its device has room for
+        # in host memory, as the weights of a rank may be more than its device has room for
         destination[f"{prefix}weight"] = self.dequantised(self._wide).cpu()
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()

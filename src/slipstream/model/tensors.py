@@ -54,8 +54,8 @@ def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
 def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns the tensors that an operator changes in place, of its arguments."""
     arguments = func._schema.arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-    written = (given.get(argument.name) for argument in arguments if argument.is_write)
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+    written = (values.get(argument.name) for argument in arguments if argument.is_write)
     return [value for value in written if isinstance(value, Tensor)]
 
 
@@ -102,7 +102,7 @@ class SavedStorages:
 
     def wide_bytes(self, width: int) -> int:
         """Returns the bytes of those that were first saved as rows of this width, such as (batch, tokens, width)."""
-        return storage_bytes(each for each in self._found.values() if each.dim() in (2, 3) and each.shape[-1] == width)
+        return storage_bytes(t for t in self._found.values() if t.dim() in (2, 3) and t.shape[-1] == width)
 
 
 def has_parameters(module: nn.Module) -> bool:

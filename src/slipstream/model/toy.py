@@ -1,4 +1,4 @@
-"""Builds and runs architectures at toy size, in which what a model does shows in a second."""
+"""Builds and runs architectures at toy size, whose behaviour shows in a second."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _attending: ContextVar[list[nn.Module] | None] = ContextVar("slipstream_attendin
 
 @contextmanager
 def recorded_attention() -> Iterator[list[nn.Module]]:
-    """Collects the modules that attend through the interface with what attention here knows, in order."""
+    """Collects the modules that attend through the interface as attention here does, in order."""
     modules: list[nn.Module] = []
     token = _attending.set(modules)
     try:
@@ -59,7 +59,7 @@ def recorded_attention() -> Iterator[list[nn.Module]]:
 
 
 class _NotedUpdates(DynamicCache):  # type: ignore[misc]
-    """transformers' cache, which notes what layers add keys and values."""
+    """transformers' cache, which notes the layers that add keys and values."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -71,13 +71,13 @@ class _NotedUpdates(DynamicCache):  # type: ignore[misc]
 
 
 def _reference_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls what the model's own file calls eager attention, so that it applies every switch that we might miss."""
+    """Calls eager attention of the model's own file, so that it applies every switch that we might miss."""
     attending = _attending.get()
     if attending is not None and kwargs.get(POSITION_BIAS) is None:
         attending.append(module)
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
     with full_precision():
-        return own(module, *args, **kwargs)  # type: ignore[no-any-return]
+        return eager(module, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 AttentionInterface.register(REFERENCE_ATTENTION, _reference_attention)
@@ -130,9 +130,9 @@ def relative_errors(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
 ) -> dict[str, float]:
     """Returns each tensor's largest error over its largest number, or over `floor` of the largest number of all."""
-    largest = {name: each.abs().max() for name, each in expected.items()}
+    largest = {name: tensor.abs().max() for name, tensor in expected.items()}
     least = floor * max(largest.values())
-    return {n: float((found[n] - each).abs().max() / max(largest[n], least)) for n, each in expected.items()}
+    return {n: float((found[n] - tensor).abs().max() / max(largest[n], least)) for n, tensor in expected.items()}
 
 
 TOY_LENGTH = 48  # tokens; every threshold of the architecture is brought below it
@@ -150,9 +150,9 @@ def toy_config(config: PretrainedConfig, shrinks_numbers: bool = True) -> Pretra
     shrink_widths(toy, overrides)
     overrides = shrink_layers(toy, overrides)
     for fields in (toy, *overrides.values()) if shrinks_numbers else ():
-        for number in token_numbers(fields, TOY_LENGTH):
-            if number.is_known:
-                shrink_number(fields, number)
+        for known_number in token_numbers(fields, TOY_LENGTH):
+            if known_number.is_known:
+                shrink_number(fields, known_number)
     _shrink_positions(toy)
     shrink_other_parts(whole, toy, width)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
@@ -192,7 +192,7 @@ def reference_model(
     """Returns a model in float64 on the CPU, with the model's own eager attention, in evaluation mode.
 
     Some models do more than attend where the implementation is called "eager", such as selecting keys: give that name
-    to compare with what they compute, leave it out to see which modules attend, and give None for the config's own.
+    to compare with them, leave it out to see which modules attend, and give None for the config's own.
     """
     with torch.random.fork_rng(devices=[]), quiet_transformers():
         torch.manual_seed(0)
@@ -262,14 +262,14 @@ def toy_failure(config: PretrainedConfig, error: Exception) -> str:
     """Returns the reason why `error` was raised, as the end of a sentence about the model."""
     if isinstance(error, ImportError):
         return f"transformers needs a package for it that isn't installed here: {' '.join(str(error).split())}"
-    own = error if "NoneType" in str(error) else _own_failure(config)  # a toy has no None that the model hasn't
-    if own is not None:
-        return f"transformers' own code fails with this configuration ({_text(own)}){_unset(config)}"
+    failure = error if "NoneType" in str(error) else _own_failure(config)  # a toy has no None that the model hasn't
+    if failure is not None:
+        return f"transformers' own code fails with this configuration ({_text(failure)}){_unset(config)}"
     return f"a small copy of it, made to see how it runs, fails in transformers' code ({_text(error)})"
 
 
 def _own_failure(config: PretrainedConfig) -> Exception | None:
-    """Returns what transformers raises when it makes the model at its own size, without memory; None if nothing."""
+    """Returns transformers' error when it makes the model at its own size, without memory; None if there is none."""
     try:
         with torch.device("meta"), quiet_transformers():
             AutoModelForCausalLM.from_config(copy.deepcopy(config))
@@ -290,7 +290,7 @@ def _text(error: Exception) -> str:
 
 
 class WatchedToy:
-    """What a toy did in one forward.
+    """The calls of a toy in one forward.
 
     `layers` is the name of its list of layers, `outside` has the largest modules that neither contain the layers nor
     lie in them, by name.
@@ -334,7 +334,7 @@ class WatchedToy:
         return len(taken) > 1 and not storage_ids(taken) <= storage_ids(_tensors(self.layer_calls[-1].output))
 
     def gives_layers_constants(self, name: str) -> bool:
-        """Returns whether all its parameters are frozen, and layers took what it gave besides hidden states."""
+        """Returns whether all its parameters are frozen, and layers took its outputs besides hidden states."""
         module = self.outside[name]
         if not has_parameters(module) or any(parameter.requires_grad for parameter in module.parameters()):
             return False
@@ -385,19 +385,19 @@ def _largest_list(model: nn.Module, called: set[str]) -> str:
 
 
 def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     path = layers.split(".")
     for depth in range(len(path)):
         prefix = ".".join(path[:depth])
         for name, child in model.get_submodule(prefix).named_children():
             if name != path[depth]:
-                found |= _called(f"{prefix}.{name}" if prefix else name, child)
-    return found
+                modules |= _called(f"{prefix}.{name}" if prefix else name, child)
+    return modules
 
 
 def _called(name: str, module: nn.Module) -> dict[str, nn.Module]:
     """Returns the module, or those in a list, which isn't called itself."""
     if not isinstance(module, nn.ModuleList):
         return {name: module}
-    inside = (_called(f"{name}.{number}", child) for number, child in module.named_children())
-    return dict(chain.from_iterable(each.items() for each in inside))
+    inside = (_called(f"{name}.{child_name}", child) for child_name, child in module.named_children())
+    return dict(chain.from_iterable(calls.items() for calls in inside))

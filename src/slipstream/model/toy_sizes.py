@@ -1,8 +1,8 @@
-"""Makes the numbers of a configuration small: widths, layers, and whatever counts tokens.
+"""Makes the numbers of a configuration small: widths, layers, and numbers of tokens.
 
 A window, a block, a top-k over keys or a scale of positions changes nothing in a sequence that is shorter, so a toy
 that keeps it says nothing about longer sequences. Configurations don't say which numbers count tokens, so names decide:
-those that contain a word of tokens do, those that contain a word of sizes don't, and what is neither is tried.
+those that contain a word of tokens do, those that contain a word of sizes don't, and the others are tried.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _change(fields: PretrainedConfig | dict[str, Any], name: str, smaller: Calla
     """Makes a field smaller, if it is there: a whole number or a list of them."""
     value: Any = fields.get(name) if isinstance(fields, dict) else getattr(fields, name, None)
     numbers = value if isinstance(value, list) else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in numbers):
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in numbers):
         return
-    small = [smaller(each) for each in value] if isinstance(value, list) else smaller(value)
+    small = [smaller(item) for item in value] if isinstance(value, list) else smaller(value)
     if isinstance(fields, dict):
         fields[name] = small
     else:
@@ -112,7 +112,7 @@ def _shrink_heads(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
     names = (heads, *_KEY_VALUE_HEADS, *_WINDOW_HEADS, *as_many)  # MiniMax M3's indexer has a head for each of keys
     for fields in (toy, *overrides.values(), *layer_parts(toy)):
         for name in names:
-            _change(fields, name, lambda number: max(1, after * number // before))
+            _change(fields, name, lambda size: max(1, after * size // before))
     _set_width(toy, width, _head_width(toy, getattr(toy, width) // before) * after)
     recurrent = [name for name in _RECURRENT_HEADS if isinstance(getattr(toy, name, None), int)]
     fewest = min((getattr(toy, name) for name in recurrent), default=1)
@@ -137,7 +137,7 @@ def _head_width(toy: PretrainedConfig, size: int) -> int:
 
 
 def _set_width(toy: PretrainedConfig, width: str, after: int) -> None:
-    """Sets the model's width, and as many times as before what is as many times as wide, in parts of layers, too."""
+    """Sets the model's width, and its multiples with it, in parts of layers, too."""
     before = getattr(toy, width)
     for fields in (toy, *layer_parts(toy)):
         for name in {fields.attribute_map.get(name, name) for name in (*WIDTHS, *_LINKED)}:
@@ -184,7 +184,7 @@ def take_layer_overrides(config: PretrainedConfig) -> dict[int, dict[str, Any]]:
     """Takes the values of single layers out of a configuration; returns them by the layer's number."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
-    overrides = {int(index): dict(each) for index, each in config.to_dict()["per_layer_config"].items()}
+    overrides = {int(index): dict(values) for index, values in config.to_dict()["per_layer_config"].items()}
     config.per_layer_config = None
     return overrides
 
@@ -200,31 +200,30 @@ def shrink_layers(toy: PretrainedConfig, overrides: dict[int, dict[str, Any]]) -
         return overrides
     num_layers = getattr(toy, name)
     lists = {key: value for key, value in vars(toy).items() if isinstance(value, list)}
-    indices = {key for key, each in lists.items() if key not in _PER_LAYER_LISTS and _are_indices(each, num_layers)}
+    indices = {key for key, values in lists.items() if key not in _PER_LAYER_LISTS and _are_indices(values, num_layers)}
     per_layer = [
-        k for k, each in lists.items() if k in _PER_LAYER_LISTS or (len(each) == num_layers and k not in indices)
+        k for k, values in lists.items() if k in _PER_LAYER_LISTS or (len(values) == num_layers and k not in indices)
     ]
     rows = _rows([lists[key] for key in per_layer], num_layers)
-    firsts = {key: each for key, each in vars(toy).items() if _FIRST_OF_KIND.search(key) and isinstance(each, int)}
+    firsts = {key: value for key, value in vars(toy).items() if _FIRST_OF_KIND.search(key) and isinstance(value, int)}
     listed = [lists[key] for key in indices]
     kinds = [
-        repr((row, overrides.get(i), [i in each for each in listed], [i < first for first in firsts.values()]))
+        repr((row, overrides.get(i), [i in values for values in listed], [i < first for first in firsts.values()]))
         for i, row in enumerate(rows)
     ]
-    kept = _kept(toy, kinds)
+    kept_layers = _kept(toy, kinds)
     for key, first in firsts.items():
-        setattr(toy, key, sum(index < first for index in kept))
+        setattr(toy, key, sum(index < first for index in kept_layers))
     for key in per_layer:
-        setattr(toy, key, [lists[key][index] for index in kept if index < len(lists[key])])
+        setattr(toy, key, [lists[key][index] for index in kept_layers if index < len(lists[key])])
     for key in indices:
-        setattr(toy, key, [kept.index(index) for index in lists[key] if index in kept])
-    for each in (name, *(again for again in _COUNTED_AGAIN if getattr(toy, again, None) == num_layers)):
-        setattr(toy, each, len(kept))
-    return {kept.index(index): values for index, values in overrides.items() if index in kept}
+        setattr(toy, key, [kept_layers.index(index) for index in lists[key] if index in kept_layers])
+    for count_name in (name, *(again for again in _COUNTED_AGAIN if getattr(toy, again, None) == num_layers)):
+        setattr(toy, count_name, len(kept_layers))
+    return {kept_layers.index(index): values for index, values in overrides.items() if index in kept_layers}
 
 
 def _rows(columns: list[list[Any]], num_layers: int) -> list[tuple[Any, ...]]:
-    """Returns the values of each layer; of shorter lists, those that there are."""
     return [tuple(column[index] for column in columns if index < len(column)) for index in range(num_layers)]
 
 
@@ -232,13 +231,13 @@ def _kept(toy: PretrainedConfig, kinds: list[str]) -> list[int]:
     """Returns the numbers of the layers to keep: the first ones, and as many kinds of those that reuse others' keys."""
     num_reusing = getattr(toy, _REUSING, None) or 0
     first_reusing = len(kinds) - num_reusing
-    kept = _showing_all(kinds[:first_reusing])
+    indices = _showing_all(kinds[:first_reusing])
     if num_reusing:
         reusing = kinds[first_reusing:]
         num_kept = 1 + max(map(reusing.index, reusing))
-        kept += range(first_reusing, first_reusing + num_kept)
+        indices += range(first_reusing, first_reusing + num_kept)
         setattr(toy, _REUSING, num_kept)
-    return kept
+    return indices
 
 
 def _showing_all(kinds: list[str]) -> list[int]:
@@ -251,9 +250,9 @@ def _showing_all(kinds: list[str]) -> list[int]:
 
 def _are_indices(values: list[Any], num_layers: int) -> bool:
     """Returns whether these are numbers of layers, perhaps of all."""
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in values):
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return False
-    return all(0 <= each < num_layers for each in values) and all(a < b for a, b in pairwise(values))
+    return all(0 <= value < num_layers for value in values) and all(a < b for a, b in pairwise(values))
 
 
 _SIZES = re.compile(  # words of numbers that have nothing to do with how long a sequence is
@@ -297,7 +296,7 @@ def shrink_number(config: PretrainedConfig | dict[str, Any], number: TokenNumber
     for parent in parents:
         inside = _fields(inside)[parent]
     value = _fields(inside)[name]
-    small = [min(each, number.most) for each in value] if isinstance(value, list) else min(value, number.most)
+    small = [min(item, number.most) for item in value] if isinstance(value, list) else min(value, number.most)
     if isinstance(inside, dict):
         inside[name] = small
     else:
@@ -315,7 +314,7 @@ def _find(config: Any, length: int, parents: tuple[str, ...]) -> Iterator[TokenN
         if isinstance(value, (dict, PretrainedConfig)):
             yield from _find(value, length, (*parents, name))
         numbers = value if isinstance(value, list) and value else [value]
-        if _SIZES.search(name) or not all(_is_number(each) for each in numbers):
+        if _SIZES.search(name) or not all(_is_number(value) for value in numbers):
             continue
         most = next((most for most, words in _TOKENS.items() if words.search(name)), None)
         if (most is not None and max(numbers) > most) or max(numbers) >= length:
@@ -332,30 +331,30 @@ _LINKED_SIZES = re.compile(r"hidden_size|_dim$|width|output_size|out_size")  # s
 
 
 def width_of(config: PretrainedConfig) -> int | None:
-    """Returns the width of what goes from layer to layer; None where the configuration has none by a known name."""
+    """Returns the width of the hidden states; None where the configuration has none by a known name."""
     name = first_of(config, WIDTHS)
     return None if name is None else getattr(config, name)
 
 
 def shrink_other_parts(whole: PretrainedConfig, text: PretrainedConfig, text_width: int | None) -> None:
-    """Makes every other configuration in `whole` small, and what must be as wide as something that was made so.
+    """Makes every other configuration in `whole` small, and all that must be as wide as a part that was made so.
 
     `text_width` is that of `text` before it was made small.
     """
     done = [text, *layer_parts(text)]
-    parts = [part for part in _parts(whole) if not any(part is each for each in done)]
+    parts = [part for part in _parts(whole) if not any(part is finished for finished in done)]
     small = {text_width: width_of(text)}
-    own: dict[int, dict[int | None, int | None]] = {}  # by part
+    by_part: dict[int, dict[int | None, int | None]] = {}  # by part
     for part in parts:
         overrides = take_layer_overrides(part)
         before = width_of(part)
         shrink_widths(part, overrides)
         if overrides := shrink_layers(part, overrides):
             part.per_layer_config = overrides
-        own[id(part)] = {before: width_of(part)}
-        small = own[id(part)] | small
+        by_part[id(part)] = {before: width_of(part)}
+        small = by_part[id(part)] | small
     for part in [whole, *parts] if parts else []:
-        widths = small | own.get(id(part), {})
+        widths = small | by_part.get(id(part), {})
         for name, value in vars(part).items():
             if isinstance(value, int) and value in widths and _LINKED_SIZES.search(name) and "head" not in name:
                 setattr(part, name, widths[value])

@@ -6,11 +6,11 @@ c_r = exp(l_r - l). So each rank can compute its part before it knows the others
 this is).
 
 Where the head's weight embeds too, each rank looks up the tokens whose rows it has, zeros for the others, and the sum
-over the ranks is what the whole embedding gives (Yeung et al. 2024, on the input layer). The gradients of head and
+over the ranks is the whole embedding's output (Yeung et al. 2024, on the input layer). The gradients of head and
 embedding add up in the rank's own rows, so that nothing is exchanged at the end of a step.
 
-Whether an architecture's head can be spread shows when a toy of it runs once: some models scale or cap what the head
-returns, which no rank could do alone, and the embedding must be looked up once, for the tokens, in that weight alone.
+Whether an architecture's head can be spread shows when a toy of it runs once: some models scale or cap the head's
+output, which no rank could do alone, and the embedding must be looked up once, for the tokens, in that weight alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from slipstream.model.weight_gradients import add_product, add_rows, gradient_of
 
 
 class RowSoftmax(NamedTuple):
-    """What a rank's rows say about the tokens of a slice; in evaluation the statistics alone.
+    """A rank's softmax over its rows for the tokens of a slice; in evaluation the statistics alone.
 
     Statistics are (2, b, T): each token's l_r, and its target's logit (0 where the target's row is elsewhere). `mean`
     is softmax_r W_r and `target` W[target], zeros elsewhere, both (b, T, hidden).
@@ -66,8 +66,8 @@ class RowLosses(NamedTuple):
 class HeadRows(nn.Module):
     """The rows `ids` of an nn.Linear head, or of a matrix that is both head and embedding.
 
-    In the model's own forward it hands on what comes in. Its parameters have the rows `held` of the process: with all
-    ranks in one process, the whole head. The row of the id `padding_idx` gets no gradient from lookups.
+    In the model's own forward it hands on its input. Its parameters have the rows `held` of the process: with all ranks
+    in one process, the whole head. The row of the id `padding_idx` gets no gradient from lookups.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class HeadRows(nn.Module):
         cls, head: nn.Linear, ids: Mapping[int, range], embedding: nn.Module | None = None
     ) -> dict[int, HeadRows]:
         """Returns the rows next to each stage of this process, copied from the whole head, and embedding if tied."""
-        held = range(min(each.start for each in ids.values()), max(each.stop for each in ids.values()))
+        held = range(min(rows.start for rows in ids.values()), max(rows.stop for rows in ids.values()))
 
         def rows(whole: Tensor) -> nn.Parameter:
             return nn.Parameter(whole.detach()[held.start : held.stop].clone(), requires_grad=whole.requires_grad)
@@ -97,7 +97,7 @@ class HeadRows(nn.Module):
         biased: Tensor | None = head.bias  # torch says that there is one always
         weight, bias = rows(head.weight), None if biased is None else rows(biased)
         padding_idx = getattr(embedding, "padding_idx", None)
-        return {stage: cls(weight, bias, held, each, head.out_features, padding_idx) for stage, each in ids.items()}
+        return {stage: cls(weight, bias, held, part, head.out_features, padding_idx) for stage, part in ids.items()}
 
     @property
     def share(self) -> float:
@@ -148,7 +148,7 @@ class HeadRows(nn.Module):
 
     @torch.no_grad()
     def add_lookups(self, ids: Tensor, gradient: Tensor) -> None:
-        """Runs EW: adds the gradient (b, T, hidden) of what was looked up for the ids (b, T)."""
+        """Runs EW: adds the gradient (b, T, hidden) of the embeddings of the ids (b, T)."""
         if not self.weight.requires_grad:
             return
         index, is_here = self._places(ids)
@@ -195,9 +195,8 @@ class SpreadHead(NamedTuple):
 
 
 class SpreadEmbedding(EmptyEmbedding):
-    """Replaces an embedding whose rows are spread: on the first stage it hands on the sum of what all ranks looked up.
-
-    What the model's own class does after its lookup, such as scaling, it does there too. On a stage next to which this
+    """Replaces an embedding whose rows are spread: on the first stage it hands on the sum of all ranks' embeddings.
+    Steps of the model's own class after its lookup, such as scaling, it takes there too. On a stage next to which this
     rank has its rows, it has their weight, under its name in the unsplit model.
     """
 
@@ -207,7 +206,7 @@ class SpreadEmbedding(EmptyEmbedding):
         if is_first and type(original) is not nn.Embedding:
             del original.weight
             original.register_buffer("weight", self.weight, persistent=False)
-            original.padding_idx = None  # an id; of what was looked up, nothing is padding
+            original.padding_idx = None  # an id; of the embeddings, none is padding
             self.own = original
         if rows is not None:
             del self.weight
@@ -222,12 +221,12 @@ class SpreadEmbedding(EmptyEmbedding):
         return self.of_looked_up(looked_up)
 
     def of_looked_up(self, looked_up: Tensor) -> Tensor:
-        """Returns what the whole embedding gives, both (b, T, hidden)."""
+        """Returns the whole embedding's output, both (b, T, hidden)."""
         if not hasattr(self, "own"):
             return looked_up
         places = torch.arange(looked_up[..., 0].numel(), device=looked_up.device).view(looked_up.shape[:-1])
-        found: Tensor = functional_call(self.own, {"weight": looked_up.flatten(0, -2)}, (places,))
-        return found
+        output: Tensor = functional_call(self.own, {"weight": looked_up.flatten(0, -2)}, (places,))
+        return output
 
 
 @dataclass(frozen=True)
@@ -265,7 +264,7 @@ def shared_weights(model: PreTrainedModel, anatomy: ModelAnatomy) -> list[TiedWe
     """Returns the weights of a stage that several layers share, which may be other stages'."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     here = ((names[0], next((name for name in names if name in parameters), None)) for names in anatomy.shared)
-    return [TiedWeight(name, parameters[own], (parameters[own],)) for name, own in here if own is not None]
+    return [TiedWeight(name, parameters[key], (parameters[key],)) for name, key in here if key is not None]
 
 
 class HeadNames(NamedTuple):
@@ -291,7 +290,7 @@ def find_spreadable_head(config: PretrainedConfig, anatomy: ModelAnatomy) -> Hea
         raise _refusal(f"{obstacle}, and rows of a head are multiplied by other code. Give vocabulary='whole'")
     with (
         torch.no_grad(),
-        recorded_calls({each: model.get_submodule(each) for each in (name, embedding) if each}) as calls,
+        recorded_calls({key: model.get_submodule(key) for key in (name, embedding) if key}) as calls,
     ):
         logits = model(input_ids=tokens, use_cache=False).logits
     outputs = [call.output for call in calls if call.name == name]
@@ -308,7 +307,7 @@ def _tied_embedding(model: Any, head: str, anatomy: ModelAnatomy) -> str:
     embedding = model.get_input_embeddings()
     name = next((name for name in anatomy.before if model.get_submodule(name) is embedding), None)
     if name is None or anatomy.tied != ((f"{head}.weight", f"{name}.weight"),):
-        shared = ", ".join(" with ".join(each) for each in anatomy.tied)
+        shared = ", ".join(" with ".join(pair) for pair in anatomy.tied)
         raise _refusal(f"model_type {model.config.model_type!r} shares {shared}, not its head with its token embedding")
     if not isinstance(embedding, nn.Embedding) or [*embedding.state_dict()] != ["weight"]:
         raise _refusal(f"{name} is a {type(embedding).__name__}, not an nn.Embedding with only a weight")
@@ -318,14 +317,14 @@ def _tied_embedding(model: Any, head: str, anatomy: ModelAnatomy) -> str:
 
 
 def _only_looks_up(embedding: nn.Module, lookups: Sequence[ModuleCall], tokens: Tensor) -> bool:
-    """Returns whether one lookup was made, and what it gave follows from the tokens' rows alone."""
+    """Returns whether one lookup was made, and its output follows from the tokens' rows alone."""
     if len(lookups) != 1 or len(lookups[0].args) != 1 or not torch.equal(lookups[0].args[0], tokens):
         return False
     weight: Any = embedding.weight
     spread = SpreadEmbedding(copy.deepcopy(embedding), None, is_first=True)
     with torch.no_grad():
-        found = spread.of_looked_up(functional.embedding(tokens, weight))
-    return torch.equal(found, lookups[0].output)
+        output = spread.of_looked_up(functional.embedding(tokens, weight))
+    return torch.equal(output, lookups[0].output)
 
 
 def _refusal(reason: str) -> SlipstreamError:

@@ -1,4 +1,4 @@
-"""Adds weights' gradients in place, in a backward or later: what I leaves to W.
+"""Adds weights' gradients in place, in a backward or later: the part that I leaves to W.
 
 Autograd makes a new weight-sized tensor for every slice and adds it to `.grad`: several passes over memory where a
 matrix product that accumulates needs one, and an embedding touches a few rows. With short slices those passes cost as
@@ -84,7 +84,7 @@ def uncompiled_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def deferrable_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yields the linear layers and embeddings whose weight gradients can wait for W: those that run their class's code,
-    so that what takes its place computes the same."""
+    so that a replacement computes the same."""
     for _, module in uncompiled_modules(model):
         plain = type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse)
         if (type(module) in (nn.Linear, Conv1D) or plain) and (_is_replaced(module) or runs_class_code(module)):
@@ -185,7 +185,7 @@ def now_or_later(work: WeightGradient) -> None:
 
 def factors_of(work: Iterable[WeightGradient]) -> list[Tensor]:
     """Returns the tensors that weight gradients which I left to W are computed from, weights aside."""
-    return [each for gradient in work for each in gradient.args[1:] if isinstance(each, Tensor)]
+    return [argument for gradient in work for argument in gradient.args[1:] if isinstance(argument, Tensor)]
 
 
 def add_product(weight: nn.Parameter, left: Tensor, right: Tensor, rows: slice | int | None = None) -> None:
@@ -218,7 +218,6 @@ def gradient_of(parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Te
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns left^T right, not rounded to the factors' dtype."""
     return left.t() @ right if left.dtype == dtype else torch.mm(left.t(), right, out_dtype=dtype)
 
 
@@ -233,7 +232,7 @@ def add_rows(weight: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
         gradient.index_add_(0, ids, rows)
 
 
-_PRODUCT = "_grouped_mm"  # what transformers multiplies experts with: (S, in), (experts, in, out), offsets -> (S, out)
+_PRODUCT = "_grouped_mm"  # transformers' multiplication by experts: (S, in), (experts, in, out), offsets -> (S, out)
 _grouped_mm = getattr(moe, _PRODUCT)
 
 

@@ -1,4 +1,4 @@
-"""Code that Slipstream registers with transformers, and what that code may read about the current token slice."""
+"""Code that Slipstream registers with transformers, and the facts that it may read about the current token slice."""
 
 from slipstream.model.hooks.length_dependent_rope import kept_frequencies
 from slipstream.model.hooks.router_loss import RouterLoss

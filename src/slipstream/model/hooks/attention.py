@@ -31,11 +31,11 @@ from slipstream.model.hooks.masks import MaskFunction, NotCausalError
 from slipstream.model.hooks.token_slice import TokenSlice, current_slice
 
 NAME = "slipstream"
-POSITION_BIAS = "position_bias"  # what a model adds to scores by itself, for all pairs of queries and keys
+POSITION_BIAS = "position_bias"  # which a model adds to scores by itself, for all pairs of queries and keys
 
 
 def sliced_mask(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> KeyRanges | NotCausalError:
-    """Returns what transformers passes to every layer as `attention_mask`."""
+    """Returns the value that transformers passes to every layer as `attention_mask`."""
     context = current_slice()
     if context.records_masks:
         context.tables.functions.append(mask_function)
@@ -175,7 +175,7 @@ def _alibi_from_the_end(
     return bias[..., first : first + tokens.end] if first >= 0 else bias
 
 
-_BIASES: dict[str, Callable[..., Tensor]] = {  # what the files of models call the functions that build their biases
+_BIASES: dict[str, Callable[..., Tensor]] = {  # by the name in models' files: the functions that build their biases
     "build_alibi_tensor": _alibi,
     "build_mpt_alibi_tensor": _alibi_from_the_end,
 }

@@ -25,8 +25,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arg
 
 def hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Returns the hidden states (b, T, hidden): the first positional argument, else the one that is named so."""
-    found: Tensor = args[0] if args else kwargs[_keyword(kwargs)]
-    return found
+    hidden: Tensor = args[0] if args else kwargs[_keyword(kwargs)]
+    return hidden
 
 
 def with_hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> Arguments:
@@ -50,12 +50,12 @@ def with_argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | st
 
 def first_output(output: Any) -> Tensor:
     """Returns the hidden states that a layer returned, alone or as the first item of a tuple or a list."""
-    found: Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return found
+    first: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return first
 
 
 def with_first_output(output: Any, hidden: Tensor) -> Any:
-    """Returns what a layer returned with `hidden` in place of the hidden states."""
+    """Returns a layer's output with `hidden` in place of the hidden states."""
     return (hidden, *output[1:]) if isinstance(output, (tuple, list)) else hidden
 
 
@@ -100,7 +100,7 @@ class CrossingTensor:
     """A tensor that layers take besides hidden states: one with a gradient, or numbers that a layer returned."""
 
     form: TensorForm | None  # None: not of some tokens of some rows
-    made: int  # the layer that computes it; -1: what comes before the layers
+    made: int  # the layer that computes it; -1: a module before the layers
     inputs: tuple[LayerInput, ...]  # in the order of the layers
     dtype: torch.dtype | None = None  # of numbers without a gradient; None: that of the hidden states
 
@@ -120,7 +120,7 @@ class CrossingTensor:
 
 
 class LayerTensors(NamedTuple):
-    """The tensors that go from layer to layer: the hidden states, and what crosses besides."""
+    """The tensors that go from layer to layer: the hidden states, and further crossing tensors."""
 
     hidden: TensorForm
     crossing: tuple[CrossingTensor, ...]
@@ -133,7 +133,7 @@ def takes_more(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
 
 
 def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTensors:
-    """Returns what goes from layer to layer in a model on the meta device, which is run on few tokens and on many."""
+    """Returns the tensors that go from layer to layer in a model on the meta device, run on few and many tokens."""
     runs: list[_Record] = []
     for sizes in _RUNS:
         ids = torch.zeros(*sizes, dtype=torch.int64, device="meta")
@@ -149,10 +149,10 @@ def find_layer_tensors(model: nn.Module, layers: Sequence[nn.Module]) -> LayerTe
             f"{rows} x {tokens} tokens, which aren't one of each token. {TRAIN_WHOLE}"
         )
     crossing = []
-    for each in zip(*(run.taken.values() for run in runs), strict=True):
-        tensor, first = each[0].tensor, each[0]
+    for same_tensor in zip(*(run.taken.values() for run in runs), strict=True):
+        tensor, first = same_tensor[0].tensor, same_tensor[0]
         dtype = None if tensor.requires_grad else tensor.dtype
-        form = _form([taken.tensor.shape for taken in each])
+        form = _form([taken.tensor.shape for taken in same_tensor])
         crossing.append(CrossingTensor(form, first.made(layers), tuple(first.inputs), dtype))
     return LayerTensors(hidden, tuple(crossing))
 
@@ -166,7 +166,7 @@ class _Taken(NamedTuple):
         """Returns the last layer whose parameters it depends on, or that returned it; -1 where there is none."""
         if self.returned is not None or not self.tensor.requires_grad:
             return -1 if self.returned is None else self.returned
-        owned = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
+        owned = {id(p): layer_index for layer_index, layer in enumerate(layers) for p in layer.parameters()}
         return max((owned.get(id(leaf), -1) for leaf in _leaves(self.tensor)), default=-1)
 
 
@@ -175,7 +175,7 @@ class _FirstLayerError(Exception):
 
 
 class _Record:
-    """The shape of the hidden states, and what layers took besides, in one run of a model or of its beginning."""
+    """The shape of the hidden states, and further inputs of layers, in one run of a model or of its beginning."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, first_only: bool = False, **given: Tensor
@@ -185,17 +185,17 @@ class _Record:
         self._returned: dict[int, tuple[int, Tensor]] = {}
         self._first_only = first_only
         with torch.enable_grad(), ExitStack() as hooks, suppress(_FirstLayerError):
-            for number, layer in enumerate(layers):
-                hooks.enter_context(layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True))
-                hooks.enter_context(layer.register_forward_hook(partial(self._leave, number)))
+            for index, layer in enumerate(layers):
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(partial(self._leave, index)))
             model(input_ids=ids, use_cache=False, **given)
 
     def _enter(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = hidden_states(args, kwargs)
-        self.hidden = own.shape
+        hidden = hidden_states(args, kwargs)
+        self.hidden = hidden.shape
         for place, tensor in _tensors(layer, args, kwargs):
             returned, _ = self._returned.get(id(tensor), (None, tensor))
-            if tensor is not own and (tensor.requires_grad or returned is not None):
+            if tensor is not hidden and (tensor.requires_grad or returned is not None):
                 self.taken.setdefault(id(tensor), _Taken(tensor, returned, [])).inputs.append(place)
         if self._first_only:
             raise _FirstLayerError
@@ -220,8 +220,8 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _tensors(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[LayerInput, Tensor]]:
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in given:
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in arguments:
         if isinstance(value, Tensor):
             yield LayerInput(layer, place), value
         elif isinstance(value, Mapping):
@@ -249,20 +249,20 @@ def _form(shapes: Sequence[Sequence[int]]) -> TensorForm | None:
 class CrossingTensors:
     """The tensors that come to a stage with the hidden states, and those that leave it with them.
 
-    What is received and read later, too, goes on as it came. What the stage computes is taken where a later layer would
-    read it, in whose place the stage has a placeholder.
+    Received tensors that are read later, too, go on as they came. One that the stage computes is taken where a later
+    layer would read it, in whose place the stage has a placeholder.
     """
 
     def __init__(self, tensors: Sequence[CrossingTensor], owned: LayerRange, is_first: bool) -> None:
         """Raises SlipstreamError for a tensor that can't be sent in slices."""
         self._owned = owned.layers
-        self.received = [] if is_first else [each for each in tensors if each.crosses(self._owned.start)]
-        self.sent = [each for each in tensors if each.crosses(self._owned.stop)]
-        for each in (*self.received, *self.sent):
-            each.sent_form  # noqa: B018  raises
+        self.received = [] if is_first else [tensor for tensor in tensors if tensor.crosses(self._owned.start)]
+        self.sent = [tensor for tensor in tensors if tensor.crosses(self._owned.stop)]
+        for tensor in (*self.received, *self.sent):
+            tensor.sent_form  # noqa: B018  raises
 
     def install(self, layers: Sequence[nn.Module]) -> None:
-        """Makes the layers here take what the stage received, and placeholders give what it sends."""
+        """Makes the layers here take the received tensors, and placeholders give those to send."""
         for number, tensor in enumerate(self.received):
             for place in tensor.inputs:
                 if place.layer in self._owned:
@@ -272,12 +272,12 @@ class CrossingTensors:
             layers[place.layer].register_forward_pre_hook(partial(_take, number, place), with_kwargs=True)
 
     def leaving(self, context: SliceContext, dtype: torch.dtype) -> list[Tensor]:
-        """Returns what the stage sends, in `sent`'s order."""
+        """Returns the tensors to send, in `sent`'s order."""
         if not self.sent:
             return []
         came = dict(zip(self.received, context.received, strict=True))
-        found = (came.get(tensor, context.taken[number]) for number, tensor in enumerate(self.sent))
-        return [value.to(tensor.dtype or dtype) for value, tensor in zip(found, self.sent, strict=True)]
+        values = (came.get(tensor, context.taken[index]) for index, tensor in enumerate(self.sent))
+        return [value.to(tensor.dtype or dtype) for value, tensor in zip(values, self.sent, strict=True)]
 
 
 def _put(number: int, place: LayerInput, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -1,4 +1,4 @@
-"""Seeds dropout by place, so that replays draw what forwards drew, and every cut of a model the same (rule 10)."""
+"""Seeds dropout by place, so that replays draw the forwards' numbers, and every cut of a model the same (rule 10)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LayerSeeds:
 
     def watch(self, layer: nn.Module, index: int, middle: nn.Module | None) -> None:
         """Seeds where a layer begins, and at `middle`, where its second half does if it can run on another stage; notes
-        what it returns."""
+        its output."""
         layer.register_forward_pre_hook(partial(self.enter, index))
         layer.register_forward_hook(partial(_note_output, index))
         if middle is not None and self._draws:
@@ -68,7 +68,7 @@ class LayerSeeds:
             current_draws().seed(current_slice().seed(*place))
 
     def _tokens_here(self, layer: int) -> tuple[str | int, ...]:
-        """Returns what distinguishes the ranks that share a layer, where each has different tokens of it."""
+        """Returns a key of this rank among those that share a layer, where each has different tokens of it."""
         is_spread = self._shared is not None and self._shared.sequence and 0 <= layer < self._num_layers
         return ("tokens", self._shared.rank) if is_spread and self._shared is not None else ()
 

@@ -30,8 +30,8 @@ def fix_length_dependent_rope(model: nn.Module) -> None:
 
 @contextmanager
 def kept_frequencies(model: nn.Module) -> Iterator[None]:
-    """Undoes what forwards that no step consists of do to frequencies: type dynamic keeps those of the longest
-    sequence so far, until a short one comes."""
+    """Undoes the changes of frequencies by forwards outside of steps: type dynamic keeps those of the longest sequence
+    so far, until a short one comes."""
     before = [(module, _state(module)) for module in _length_dependent(model)]
     try:
         yield
@@ -51,7 +51,7 @@ def _length_dependent(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
         types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
-        if any(word in str(each) for each in types for word in _LENGTH_DEPENDENT):
+        if any(word in str(rope_type) for rope_type in types for word in _LENGTH_DEPENDENT):
             yield module
 
 
@@ -74,29 +74,28 @@ def _with_largest_position(module: nn.Module) -> Any:
             first.append(_state(module))
         if not tokens.lone_sequences:
             return tables_of(call, position_ids, tokens.max_position)
-        pieces = position_ids.split([number for number, _ in tokens.lone_sequences], dim=-1)
-        found = []
+        pieces = position_ids.split([row for row, _ in tokens.lone_sequences], dim=-1)
+        tables = []
         with kept_frequencies(module):
             for piece, (_, largest) in zip(pieces, tokens.lone_sequences, strict=True):
                 _restore(module, first[0])
-                found.append(tables_of(call, piece, largest))
-        if isinstance(found[0], Tensor):
-            return torch.cat(found, dim=-2)
-        return tuple(torch.cat(parts, dim=-2) for parts in zip(*found, strict=True))
+                tables.append(tables_of(call, piece, largest))
+        if isinstance(tables[0], Tensor):
+            return torch.cat(tables, dim=-2)
+        return tuple(torch.cat(parts, dim=-2) for parts in zip(*tables, strict=True))
 
     return extended
 
 
 def _without_last(table: Tensor) -> Tensor:
-    """Stored in order, as tables are: every layer reads it, and fused kernels take no other."""
     return table[..., :-1, :].contiguous()
 
 
 def _state(module: nn.Module) -> _State:
-    """Returns what a rotary module keeps from one forward to the next: numbers, tensors and buffers."""
-    kept = {name: each for name, each in vars(module).items() if isinstance(each, int | float | Tensor)}
-    kept.pop("training", None)
-    return kept, dict(module._buffers)
+    """Returns the values that a rotary module keeps from one forward to the next: numbers, tensors and buffers."""
+    values = {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)}
+    values.pop("training", None)
+    return values, dict(module._buffers)
 
 
 def _restore(module: nn.Module, state: _State) -> None:

@@ -35,7 +35,7 @@ _PAIRS_AT_ONCE = 1 << 24  # limits the memory of an evaluation to about 100 MB
 def first_keys(mask_function: MaskFunction, length: int, device: torch.device) -> Tensor:
     """Returns the first key each of `length` queries sees: (length,) int64 on the CPU.
 
-    Raises NotCausalError where what a query sees is not the contiguous range first(q)..q.
+    Raises NotCausalError where a query's keys are not the contiguous range first(q)..q.
     """
     if mask_function is masking_utils.causal_mask_function:
         return torch.zeros(length, dtype=torch.int64)
@@ -63,9 +63,8 @@ class NotCausalError(Exception):
 
 
 class SliceMask(KeyRanges):
-    """What a model's layers are given as a mask.
-
-    Some models' code takes parts of theirs: its last queries, which here are all, or what an indexer may select from.
+    """The mask that a model's layers are given. Some models' code takes parts of theirs: its last queries, which here
+    are all, or an indexer's candidates.
     """
 
     def __init__(self, first_key: Tensor, start: int, length: int, device: torch.device) -> None:
@@ -98,7 +97,7 @@ class MaskTables:
     def ranges(
         self, mask: int, start: int, end: int, length: int, document_start: Tensor | None
     ) -> SliceMask | NotCausalError:
-        """Returns what queries [start, end) of a sequence see; document_start is (b, end - start) or None."""
+        """Returns the mask of queries [start, end) of a sequence; document_start is (b, end - start) or None."""
         table = self._table(mask, length)
         if isinstance(table, NotCausalError):
             return table
@@ -141,7 +140,7 @@ def masks_of_text() -> Iterator[None]:
 
 
 def _of_text(block_sequence_ids: Tensor) -> Callable[..., Tensor]:
-    """Returns what stands for transformers' function, given the number of each token's image, -1 for text."""
+    """Returns the stand-in for transformers' function, given the number of each token's image, -1 for text."""
     # on a GPU this doesn't wait
     torch._assert_async((block_sequence_ids < 0).all(), "a token of an image is in a batch of text")
 

@@ -1,4 +1,4 @@
-"""Records the calls of modules while a model runs: their arguments and what they return."""
+"""Records the calls of modules while a model runs: their arguments and outputs."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ from slipstream.attention import begin_with
 from slipstream.errors import SlipstreamError
 from slipstream.model.hooks.token_slice import SliceContext, current_slice
 
-_RECORDED = "router_logits"  # how transformers calls what routers return
+_RECORDED = "router_logits"  # transformers' name of the outputs of routers
 _FUNCTION = "load_balancing_loss_func"
 _TRIED = 7  # tokens, of which transformers' function is compared with the formula
 
 
 class RouterSums(NamedTuple):
-    """What carries sums over tokens: a layer's router."""
+    """The key of sums over tokens: a layer's router."""
 
     router: str
 
@@ -40,7 +40,7 @@ class RouterSums(NamedTuple):
 class _Router(NamedTuple):
     name: str
     module: nn.Module
-    place: int  # of the logits in what the module returns
+    place: int  # of the logits in the module's output
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RouterLoss:
         Raises SlipstreamError for a model that has no such loss, or another one than the formula above.
         """
         routers = list(_routers(model))
-        coefficient, top_k = (getattr(model, each, None) for each in ("router_aux_loss_coef", "num_experts_per_tok"))
+        coefficient, top_k = (getattr(model, key, None) for key in ("router_aux_loss_coef", "num_experts_per_tok"))
         if not routers or coefficient is None or top_k is None or not _has_the_formula(model, top_k):
             raise SlipstreamError(
                 f"{setting}='per_layer': {model.config.model_type!r} has no load-balancing loss in transformers that "
@@ -66,7 +66,7 @@ class RouterLoss:
         return cls(coefficient / len(routers), top_k)
 
     def install(self, model: PreTrainedModel) -> None:
-        """Makes the routers of a stage note what they chose, in every forward from now on."""
+        """Makes the routers of a stage note their choices, in every forward from now on."""
         for name, router, place in _routers(model):
             router.register_forward_hook(partial(self._note, RouterSums(name), place))
 
@@ -94,8 +94,8 @@ class RouterLoss:
         return context.leave(sums, hidden)
 
     def _loss(self, sums: Tensor, num_tokens: int) -> Tensor:
-        each = [len(choices) * (choices @ chances) / num_tokens**2 for chances, choices in sums]
-        return self.weight * torch.stack(each).sum()
+        losses = [len(choices) * (choices @ chances) / num_tokens**2 for chances, choices in sums]
+        return self.weight * torch.stack(losses).sum()
 
 
 def _sums(logits: Tensor, top_k: int) -> Tensor:
@@ -108,19 +108,19 @@ def _sums(logits: Tensor, top_k: int) -> Tensor:
 
 def _routers(model: PreTrainedModel) -> Iterator[_Router]:
     """Yields the modules whose output transformers records as the logits of routers."""
-    found: dict[int, _Router] = {}
-    for part in (each for each in model.modules() if isinstance(each, PreTrainedModel)):
+    routers: dict[int, _Router] = {}
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
         recorder = (part._can_record_outputs or {}).get(_RECORDED)
-        for each in recorder if isinstance(recorder, (tuple, list)) else [recorder]:
-            kind, place, within = _asked(each)
+        for asked in recorder if isinstance(recorder, (tuple, list)) else [recorder]:
+            kind, place, within = _asked(asked)
             for name, module in model.named_modules():
                 if kind is not None and isinstance(module, kind) and within in name:
-                    found.setdefault(id(module), _Router(name, module, place))
-    yield from found.values()
+                    routers.setdefault(id(module), _Router(name, module, place))
+    yield from routers.values()
 
 
 def _asked(recorder: Any) -> tuple[type[nn.Module] | None, int, str]:
-    """Returns which class is recorded, the place in what it returns, and a part of its name."""
+    """Returns the recorded class, the place in its output, and a part of its name."""
     kind: Any = recorder if inspect.isclass(recorder) else getattr(recorder, "target_class", None)
     return kind, getattr(recorder, "index", 0), getattr(recorder, "layer_name", None) or ""
 

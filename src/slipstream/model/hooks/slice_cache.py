@@ -11,12 +11,12 @@ the gated delta rule). These go from slice to slice, with their gradients in the
 asks for is state that slices don't carry.
 
 States are reset where a document begins. transformers' own code keeps packed documents apart only with kernels for
-GPUs, so a slice is cut where a document of some row begins, and what carries the state runs on each part; everything
+GPUs, so a slice is cut where a document of some row begins, and the carrier of the state runs on each part; everything
 else in a layer runs on the whole slice.
 
-One token with a past is what generating text computes, and transformers has other code for it: it changes the state in
-place, its kernels for GPUs have no backward, and where time steps have limits (Nemotron-H) it ignores them. Such a
-token takes the code of several tokens here (`as_several_tokens`).
+Generating text computes one token with a past, and transformers has other code for it: it changes the state in place,
+its kernels for GPUs have no backward, and where time steps have limits (Nemotron-H) it ignores them. Such a token takes
+the code of several tokens here (`as_several_tokens`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from slipstream.model.hooks.token_slice import SliceContext, TokenSlice, current
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")  # how models and their parts call the argument
 _INDEXER = "an indexer's keys, which select blocks that a query sees (sparse attention)"
-_STATES = {  # what a layer asks its part of the cache for -> the state that it carries from token to token
+_STATES = {  # an attribute of a layer's part of the cache -> the state that it carries from token to token
     "conv_states": "the window of a convolution",
     "recurrent_states": "a recurrent state",
     "update_index": _INDEXER,
@@ -62,14 +62,14 @@ def cache_name(model: nn.Module) -> str:
 
 
 class CachedAttention(NamedTuple):
-    """What keeps keys and values in the cache: one of a layer's attentions."""
+    """The owner of keys and values in the cache: one of a layer's attentions."""
 
     layer: int
     number: int  # in one forward
 
 
 class CarriedState(NamedTuple):
-    """What carries a state: one of a layer's convolutions or recurrences."""
+    """The carrier of a state: one of a layer's convolutions or recurrences."""
 
     layer: int
     kind: str
@@ -77,7 +77,7 @@ class CarriedState(NamedTuple):
 
 
 class IndexerKeys(NamedTuple):
-    """What keeps keys by which queries select others: a layer's indexer."""
+    """The owner of keys by which queries select others: a layer's indexer."""
 
     layer: int
 
@@ -132,8 +132,8 @@ class SliceCache(Cache):  # type: ignore[misc]
     ) -> Tensor:
         """Returns the slice's inputs (b, channels, T) with those of `get_conv_state` before them, and keeps the last.
 
-        A kernel of k tokens needs k - 1 before the slice; what a sequence's first tokens lack are zeros, as in the
-        convolution's own padding. Without `conv_kernel_size` the inputs are the window itself.
+        A kernel of k tokens needs k - 1 before the slice; a sequence's first tokens get zeros, as in the convolution's
+        own padding. Without `conv_kernel_size` the inputs are the window itself.
         """
         call = CarriedState(layer_idx, "convolution", state_idx)
         if conv_kernel_size is None:
@@ -191,7 +191,7 @@ class SliceCache(Cache):  # type: ignore[misc]
 
     @property
     def layers(self) -> _NoLayers:
-        """What raises SlipstreamError as soon as a layer asks its part of the cache for anything."""
+        """An object that raises SlipstreamError as soon as a layer asks its part of the cache for anything."""
         return _NoLayers()
 
 
@@ -218,19 +218,19 @@ def refuse_state(state: str) -> NoReturn:
 @contextmanager
 def recorded_carriers(layers: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Collects the modules that carry states in a forward: the innermost ones that are given the cache."""
-    found: list[nn.Module] = []
+    carriers: list[nn.Module] = []
     noted: set[Hashable] = set()
 
     def note(module: nn.Module, *_: Any) -> None:
         if new := current_slice().changed_states - noted:
-            found.append(module)
+            carriers.append(module)
             noted.update(new)
 
     with ExitStack() as hooks:
         for module in (module for layer in layers for module in layer.modules()):
             if not inspect.signature(module.forward).parameters.keys().isdisjoint(CACHE_NAMES):
                 hooks.enter_context(module.register_forward_hook(note))
-        yield found
+        yield carriers
 
 
 def reset_at_documents(module: nn.Module) -> None:
@@ -255,15 +255,16 @@ def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _joined(outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
-    """Returns what a module returned for parts of so many tokens, each tensor of tokens for all of them.
+    """Returns a module's outputs for parts of so many tokens, each tensor of tokens for all of them.
 
-    It returns hidden states, or queries, keys and values in a tuple; what isn't of tokens stays as after the last part.
+    It returns hidden states, or queries, keys and values in a tuple; values that aren't of tokens stay as after the
+    last part.
     """
     last = outputs[-1]
     if isinstance(last, (tuple, list)):
         return type(last)(_joined(items, lengths) for items in zip(*outputs, strict=True))
-    is_per_token = all(isinstance(each, Tensor) and each.dim() > 1 for each in outputs)
-    if is_per_token and [each.shape[1] for each in outputs] == [*lengths]:
+    is_per_token = all(isinstance(output, Tensor) and output.dim() > 1 for output in outputs)
+    if is_per_token and [output.shape[1] for output in outputs] == [*lengths]:
         return torch.cat([*outputs], dim=1)
     return last
 
@@ -289,7 +290,7 @@ def _tokens(begin: int, end: int, length: int, value: Any) -> Any:
     return value[:, begin:end] if is_per_token else value
 
 
-_FOR_SEVERAL = {  # what transformers calls for one token -> for several, with the same arguments
+_FOR_SEVERAL = {  # transformers' function for one token -> for several, with the same arguments
     "torch_recurrent_gated_delta_rule": "torch_chunk_gated_delta_rule",
     "recurrent_kimi_delta_attention": "chunk_kimi_delta_attention",
 }

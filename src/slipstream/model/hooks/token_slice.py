@@ -38,7 +38,7 @@ class TokenSlice:
     microbatch: int = 0
     index: int = 0
     seed: int = 0  # the step's seed
-    loss_share: float = 0.0  # of the step's scaled loss, the microbatch's: what layers add to it counts as much
+    loss_share: float = 0.0  # of the step's scaled loss, the microbatch's: layers' additions to it count as much
     parts: TokenParts = ()  # [begin, end) within the slice of each rank's tokens; none: all are here
     part: int = 0  # this rank's number among them
 
@@ -76,11 +76,11 @@ class SliceContext:
     tables: MaskTables
     hidden: Tensor | None = None  # (b, T, hidden), from the stage before
     reads_prefixes: bool = False  # whether layers attend by their own code, to keys and values from the cache
-    records_masks: bool = False  # true in the first forward of a stage, which learns what masks its model builds
+    records_masks: bool = False  # true in the first forward of a stage, which learns its model's masks
     carries_states: bool = False  # from slice to slice or between documents: the model is given a cache
     has_lone_tokens: bool = False  # whether a layer that carries a state computes some token alone
     received: Sequence[Tensor] = ()  # from the stage before, besides the hidden states
-    taken: dict[int, Tensor] = field(default_factory=dict)  # of what the stage sends, by number; computed here
+    taken: dict[int, Tensor] = field(default_factory=dict)  # the tensors that the stage sends, by index; computed here
     tensor_rank: int = 0  # among the ranks that share this stage's layers, each with different heads
     exchange: TokenExchange | None = None  # with the ranks that have other tokens of the slice
     layer: int = -1  # the layer that runs, counted over the whole model
@@ -114,8 +114,8 @@ class SliceContext:
 
     def entered_layer(self) -> SliceContext:
         """Returns the slice as the layer that runs found it, without tensors of other layers: to run it again."""
-        own: dict[str, Any] = {"states": {}, "changed_states": set(), "router_sums": {}, "taken": {}}
-        return replace(self, calls=self.calls.copy(), hidden=None, received=(), output=None, **own)
+        fresh: dict[str, Any] = {"states": {}, "changed_states": set(), "router_sums": {}, "taken": {}}
+        return replace(self, calls=self.calls.copy(), hidden=None, received=(), output=None, **fresh)
 
     def next_mask(self) -> KeyRanges | NotCausalError:
         """Returns the key ranges of the model's next mask; models build their masks in a fixed order."""
@@ -124,8 +124,8 @@ class SliceContext:
         return self.tables.ranges(self.num_masks - 1, tokens.start, tokens.end, tokens.length, tokens.document_start)
 
     def refuse_shared(self, what: str) -> None:
-        """Raises SlipstreamError for what goes from token to token besides attention's keys and values, where ranks
-        share slices."""
+        """Raises SlipstreamError for states that go from token to token besides attention's keys and values, where
+        ranks share slices."""
         if self.exchange is not None:
             raise SlipstreamError(f"layer {self.layer} carries {what} from token to token, through the tokens in order")
 
@@ -211,7 +211,7 @@ _note: Callable[[str, object], None] | None = None  # no context variable: a bac
 
 @contextmanager
 def noting_outputs(note: Callable[[str, object], None] | None) -> Iterator[None]:
-    """Makes `note` get what layers return from here on, with their names; None: nobody."""
+    """Makes `note` get the outputs of layers from here on, with their names; None: nobody."""
     global _note
     before, _note = _note, note
     try:
@@ -235,7 +235,7 @@ def running_alone() -> Iterator[None]:
 
 
 def runs_alone() -> bool:
-    """Returns whether what runs now runs on this rank alone."""
+    """Returns whether the current code runs on this rank alone."""
     return _is_alone
 
 

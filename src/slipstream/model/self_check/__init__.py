@@ -1,4 +1,4 @@
-"""Says whether slices are exact for an architecture: from what its layers carry, and by comparing toys of it."""
+"""Says whether slices are exact for an architecture: from the states of its layers, and by comparing toys of it."""
 
 from slipstream.model.self_check.comparison import (
     TOLERANCE,

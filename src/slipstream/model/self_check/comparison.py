@@ -132,7 +132,7 @@ class _ToyPair:
         self.toy, self.anatomy = toy, anatomy_of_size(anatomy, toy)
         # code of its own may compute something else under another name: Falcon adds its position biases twice if eager
         self.model = reference_model(toy, attention=None if anatomy.attends_itself else "eager")
-        perturb_parameters(self.model)  # so that what begins as zero or one counts
+        perturb_parameters(self.model)  # so that parameters that begin as zero or one count
         self.num_layers = len(anatomy.layers_of(self.model))
         self._stages = cut_in_two(self.model, self.anatomy)
         self.paths: tuple[frozenset[str], ...] = ()  # of the last comparison
@@ -162,12 +162,12 @@ def _compare_unknown_numbers(config: PretrainedConfig, anatomy: ModelAnatomy) ->
         return []
     smaller = unknown
     if not _runs(_with_small(config, unknown)):
-        smaller = [number for number in unknown if _runs(_with_small(config, [number]))]
-    kept = [int(number.value) for number in unknown if number not in smaller and number.value <= _LONGEST]
+        smaller = [unknown_number for unknown_number in unknown if _runs(_with_small(config, [unknown_number]))]
+    lengths = [int(number.value) for number in unknown if number not in smaller and number.value <= _LONGEST]
     errors = [_ToyPair(_with_small(config, smaller), anatomy).compare(_SLICINGS[0])] if smaller else []
-    if kept:
-        length = max(kept) + TOY_LENGTH
-        cuts = TokenCuts((0, TOY_LENGTH, max(kept) - 1, length), (0, length))
+    if lengths:
+        length = max(lengths) + TOY_LENGTH
+        cuts = TokenCuts((0, TOY_LENGTH, max(lengths) - 1, length), (0, length))
         errors.append(_ToyPair(toy_config(config), anatomy).compare(cuts))
     return errors
 
@@ -197,10 +197,10 @@ def _longest_packed(pair: _ToyPair, config: PretrainedConfig) -> float:
         pair.compare(_DOCUMENTS)
         return inf
     except SlipstreamError:
-        own = toy_config(config, shrinks_numbers=False)
-    numbers = [n.value for n in token_numbers(own.get_text_config(), TOY_LENGTH) if n.value >= TOY_LENGTH]
+        toy = toy_config(config, shrinks_numbers=False)
+    numbers = [n.value for n in token_numbers(toy.get_text_config(), TOY_LENGTH) if n.value >= TOY_LENGTH]
     try:
-        _ToyPair(own, pair.anatomy).compare(_DOCUMENTS)
+        _ToyPair(toy, pair.anatomy).compare(_DOCUMENTS)
     except SlipstreamError:
         return 0
     return min(numbers, default=TOY_LENGTH) - 1
@@ -222,7 +222,7 @@ _LAST = 8  # tokens that are exchanged
 def check_causal(config: PretrainedConfig) -> None:
     """Raises SlipstreamError where the architecture is no causal LM, or a toy of it isn't. Not collective.
 
-    What keeps a toy from running is others' to say.
+    Other checks name the reason where a toy doesn't run.
     """
     check_is_causal_lm(config)
     try:
@@ -243,21 +243,21 @@ def _difference(config: PretrainedConfig) -> float:
     """Returns by how much the logits of a toy's first tokens change with its last ones, relative to the largest."""
     model, tokens = toy_model(config), toy_tokens(config)
     others = torch.cat([tokens[:, :-_LAST], tokens[:, -_LAST:].roll(1, dims=0)], dim=1)
-    first, second = (model(input_ids=each, use_cache=False).logits[:, :-_LAST] for each in (tokens, others))
+    first, second = (model(input_ids=ids, use_cache=False).logits[:, :-_LAST] for ids in (tokens, others))
     return float((first - second).abs().max() / first.abs().max())
 
 
 class LabelLoss(Enum):
-    """What transformers' mean loss is, as far as a toy shows."""
+    """The kind of transformers' mean loss, as far as a toy shows."""
 
-    NEXT = "the label of the next token"  # what slipstream computes
+    NEXT = "the label of the next token"  # as slipstream computes it
     SAME = "the label at the same place"  # labels that the caller has shifted: BART, Marian, Whisper
     OTHER = "something else"
     NONE = "nothing"  # it takes no labels, or fails with them
 
 
 def find_label_loss(config: PretrainedConfig) -> LabelLoss:
-    """Returns what the architecture's own loss is, by running a toy of it. Raises no error of the model's code."""
+    """Returns the kind of the architecture's own loss, by running a toy of it. Raises no error of the model's code."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), full_precision():
             return _find(config)
@@ -276,8 +276,8 @@ def _find(config: PretrainedConfig) -> LabelLoss:
         LabelLoss.NEXT: _mean(output.logits[:, :-1], tokens[:, 1:]),
         LabelLoss.SAME: _mean(output.logits, tokens),
     }
-    found = (kind for kind, each in candidates.items() if abs(each - output.loss) < _TOLERANCE * each)
-    return next(found, LabelLoss.OTHER)
+    kinds = (kind for kind, loss in candidates.items() if abs(loss - output.loss) < _TOLERANCE * loss)
+    return next(kinds, LabelLoss.OTHER)
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:

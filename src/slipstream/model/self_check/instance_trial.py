@@ -1,12 +1,12 @@
-"""Tries what a user changed of a model in memory: whether tokens, rows and layers may be computed apart.
+"""Tries a user's changes to a model in memory: whether tokens, rows and layers may be computed apart.
 
 One layer of each changed kind runs at its real width on a few tokens, on a copy with noise on its weights, so that a
 branch that begins at zero counts:
 
     every token a document of its own     one token changes, by a little and by a lot: all others keep their bits,
                                           and no gradient comes from them (attention passes nothing then)
-    slices against the whole, float64     what depends on a token's place in the slice, or on the number of tokens
-    changed layers in their chain,        what passes between layers beside the hidden states
+    slices against the whole, float64     dependence on a token's place in the slice, or on the number of tokens
+    changed layers in their chain,        messages between layers beside the hidden states
     then each alone
 """
 
@@ -46,7 +46,7 @@ _TOKENS = 12
 _CUTS = TokenCuts((0, 3, 8, 9, _TOKENS), (0, _TOKENS))  # one slice has a single token
 _ROW, _PLACES = 0, (5, 9)  # of the tokens that are changed
 _WORDS = 64  # of the vocabulary that are kept, as embedding and head may be larger than a layer
-_NARROW_TOLERANCE = 1e-2  # in float32: far above rounding, far below what a place in a slice makes of a token
+_NARROW_TOLERANCE = 1e-2  # in float32: far above rounding, far below the effect of a token's place in a slice
 _DIFFERS = "which draws random numbers or keeps a state, so that a second call gives another result"
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -82,10 +82,10 @@ class _EndedTrialError(Exception):
 def try_changes(
     given: GivenModel, model: PreTrainedModel, anatomy: ModelAnatomy, packs: bool, most_in_float64: int = 1 << 25
 ) -> TrialResult:
-    """Returns what of a changed model can't be computed apart. Not collective.
+    """Returns the parts of a changed model that can't be computed apart. Not collective.
 
-    `packs` says whether the architecture keeps packed documents apart, which shows what passes between tokens beside
-    attention. What fails when it is tried can't be computed apart either. Layers of more parameters than
+    `packs` says whether the architecture keeps packed documents apart, which shows messages between tokens beside
+    attention. A part that fails when it is tried can't be computed apart either. Layers of more parameters than
     `most_in_float64` are compared in float32, which takes half the memory.
     """
     anatomy = replace(anatomy, halves=(), separate_ends=frozenset(), shared=())
@@ -110,12 +110,12 @@ class _Trial:
         self._model, self._anatomy, self._packs, self._given = model, anatomy, packs, given
         self._layers = anatomy.layers_of(model)
         self._changes = {
-            index: found
+            index: within
             for index in range(len(self._layers))
-            if (found := given.changes_within(f"{anatomy.layers}.{index}"))
+            if (within := given.changes_within(f"{anatomy.layers}.{index}"))
         }
-        inside = {each for changes in self._changes.values() for each in changes}
-        self._elsewhere = [each for each in given.changes if each not in inside]
+        inside = {change for changes in self._changes.values() for change in changes}
+        self._elsewhere = [change for change in given.changes if change not in inside]
         self._deadline = time.thread_time() + _SECONDS
         self._device = next(model.parameters()).device
         vocabulary = min(_WORDS, model.config.get_text_config().vocab_size)
@@ -130,21 +130,21 @@ class _Trial:
         kinds: dict[object, int] = {}
         for index in self._changes:
             kinds.setdefault(tuple(_described(self._layers[index])), index)
-        found = passing
+        result = passing
         for index in kinds.values() or (0,):
             tried = self._try_layer(index)
-            found = replace(found, tokens=found.tokens or tried.tokens, rows=found.rows or tried.rows)
-        return found
+            result = replace(result, tokens=result.tokens or tried.tokens, rows=result.rows or tried.rows)
+        return result
 
     def _try_layer(self, index: int) -> TrialResult:
-        """Returns why a layer, with what is changed outside of the layers, can't compute tokens or rows apart."""
+        """Returns why a layer, with the changes outside of the layers, can't compute tokens or rows apart."""
         blamed = _named([*self._changes.get(index, ()), *self._elsewhere])
-        found = TrialResult()
+        result = TrialResult()
         if self._packs:
-            found = self._try_tokens(index, blamed, torch.equal, None)
-            if found.tokens:
+            result = self._try_tokens(index, blamed, torch.equal, None)
+            if result.tokens:
                 # Kernels may round a row in another way where another row is another: not in float64 to this degree.
-                found = self._try_tokens(index, blamed, _are_close, torch.float64)
+                result = self._try_tokens(index, blamed, _are_close, torch.float64)
         self._check_time(blamed)
         wide = self._dtype_to_compare(index)
         bound = TOLERANCE if wide == torch.float64 else _NARROW_TOLERANCE
@@ -155,15 +155,15 @@ class _Trial:
             whole = run_whole(model, self._anatomy, self._tokens, _CUTS)
             rows = [run_whole(model, self._anatomy, row[None], _CUTS).outputs for row in self._tokens]
             apart = {place: torch.cat([row[place] for row in rows]) for place in whole.outputs}
-            if not found.rows and _differ(apart, whole.outputs, bound):
-                found = replace(found, rows=f"{blamed}, which computes a sequence alone in another way")
-            if not found.tokens:
+            if not result.rows and _differ(apart, whole.outputs, bound):
+                result = replace(result, rows=f"{blamed}, which computes a sequence alone in another way")
+            if not result.tokens:
                 sliced = run_sliced([self._stage(copy_with_shared_weights(model))], self._anatomy, self._tokens, _CUTS)
                 pairs = (sliced.outputs, whole.outputs), (sliced.gradients, whole.gradients)
                 if any(_differ(*pair, bound) for pair in pairs):
                     message = f"{blamed}, which computes a slice in another way than the whole sequence"
-                    found = replace(found, tokens=message)
-        return found
+                    result = replace(result, tokens=message)
+        return result
 
     def _try_tokens(
         self, index: int, blamed: str, same: Callable[[Tensor, Tensor], bool], dtype: torch.dtype | None
@@ -171,7 +171,7 @@ class _Trial:
         """Returns why tokens, each a document of its own, have a part in others' outputs or gradients."""
         model = self._copy({index}, dtype)
         stage = self._stage(model)
-        inside = [each.module for each in (*self._changes.get(index, ()), *self._elsewhere) if each.module]
+        inside = [change.module for change in (*self._changes.get(index, ()), *self._elsewhere) if change.module]
         run = _TokenRun(stage, index, self._tokens, [model.get_submodule(name) for name in dict.fromkeys(inside)])
         generator = torch.Generator().manual_seed(1)
         hidden = torch.randn(run.shape, generator=generator).to(self._device, run.dtype)
@@ -188,7 +188,7 @@ class _Trial:
         row, places = _ROW, list(_PLACES)
         mixes_tokens = f"{blamed}, which mixes tokens of a sequence"
         mixes_rows = TrialResult(*[f"{blamed}, which mixes the sequences of a batch"] * 2)
-        found = TrialResult()
+        result = TrialResult()
         others = torch.ones(2, _TOKENS, dtype=torch.bool, device=self._device)
         others[row, places] = False
         trials = [(run.outputs(_scaled(hidden), scales_parts=True), first)]
@@ -201,17 +201,17 @@ class _Trial:
                 if not same(output[1 - row], before[1 - row]):
                     return mixes_rows
                 if not same(output[others], before[others]):
-                    found = TrialResult(mixes_tokens)
+                    result = TrialResult(mixes_tokens)
         # 3. Gradients: none comes back from others' outputs.
         if not same(run.gradient(hidden, others)[row, places], torch.zeros_like(hidden[row, places])):
             others[row] = False
             if not same(run.gradient(hidden, others)[row], torch.zeros_like(hidden[row])):
                 return mixes_rows
-            found = TrialResult(mixes_tokens)
-        return found
+            result = TrialResult(mixes_tokens)
+        return result
 
     def _passing(self) -> TrialResult:
-        """Returns why layers, or their halves, can't run on different ranks: what passes between those that differ."""
+        """Returns why layers, or their halves, can't run on different ranks: the messages between those that differ."""
         layers = [f"{self._anatomy.layers}.{index}" for index in self._changes]
         named = zip(layers, (self._layers[index] for index in self._changes), strict=True)
         children = [f"{name}.{child}" for name, layer in named for child, _ in layer.named_children()]
@@ -240,11 +240,11 @@ class _Trial:
                 self._check_time(_named(self._elsewhere))
                 if calls[name]:
                     args, kwargs, expected = calls[name]
-                    found, again = (tree_leaves(parts[name](*args, **kwargs)) for _ in range(2))
-                    if not all(map(_is_same_leaf, found, again)):
+                    leaves, again = (tree_leaves(parts[name](*args, **kwargs)) for _ in range(2))
+                    if not all(map(_is_same_leaf, leaves, again)):
                         changes = self._given.changes_within(name) or self._given.changes
                         raise _EndedTrialError(TrialResult(again=f"{_named(changes)}, {_DIFFERS}"))
-                    if not all(map(_is_same_leaf, found, tree_leaves(expected))):
+                    if not all(map(_is_same_leaf, leaves, tree_leaves(expected))):
                         reason = f"{name} takes more than its input from other modules, as through a hook"
                         return TrialResult(halves=reason, layers="" if name in children else reason)
         return TrialResult()
@@ -255,34 +255,34 @@ class _Trial:
         """Returns the model with the layers `kept` alone, in `dtype`. Weights of theirs that get noise are copied,
         unless it `shares` them, and those of another dtype; all others are the model's, without gradients."""
         tried = [self._layers[index] for index in kept]
-        tried += [self._model.get_submodule(each.module) for each in self._elsewhere if not self._holds_layers(each)]
-        own = {id(each) for part in tried for each in (*part.parameters(), *part.buffers())}
+        tried += [self._model.get_submodule(c.module) for c in self._elsewhere if not self._holds_layers(c)]
+        ids = {id(t) for part in tried for t in (*part.parameters(), *part.buffers())}
         generator = torch.Generator().manual_seed(2)
         # of a large layer, gradients of small parameters tell, as gates are; of single tokens, those of inputs
         largest = 0 if not trains else sys.maxsize if dtype == torch.float64 else 1 << 20
         memo: dict[int, Any] = {}
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             copied = tensor.detach()
-            if id(tensor) in own:
+            if id(tensor) in ids:
                 if dtype is not None and copied.is_floating_point():
                     copied = copied.to(dtype)
                 if not shares:
                     copied = _with_noise(copied, generator)
-                    # What a forward may write to is always a copy.
+                    # A tensor that a forward may write to is always a copy.
                     copied = copied if isinstance(tensor, nn.Parameter) else copied.clone()
             if isinstance(tensor, nn.Parameter):
-                is_compared = id(tensor) in own and copied.is_floating_point() and copied.numel() <= largest
+                is_compared = id(tensor) in ids and copied.is_floating_point() and copied.numel() <= largest
                 copied = nn.Parameter(copied, requires_grad=is_compared)
             memo[id(tensor)] = copied
         for end in () if shares else (self._model.get_input_embeddings(), self._model.get_output_embeddings()):
-            if type(end) in (nn.Embedding, nn.Linear) and own.isdisjoint(map(id, end.parameters())):
+            if type(end) in (nn.Embedding, nn.Linear) and ids.isdisjoint(map(id, end.parameters())):
                 for tensor in end.parameters():
                     memo[id(tensor)] = nn.Parameter(tensor.detach()[:_WORDS], requires_grad=False)
         for index, layer in enumerate(self._layers):
             if index not in kept:
                 memo[id(layer)] = PassThrough(layer, self._anatomy.tuple_length)
         (model,) = copy_modules([self._model], memo)
-        for embedding in (each for each in model.modules() if isinstance(each, nn.Embedding)):
+        for embedding in (module for module in model.modules() if isinstance(module, nn.Embedding)):
             if embedding.padding_idx is not None and embedding.padding_idx >= len(embedding.weight):
                 embedding.padding_idx = None
         for index in kept:
@@ -317,7 +317,7 @@ class _TokenRun:
     def __init__(self, stage: CausalLMStage, index: int, tokens: Tensor, parts: Sequence[nn.Module]) -> None:
         self._stage, self._tokens = stage, tokens
         layer = stage.layers[index]
-        self._hidden: Tensor | None = None  # what the layer is given; None: what the model gives it
+        self._hidden: Tensor | None = None  # the layer's input; None: the one in the model
         self._scales_parts = False
         for part in parts:
             part.register_forward_pre_hook(self._scale, with_kwargs=True, prepend=True)
@@ -331,8 +331,8 @@ class _TokenRun:
     def outputs(
         self, hidden: Tensor | None, tokens: Tensor | None = None, scales_parts: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Returns the layer's output (2, T, hidden) and the logits (2, T, vocabulary); it may scale what is given to
-        the parts, too."""
+        """Returns the layer's output (2, T, hidden) and the logits (2, T, vocabulary); it may scale the parts' inputs,
+        too."""
         self._scales_parts = scales_parts
         logits = self._run(hidden, tokens)
         self._scales_parts = False
@@ -356,13 +356,13 @@ class _TokenRun:
         return TokenSlice(tokens, torch.zeros_like(tokens), starts, start=0, length=tokens.shape[1], max_position=0)
 
     def _scale(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = (args or (*kwargs.values(), None))[0]
-        if not self._scales_parts or not isinstance(given, Tensor) or not given.is_floating_point():
+        value = (args or (*kwargs.values(), None))[0]
+        if not self._scales_parts or not isinstance(value, Tensor) or not value.is_floating_point():
             return None
-        rows = given.numel() // given.shape[-1] if given.dim() > 1 else 0
+        rows = value.numel() // value.shape[-1] if value.dim() > 1 else 0
         is_by_token = rows == self._tokens.numel()  # (2, T, n) or, as of experts, (2 T, n)
-        shape = *self._tokens.shape, given.shape[-1] if given.dim() else 0
-        return with_hidden_states(args, kwargs, _scaled(given.view(shape)).view_as(given)) if is_by_token else None
+        shape = *self._tokens.shape, value.shape[-1] if value.dim() else 0
+        return with_hidden_states(args, kwargs, _scaled(value.view(shape)).view_as(value)) if is_by_token else None
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if self._hidden is None else with_hidden_states(args, kwargs, self._hidden)
@@ -378,7 +378,7 @@ def _differ(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float)
 
 
 def _with_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a copy with noise of what is small or constant, as what begins at zero or one is; all else as it is: a
+    """Returns a copy with noise if it is small or constant, as one that begins at zero or one is; else as it is: a
     second copy of a large layer's weights would take its memory once more."""
     is_noisy = tensor.is_floating_point() and (tensor.numel() <= 1 << 16 or bool(tensor.min() == tensor.max()))
     return tensor + (torch.randn(tensor.shape, generator=generator) * 0.1).to(tensor) if is_noisy else tensor
@@ -408,7 +408,7 @@ def _is_same_leaf(found: Any, expected: Any) -> bool:
 
 
 def _drop_nothing(model: nn.Module) -> None:
-    """Switches off what draws random numbers in training by the model's own settings, which the pipeline keys."""
+    """Switches off random draws in training by the model's own settings, which the pipeline keys."""
     for module in model.modules():
         for name, value in vars(module).items():
             is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
@@ -427,19 +427,19 @@ def _python_draws_kept() -> Iterator[None]:
 
 
 def _states(model: nn.Module) -> list[object]:
-    """Returns what tells whether code drew random numbers, or kept plain values, in modules, hooks or closures."""
-    found: list[object] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())]
+    """Returns states that tell whether code drew random numbers, or kept plain values, in modules or closures."""
+    states: list[object] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state())]
     for module in model.modules():
-        found += [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)]
-        found += [buffer.detach().cpu().clone().numpy().tobytes() for buffer in _plain_buffers(module)]
+        states += [(name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN)]
+        states += [buffer.detach().cpu().clone().numpy().tobytes() for buffer in _plain_buffers(module)]
         for function in _own_functions(module):
-            found += _values(function, 3)
-    return found
+            states += _values(function, 3)
+    return states
 
 
 def _plain_buffers(module: nn.Module) -> Iterable[Tensor]:
-    kept = (each for each in module._buffers.values() if each is not None and each.numel() <= 1 << 20)
-    return (each.view(torch.uint8) if each.dim() and each.is_contiguous() else each.float() for each in kept)
+    buffers = (b for b in module._buffers.values() if b is not None and b.numel() <= 1 << 20)
+    return (b.view(torch.uint8) if b.dim() and b.is_contiguous() else b.float() for b in buffers)
 
 
 def _own_functions(module: nn.Module) -> Iterator[Any]:
@@ -459,7 +459,7 @@ def _values(value: Any, depth: int) -> list[object]:
     inner: list[Any] = []
     if isinstance(value, FunctionType):
         inner = [_cell(cell) for cell in value.__closure__ or ()] + [*(value.__defaults__ or ())]
-        inner += [each for each in global_values(value).values() if not isinstance(each, FunctionType)]
+        inner += [item for item in global_values(value).values() if not isinstance(item, FunctionType)]
     elif isinstance(value, MethodType):
         inner = [value.__func__, value.__self__]
     elif isinstance(value, partial):
@@ -470,7 +470,7 @@ def _values(value: Any, depth: int) -> list[object]:
         inner = [len(value), *value]
     elif hasattr(value, "__dict__") and not isinstance(value, ModuleType):
         inner = [*vars(value).values()]
-    return [each for part in inner for each in _values(part, depth - 1)]
+    return [item for part in inner for item in _values(part, depth - 1)]
 
 
 def _cell(cell: Any) -> Any:
@@ -481,7 +481,7 @@ def _cell(cell: Any) -> Any:
 
 
 def _described(layer: nn.Module) -> Iterator[object]:
-    """Yields what makes two layers of one kind: the types of their modules, and the code attached to each."""
+    """Yields the key that two layers of one kind share: the types of their modules, and the code attached to each."""
     places = {id(module): name for name, module in layer.named_modules(remove_duplicate=False)}
 
     def describe(value: Any, depth: int) -> object:
@@ -491,11 +491,11 @@ def _described(layer: nn.Module) -> Iterator[object]:
             return "part", places[id(value)]
         if depth and isinstance(value, FunctionType):
             cells = tuple(describe(_cell(cell), depth - 1) for cell in value.__closure__ or ())
-            return value.__code__, cells, tuple(describe(each, depth - 1) for each in value.__defaults__ or ())
+            return value.__code__, cells, tuple(describe(default, depth - 1) for default in value.__defaults__ or ())
         if depth and isinstance(value, MethodType):
             return describe(value.__func__, depth), describe(value.__self__, depth - 1)
         if depth and isinstance(value, partial):
-            return describe(value.func, depth - 1), tuple(describe(each, depth - 1) for each in value.args)
+            return describe(value.func, depth - 1), tuple(describe(argument, depth - 1) for argument in value.args)
         return id(value)
 
     for name, module in layer.named_modules(remove_duplicate=False):

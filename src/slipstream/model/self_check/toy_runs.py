@@ -1,6 +1,6 @@
-"""Runs a toy whole and in stages and slices, and finds what its layers carry from token to token.
+"""Runs a toy whole and in stages and slices, and finds the states that its layers carry from token to token.
 
-Finds what an architecture's layers carry from token to token besides keys and values, which slices don't carry.
+These are the states besides keys and values, which slices don't carry.
 
 Nothing is compared: a layer that never attends through transformers' interface, or that asks the cache for a state of
 its own, can't be sliced at any size. So this holds where the self-check is switched off, too.
@@ -85,7 +85,7 @@ class ToyRun:
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    paths: tuple[frozenset[str], ...] = ()  # by layer of a sliced run: through what it sees the tokens before a slice
+    paths: tuple[frozenset[str], ...] = ()  # by layer of a sliced run: how it sees the tokens before a slice
 
 
 def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cuts: TokenCuts) -> ToyRun:
@@ -95,10 +95,10 @@ def run_whole(model: PreTrainedModel, anatomy: ModelAnatomy, tokens: Tensor, cut
     model.zero_grad()
     with _recording(layers, range(len(layers)), outputs):
         logits = [model(input_ids=tokens[:, a:b], use_cache=False).logits for a, b in pairwise(cuts.documents)]
-    outputs["logits"] = [each.detach() for each in logits]
+    outputs["logits"] = [tensor.detach() for tensor in logits]
     whole = torch.cat(logits, dim=1)
     torch.autograd.backward(whole, output_weights(whole))
-    named = [each for each in model.named_parameters(remove_duplicate=False) if each[0] not in anatomy.second_names]
+    named = [pair for pair in model.named_parameters(remove_duplicate=False) if pair[0] not in anatomy.second_names]
     gradients = {name: p.grad.to_dense().clone() for name, p in named if p.grad is not None}
     return ToyRun(_joined(outputs, anatomy), gradients)
 
@@ -136,7 +136,7 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
     """Runs the stages on every slice: forwards, then backwards in reverse order."""
     stores = [ContextStore(cuts.length) for _ in stages]
     outputs: _Slices = defaultdict(list)
-    runs: list[list[tuple[Tensors, Tensors]]] = []  # of each slice, what each stage received and sent
+    runs: list[list[tuple[Tensors, Tensors]]] = []  # of each slice, the tensors that each stage received and sent
     for stage in stages:
         stage.model.zero_grad()
         for tied in stage.tied:
@@ -147,7 +147,7 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
         sent: Tensors = ()
         ends: list[tuple[Tensors, Tensors]] = []
         for stage, store in zip(stages, stores, strict=True):
-            received = tuple(each.detach().requires_grad_(each.is_floating_point()) for each in sent)
+            received = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in sent)
             with _recording(anatomy.layers_of(stage.model), stage.layers_here, outputs):
                 computed = stage.compute(piece, received, store)
             sent = computed if isinstance(computed, tuple) else (computed,)
@@ -161,9 +161,9 @@ def run_sliced(stages: list[CausalLMStage], anatomy: ModelAnatomy, tokens: Tenso
     for ends, gradient in reversed(list(zip(runs, weights, strict=True))):
         gradients: Tensors = (gradient,)
         for received, sent in reversed(ends):
-            reached = [(each, grad) for each, grad in zip(sent, gradients, strict=True) if each.requires_grad]
-            torch.autograd.backward([each for each, _ in reached], [grad for _, grad in reached])
-            gradients = tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in received)
+            reached = [(tensor, grad) for tensor, grad in zip(sent, gradients, strict=True) if tensor.requires_grad]
+            torch.autograd.backward([tensor for tensor, _ in reached], [grad for _, grad in reached])
+            gradients = tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received)
     return ToyRun(_joined(outputs, anatomy), _stage_gradients(stages), paths)
 
 
@@ -189,7 +189,7 @@ def _joined(outputs: _Slices, anatomy: ModelAnatomy) -> dict[str, Tensor]:
 
 
 def _paths(stage: CausalLMStage, store: ContextStore) -> Iterator[frozenset[str]]:
-    """Yields what each layer of a stage has in the store after forwards: kinds of attention and of carried states."""
+    """Yields each layer's entries in the store after a stage's forwards: kinds of attention and of carried states."""
     for index, layer in zip(stage.layers_here, stage.layers, strict=True):
         kind = "own attention" if stage.attends_itself else "attention"
         attends = {kind} if _attentions(index, layer, store) else set()
@@ -215,9 +215,9 @@ def _stage_gradients(stages: list[CausalLMStage]) -> dict[str, Tensor]:
     for stage in stages:
         gradients |= {name: p.grad.to_dense() for name, p in stage.named_parameters() if p.grad is not None}
         for tied in stage.tied:
-            for each in tied.accumulators:
-                if each is not tied.parameter and each.grad is not None:
-                    gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + each.grad.to_dense()
+            for accumulator in tied.accumulators:
+                if accumulator is not tied.parameter and accumulator.grad is not None:
+                    gradients[tied.name] = gradients.get(tied.name, torch.zeros(())) + accumulator.grad.to_dense()
     return gradients
 
 
@@ -270,8 +270,8 @@ class _ToyInSlices:
         """Returns whether layers carry states between slices. Raises SlipstreamError where slices can't be exact."""
         for place, output in self._whole.items():
             if _SLICES.length not in output.shape[:-1]:  # residual streams may be another dimension
-                given = f"{place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
-                raise SlipstreamError(f"{given}, so it can't be cut between tokens")
+                shape_text = f"{place} has the shape {tuple(output.shape)} for {_SLICES.length} tokens"
+                raise SlipstreamError(f"{shape_text}, so it can't be cut between tokens")
         store, outputs, failed = ContextStore(_SLICES.length), {}, None
         try:
             owned, model = LayerRange(0, len(self._layers)), copy_with_shared_weights(self._model)
@@ -296,7 +296,7 @@ class _ToyInSlices:
     def _check_layers(self, outputs: Mapping[str, Tensor], carrying: frozenset[int]) -> None:
         """Raises SlipstreamError for the first layer that sees earlier tokens neither by attention nor by a state.
 
-        Layers without either may treat every token alone. What attention gets wrong is the comparison's to say.
+        Layers without either may treat every token alone. Errors of attention are found by the comparison.
         """
         for index, layer in enumerate(self._layers):
             if self._is_exact(f"layer {index}", outputs):
