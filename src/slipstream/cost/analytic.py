@@ -95,11 +95,11 @@ class AnalyticCosts:
     Args:
         tensor_parallel: ranks that share every layer, next to each other; it divides the attention heads.
         microbatch_size: sequences of a microbatch.
-        sequence_parallel: whether tensor-parallel ranks share the tokens of what they would otherwise all compute and
-            keep: norms, residuals (Korthikanti et al. 2022). What a matrix product reads is gathered and kept whole.
+        sequence_parallel: whether tensor-parallel ranks share the tokens of tensors that all would else compute and
+            keep: norms, residuals (Korthikanti et al. 2022). Inputs of matrix products are gathered and kept whole.
         context_parallel: ranks that share every slice, each with some of its tokens.
         expert_parallel: ranks over which experts are spread; without, tensor-parallel ranks share each of them.
-        context_exchange: what context-parallel ranks exchange around attention, "heads" for tokens or "keys".
+        context_exchange: the exchange of context-parallel ranks around attention, "heads" for tokens or "keys".
     """
 
     model: ModelCount
@@ -149,7 +149,7 @@ class AnalyticCosts:
         if op in BACKWARDS and not part.has_backward:
             return 0.0
         if op is Op.B:
-            return sum(self.part_seconds(part, each, length, context) for each in (Op.I, Op.W))
+            return sum(self.part_seconds(part, half, length, context) for half in (Op.I, Op.W))
         exchanged = sum(self._part_exchanges(part, op, length))
         op = Op.F if op is Op.R else op
         device, tokens, count = self.cluster.device, self._tokens(length), part.ops[op]
@@ -159,27 +159,25 @@ class AnalyticCosts:
         return busy + exchanged
 
     def _tokens(self, length: Any) -> Any:
-        """Returns a rank's tokens of a slice, of all sequences of the microbatch."""
         return self.microbatch_size * length / self.context_parallel
 
     def _moved_bytes(self, part: PartCount, amount: Amount, tokens: Any) -> Any:
-        """Returns a rank's share of the bytes that kernels move; what doesn't grow with the tokens is weights."""
+        # The bytes that don't grow with the tokens are of weights.
         return amount.per_token * tokens / self.tensor_parallel + amount.constant * self._weights_share(part)
 
     def _weights_share(self, part: PartCount) -> float:
-        """Returns the share of a part's parameters that one rank holds."""
         return self.degrees.held(part.num_parameters, part.num_in_experts) / max(1, part.num_parameters)
 
     def product_seconds(self, part: PartCount, count: OpCount, tokens: Any) -> Any:
-        """Returns the time of the matrix products. What they read and write isn't hidden behind what they compute, and
-        in a last wave half of the device has nothing to do: so a product of short slices, or narrow as t ranks share
-        it, computes for less of its time."""
+        """Returns the time of the matrix products. Their reads and writes aren't hidden behind their arithmetic, and in
+        a last wave half of the device has nothing to do: so a product of short slices, or narrow as t ranks share it,
+        computes for less of its time."""
         read = count.matmul_bytes
         whole = min(count.num_matmuls * self.model.hidden_size * self.model.dtype_bytes, read.per_token)
         shared = (read.per_token - whole) * tokens / self.tensor_parallel + read.constant * self._weights_share(part)
         moved = (whole * tokens + shared) / self.cluster.device.bytes_per_second
         device, dtype = self.cluster.device, self.model.dtype
-        # of products over what ranks share, each adds up its part, but all the tokens for the gradient of a weight
+        # of products over shared dimensions, each adds up its part, but all the tokens for the gradient of a weight
         depth = count.hidden_depth.at(tokens) + count.other_depth.per_token * tokens
         depth = depth + count.other_depth.constant / self.tensor_parallel
         computed = count.flops.at(tokens) / (self.tensor_parallel * device.matmul_flops(dtype))
@@ -214,7 +212,6 @@ class AnalyticCosts:
 
     @property
     def _token_parts(self) -> int:
-        """The tensor-parallel ranks that share the tokens of tensors as wide as the hidden state."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
     def exchange_seconds(self, layers: Stage, op: Op, length: Any) -> tuple[Any, ...]:
@@ -233,13 +230,13 @@ class AnalyticCosts:
         """Returns the time of a layer's exchanges around attention: all-to-alls of queries, keys and values together,
         of which several ranks get the same heads where there are fewer, and of outputs; or one to gather keys and
         values, or sums of their gradients, which a replay finds in the context."""
-        ranks, each, seconds = self.context_parallel, self.model.dtype_bytes, 0.0
+        ranks, itemsize, seconds = self.context_parallel, self.model.dtype_bytes, 0.0
         for call in part.attentions if ranks > 1 else ():
             queries, keys = call.num_heads / self.tensor_parallel, ranks * self._key_heads(call)
             both = keys * (call.key_width + call.value_width)
-            sent = [(queries * call.key_width + both) * each, queries * call.value_width * each]
+            sent = [(queries * call.key_width + both) * itemsize, queries * call.value_width * itemsize]
             if self._gathers_keys:
-                sent = [] if op is Op.R else [both * (each if op is Op.F else max(4, each))]
+                sent = [] if op is Op.R else [both * (itemsize if op is Op.F else max(4, itemsize))]
             for size in sent:
                 seconds = seconds + self.cluster.all_to_all_seconds(
                     self._tokens(length) * size, ranks, self.tensor_parallel
@@ -252,7 +249,6 @@ class AnalyticCosts:
 
     @property
     def _head_ranks(self) -> int:
-        """The ranks that share the heads of a layer in attention."""
         return self.tensor_parallel * (1 if self._gathers_keys else self.context_parallel)
 
     def _part_expert_seconds(self, part: PartCount, length: Any) -> Any:
@@ -262,8 +258,8 @@ class AnalyticCosts:
             return 0.0
         rows = self._tokens(length) * part.experts_per_token / self.tensor_parallel
         sent = rows * self.model.hidden_size * self.model.dtype_bytes
-        each = partial(self.cluster.all_to_all_seconds, size=self.expert_parallel, stride=self.tensor_parallel)
-        return each(0.0) + 2 * each(sent)
+        exchange = partial(self.cluster.all_to_all_seconds, size=self.expert_parallel, stride=self.tensor_parallel)
+        return exchange(0.0) + 2 * exchange(sent)
 
     def _part_reduce_seconds(self, part: PartCount, op: Op, length: Any) -> Any:
         """Returns the time of all-reduces between tensor-parallel ranks: of a layer's two outputs or two gradients.
@@ -275,7 +271,6 @@ class AnalyticCosts:
 
     @staticmethod
     def _num_regions(part: PartCount) -> int:
-        """Returns how many times a layer's ranks compute apart and then add up: once in each half."""
         return 1 if part.is_half else 2 if part.attentions else 0
 
     def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
@@ -284,12 +279,13 @@ class AnalyticCosts:
         if op is Op.W or (op is Op.I and not call.has_gradient):
             return 0.0
         device, heads = self.cluster.device, call.num_heads / self._head_ranks
-        own = -(-length // self.context_parallel) if self._gathers_keys else length  # of the rank with the last ones
-        num_scores = call.window.scores(context + length) - call.window.scores(context + length - own)
+        # Of the rank with the last queries.
+        queries = -(-length // self.context_parallel) if self._gathers_keys else length
+        num_scores = call.window.scores(context + length) - call.window.scores(context + length - queries)
         scores = heads * (self.microbatch_size * num_scores)
         keys, values = (-(-width // _HEAD_WIDTHS) * _HEAD_WIDTHS for width in (call.key_width, call.value_width))
         width = keys + values if op is Op.F else 3 * keys + 2 * values  # backward: S, dP, dV, dQ, dK
-        computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * own)
+        computed = 2 * scores * width / device.attention_flops(self.model.dtype, self.microbatch_size * queries)
         if op is Op.F:
             return computed
         read = call.window.context_keys(context)
@@ -303,22 +299,21 @@ class AnalyticCosts:
         if not self._gathers_keys:
             return 0.0
         even, total = replace(self, context_exchange="heads"), 0.0
-        for number, part in self.model.counted(layers):
+        for count, part in self.model.counted(layers):
             for call, op in product(part.attentions, (Op.F, Op.I)):
-                each = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
-                total += number * max(0.0, float(each[0] - each[1]))
+                seconds = [costs.attention_seconds(call, op, length, 0) for costs in (self, even)]
+                total += count * max(0.0, float(seconds[0] - seconds[1]))
         return total
 
     def _key_heads(self, call: AttentionCall) -> int:
-        """Returns the heads of keys and values that one rank has in attention."""
         return call.key_heads_of_rank(self._head_ranks)
 
     def optimizer_step_seconds(self, layers: Stage, shards: int = 1) -> float:
         """Returns the time of AdamW whose state is spread over `shards` ranks: it reads and writes the trained
         parameters and its state, and reads gradients."""
-        state, number = StateBytes.of(self.model.dtype), self.num_trained(layers)
-        written = state.weights * number + state.optimizer * self.num_optimized(layers, shards)
-        return (2 * written + state.gradients * number) / self.cluster.device.bytes_per_second
+        state, num_trained = StateBytes.of(self.model.dtype), self.num_trained(layers)
+        written = state.weights * num_trained + state.optimizer * self.num_optimized(layers, shards)
+        return (2 * written + state.gradients * num_trained) / self.cluster.device.bytes_per_second
 
     def gradient_seconds(self, layers: Stage, copies: int, shards: int = 1) -> float:
         """Returns the time in which a stage's gradients are reduced over the `copies`, ranks with the same weights that
@@ -327,7 +322,7 @@ class AnalyticCosts:
         return once if shards > 1 else 2 * once
 
     def gather_seconds(self, layers: Stage, shards: int) -> float:
-        """Returns the time in which the ranks of a sharded optimizer gather what each of them has updated."""
+        """Returns the time in which the ranks of a sharded optimizer gather the updated parameters."""
         return self._between_copies(layers, StateBytes.of(self.model.dtype).weights, shards)
 
     def _between_copies(self, layers: Stage, num_bytes: float, copies: int) -> float:
@@ -397,13 +392,13 @@ class AnalyticCosts:
         return (total - in_experts) / self.tensor_parallel, in_experts / ranks
 
     def activation_bytes(self, layers: Stage, length: int) -> float:
-        """Returns what a slice's F keeps for its backward without recomputation, except keys and values.
+        """Returns the bytes that a slice's F keeps for its backward without recomputation, except keys and values.
 
         Every tensor-parallel rank has the whole of tensors as wide as the hidden state, and a part of all others. Where
         ranks share tokens it has a part of those too, but for the gathered inputs of matrix products.
         """
         total = 0.0
-        for number, part in self.model.counted(layers):
+        for count, part in self.model.counted(layers):
             wide = min(part.wide_activation_bytes, part.activation_bytes)
             per_token = self._wide_bytes(part, wide) + (part.activation_bytes - wide) / self.tensor_parallel
             if self.context_parallel > 1 and part.has_backward and not self._gathers_keys:
@@ -411,35 +406,35 @@ class AnalyticCosts:
                 outputs = sum(call.num_heads * call.value_width for call in part.attentions)
                 per_token += outputs * self.model.dtype_bytes / self.tensor_parallel
             states = part.state_bytes if part.has_backward else 0.0
-            total += number * (self._tokens(length) * per_token + self.microbatch_size * states)
+            total += count * (self._tokens(length) * per_token + self.microbatch_size * states)
         return total
 
     def _wide_bytes(self, part: PartCount, wide: float) -> float:
-        """Returns what a rank keeps of a token's tensors that are as wide as the hidden state."""
+        """Returns the bytes that a rank keeps of a token's tensors that are as wide as the hidden state."""
         num_gathered = self._num_regions(part) or int(part is self.model.head)
         gathered = min(wide, num_gathered * self.model.hidden_size * self.model.dtype_bytes)
         return gathered + (wide - gathered) / self._token_parts
 
     def kept_bytes(self, layers: Stage, recompute: str, length: int) -> float:
-        """Returns what F keeps of it until R: states that it leaves to the next slice, the stage's input, which for the
-        first stage are tokens; with "selective" also the outputs of matrix products and attention. With "full", what
-        it keeps until the backward."""
+        """Returns the bytes that F keeps of it until R: states that it leaves to the next slice, the stage's input,
+        which for the first stage are tokens; with "selective" also the outputs of matrix products and attention. With
+        "full", those that it keeps until the backward."""
         if not self.has_backward(layers):
             return 0.0
         if recompute == "full":
-            own = all_of(layers_with_backward(self, layers))
-            states = sum(number * part.state_bytes for number, part in self.model.counted(own))
+            with_backward = all_of(layers_with_backward(self, layers))
+            states = sum(count * part.state_bytes for count, part in self.model.counted(with_backward))
             return kept_by_layers(self, layers, length) + self.microbatch_size * states
-        kept = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
+        kept_bytes = float(self.message_bytes(length)) if self.model.parts_of(layers).start else 0.0
         if recompute == "selective":
             counted = self.model.counted(layers)
-            products = sum(number * part.product_bytes for number, part in counted if part.has_backward)
-            kept += self._tokens(length) * products / self.tensor_parallel
-        states = sum(number * part.state_bytes for number, part in self.model.counted(layers))
-        return kept + self.microbatch_size * states
+            products = sum(count * part.product_bytes for count, part in counted if part.has_backward)
+            kept_bytes += self._tokens(length) * products / self.tensor_parallel
+        states = sum(count * part.state_bytes for count, part in self.model.counted(layers))
+        return kept_bytes + self.microbatch_size * states
 
     def action_bytes(self, layers: Stage, length: int) -> ActionBytes:
-        """Returns what the actions of a slice keep, and hold while they run."""
+        """Returns the bytes that a slice's actions keep, and those in use while they run."""
         made = 2 * float(self.message_bytes(length)) + self.logits_gradient_bytes(layers, length)
         made = made if self.has_backward(layers) else 0.0
         num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
@@ -448,7 +443,7 @@ class AnalyticCosts:
 
     def context_bytes(self, layers: Stage, length: int) -> float:
         """Returns the keys and values of `length` tokens, kept from a microbatch's first F to its last backward."""
-        per_token = sum(number * self._keys_bytes(part) for number, part in self.model.counted(layers))
+        per_token = sum(count * self._keys_bytes(part) for count, part in self.model.counted(layers))
         return self.microbatch_size * length * per_token
 
     def _keys_bytes(self, part: PartCount) -> float:
@@ -459,7 +454,7 @@ class AnalyticCosts:
     def context_gradient_bytes(self, layers: Stage, length: int) -> float:
         """Returns their gradients in float32, kept from a microbatch's first backward to its last."""
         counted = self.model.counted(layers)
-        per_token = sum(number * self._keys_bytes(part) for number, part in counted if part.has_context_gradient)
+        per_token = sum(count * self._keys_bytes(part) for count, part in counted if part.has_context_gradient)
         return self.microbatch_size * length * per_token * 4 / self.model.dtype_bytes
 
     def logits_gradient_bytes(self, layers: Stage, length: int) -> float:
@@ -474,8 +469,8 @@ class AnalyticCosts:
         return 0.0 * np.asarray(length)  # devices compute while others copy
 
     def message_bytes(self, length: Any) -> Any:
-        """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back; what one
-        rank takes of it, where ranks share the tokens."""
+        """Returns the message of a slice to the next stage, b T h elements, as large as its gradient back; one rank's
+        part of it, where ranks share the tokens."""
         return self._hidden_bytes(length) / self._token_parts
 
     def _hidden_bytes(self, length: Any) -> Any:

@@ -50,20 +50,20 @@ class PlausibleRange:
     def __call__(self, value: Any, where: str) -> float:
         """Returns a plausible number, which YAML may have read as text (25e9); raises for any other value."""
         try:
-            number = float(value)
+            amount = float(value)
         except (TypeError, ValueError):
             raise SlipstreamError(f"{where} is {value!r}: give {self.unit}, a number.") from None
-        if isinstance(value, bool) or not isfinite(number) or not self.least <= number <= self.most:
+        if isinstance(value, bool) or not isfinite(amount) or not self.least <= amount <= self.most:
             raise SlipstreamError(
                 f"{where} is {value}: implausible, it is in {self.unit}, {self.least:g} to {self.most:g}."
-                f"{self._meant(number)}"
+                f"{self._meant(amount)}"
             )
-        if self is COUNT and number != int(number):
+        if self is COUNT and amount != int(amount):
             raise SlipstreamError(f"{where} is {value}: give {self.unit}.")
-        return int(number) if self is COUNT else number
+        return int(amount) if self is COUNT else amount
 
     def _meant(self, number: float) -> str:
-        """Says what to type where another unit was probably meant."""
+        """Returns the value to type where another unit was probably meant."""
         if not isfinite(number) or (number <= 0 < self.most):
             return " Give a number above 0."
         if not self.power or not self.least <= number * 10.0**self.power <= self.most:
@@ -88,11 +88,10 @@ class Device:
     A matrix product takes its FLOPs at `matmul_efficiency` of the peak and then its bytes at `memory_efficiency` of the
     memory's bandwidth, so that narrow and short products reach less. Its result is computed in tiles, as many at a time
     as there are `multiprocessors`, of which half have nothing to do in the last wave on average; 0 leaves that out.
-    `attention_curve` has (tokens, fraction) pairs:
-    the fraction of `attention_efficiency` that slices of so many tokens reach, linear over the logarithm of the tokens.
-    `action_seconds` is what doesn't shrink with a slice beyond its kernels: the host's work to start an action, to wait
-    for its message and to post the next one.
-    `layer_seconds` is the host's work to start a layer's kernels, forward or backward: a layer takes as long at least.
+    `attention_curve` has (tokens, fraction) pairs: the fraction of `attention_efficiency` that slices of so many tokens
+    reach, linear over the logarithm of the tokens. `action_seconds` is the time that doesn't shrink with a slice beyond
+    its kernels: the host's work to start an action, to wait for its message and to post the next one. `layer_seconds`
+    is the host's work to start a layer's kernels, forward or backward: a layer takes as long at least.
     """
 
     name: str
@@ -115,7 +114,7 @@ class Device:
         return self._peak(dtype) * self.matmul_efficiency
 
     def wave_seconds(self, dtype: str) -> float:
-        """Returns what the last wave of a matrix product wastes, for every term that an element of its result adds up:
+        """Returns the waste of the last wave of a matrix product, for every term that an element of its result adds up:
         half the time of a tile."""
         return _TILE**2 * self.multiprocessors / self.matmul_flops(dtype)
 
@@ -186,7 +185,7 @@ class Cluster:
 
         Each device sends (n-1)/n of them in n-1 messages, most of which stay inside of a domain. A group with m devices
         in a domain sends to the next one over the cards of all m, in as many rings, at most as fast as inside. All
-        devices take part in some such group at the same time, so those of a node share what leaves it.
+        devices take part in some such group at the same time, so those of a node share its network cards.
         """
         if size <= 1:
             return 0.0
@@ -203,7 +202,7 @@ class Cluster:
         every one of them, itself included.
 
         All messages are sent at the same time: those inside of a domain beside those that leave it, for which the
-        devices of a node share what leaves it.
+        devices of a node share its network cards.
         """
         if size <= 1:
             return 0.0
@@ -214,7 +213,6 @@ class Cluster:
         return latency + np.maximum(inside, across)
 
     def _in_a_domain(self, size: int, stride: int) -> int:
-        """Returns how many of `size` devices, `stride` apart, are in one domain."""
         return max(1, min(size, self.devices_per_domain // stride))
 
     def with_nodes(self, num_nodes: int) -> Cluster:
@@ -227,7 +225,7 @@ def load_cluster(source: str | Path) -> Cluster:
 
     Raises:
         SlipstreamError: for an unknown name, a file that can't be read, and fields that are missing, unknown or
-            implausible: which one, its value, what is plausible, and what to type.
+            implausible: which one, its value, the plausible ones, and the remedy.
     """
     name, path = str(source), Path(source)
     if name in SHIPPED:
@@ -257,8 +255,8 @@ def _read(text: str, where: str) -> Any:
 
 def parse_cluster(values: Any, where: str = "cluster") -> Cluster:
     """Returns a cluster from nested dictionaries as in a file; raises as `load_cluster` does."""
-    found: Cluster = _parse(values, Cluster, where, f"{where}: ")
-    return found
+    cluster: Cluster = _parse(values, Cluster, where, f"{where}: ")
+    return cluster
 
 
 def _parse(values: Any, kind: type, where: str, prefix: str) -> Any:
@@ -278,7 +276,7 @@ def _parse(values: Any, kind: type, where: str, prefix: str) -> Any:
 
 
 def _parse_field(value: Any, hint: Any, where: str) -> Any:
-    """Returns the value of a field: with what its type is annotated with, if it is no text and no record itself."""
+    """Returns the value of a field, checked by its type's annotation, if it is no text and no record itself."""
     if is_dataclass(hint):
         return _parse(value, hint, where, f"{where}.")  # type: ignore[arg-type]
     return str(value) if hint is str else hint.__metadata__[0](value, where)

@@ -25,15 +25,15 @@ def fit_nonnegative(columns: Floats, wanted: Floats) -> Floats:
     scale = np.linalg.norm(columns, axis=0)
     scale[scale == 0] = 1
     scaled = columns / scale
-    found, free = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], np.bool_)
+    solution, free = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], np.bool_)
     least = _TOLERANCE * float(np.abs(scaled.T @ wanted).max(initial=0.0))
     for _ in range(3 * scaled.shape[1]):  # each column enters once or twice; never seen to end here
-        gradient = np.where(free, -np.inf, scaled.T @ (wanted - scaled @ found))
+        gradient = np.where(free, -np.inf, scaled.T @ (wanted - scaled @ solution))
         if not (gradient > least).any():
             break
         free[gradient.argmax()] = True
-        found = _feasible(scaled, wanted, found, free)
-    coefficients: Floats = found / scale
+        solution = _feasible(scaled, wanted, solution, free)
+    coefficients: Floats = solution / scale
     return coefficients
 
 
@@ -43,7 +43,7 @@ def fit_relative(columns: Floats, wanted: Floats, least: float = 0.0) -> Floats:
     Args:
         columns: (values, columns).
         wanted: (values,), of 0 or more.
-        least: the error of what is smaller is relative to this.
+        least: the error of a smaller value is relative to this.
     """
     if not wanted.any():
         return np.zeros(columns.shape[1])
@@ -112,11 +112,11 @@ def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
     Raises:
         SlipstreamError: where the window is neither full, sliding nor blockwise.
     """
-    found = {position - first + 1 for position, first in first_keys.items() if first > 0}
-    if not found:
+    lengths = {position - first + 1 for position, first in first_keys.items() if first > 0}
+    if not lengths:
         return AttentionWindow()
     block = math.gcd(*first_keys.values())
-    for window in (AttentionWindow("sliding", max(found)), AttentionWindow("blockwise", block)):
+    for window in (AttentionWindow("sliding", max(lengths)), AttentionWindow("blockwise", block)):
         if all(window.first(position) == first for position, first in first_keys.items()):
             return window
     raise SlipstreamError(
@@ -126,7 +126,7 @@ def find_window(first_keys: Mapping[int, int]) -> AttentionWindow:
 
 
 def find_windows(first_keys: Callable[[int], Sequence[int]], seq_len: int) -> list[AttentionWindow]:
-    """Returns the window of every attention call, given what the query at a position sees first in each of them."""
+    """Returns the window of every attention call, given the first key of queries at some positions in each of them."""
     last = seq_len - 1
     probes = {position: first_keys(position) for position in (last, max(0, last - 1), last // 2, last // 3)}
     probes |= {first - 1: first_keys(first - 1) for first in probes[last] if first > 0}
@@ -138,8 +138,8 @@ class TimeFit:
     """t(i, j) = t(i, 0) + [j > 0] (a0 + a1 i + a2 j + a3 i j), seconds (TeraPipe section 3.3, equation 9).
 
     t(i, 0) is interpolated in the table `base` over `lengths`: linearly, but for a slice's own scores, i (i + 1) / 2 of
-    them under full attention, at a3 each. A straight line is above what grows with the square, so that a search would
-    choose just the lengths that were measured.
+    them under full attention, at a3 each. A straight line is above a function that grows with the square, so that a
+    search would choose just the lengths that were measured.
 
     Where attention has a window, j and i j count only the keys and scores within it; each of several windows has its
     own a2 and a3. None is below 0.
@@ -171,8 +171,8 @@ class TimeFit:
         """Returns by how much the seconds of the slices' own scores lie below straight lines between the lengths."""
         ends = np.array(self.lengths)
         return sum(
-            each * (np.interp(length, ends, window.scores(ends)) - window.scores(length))
-            for each, window in zip(self.coefficients[3::2], self.windows, strict=True)
+            coefficient * (np.interp(length, ends, window.scores(ends)) - window.scores(length))
+            for coefficient, window in zip(self.coefficients[3::2], self.windows, strict=True)
         )
 
 
@@ -194,8 +194,8 @@ def fit_times(
     t = np.array([*seconds.values()])
     table = [np.interp(i, lengths, row) for row in np.eye(len(lengths))]
     extra = [np.where(j > 0, x, 0.0) for x in _features(i, j, windows)]
-    found = fit_relative(np.stack([*table, *extra], axis=1), t)
-    base, coefficients = found[: len(lengths)], found[len(lengths) :]
+    fitted = fit_relative(np.stack([*table, *extra], axis=1), t)
+    base, coefficients = fitted[: len(lengths)], fitted[len(lengths) :]
     return TimeFit(tuple(lengths), tuple(map(float, base)), tuple(windows), tuple(map(float, coefficients)))
 
 

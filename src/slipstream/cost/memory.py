@@ -28,14 +28,14 @@ def memory_table(
     """Returns the bytes of all actions of a schedule, per device.
 
     Args:
-        costs: what stages cost.
+        costs: of stages.
         stages: the parts of each stage.
         schedule: with R, OFFLOAD and RELOAD where there are any.
         slices: tokens of each slice.
-        recompute: what is computed again: none, selective, full, stage or stage+full.
+        recompute: the recomputed part: none, selective, full, stage or stage+full.
         state: bytes per parameter.
         optimizer_shards: ranks over which the optimizer's state is spread.
-        alike: returns one of the stages that cost the same, so that their bytes are computed once.
+        alike: returns one of the stages with equal costs, so that their bytes are computed once.
     """
     length = sum(slices)
     # No other slice reads the keys and values of a layer that makes them again.
@@ -56,7 +56,7 @@ def memory_table(
         for g, stage in enumerate(stages)
         for like, op, footprint in of_stage(alike(stage))
     }
-    making: set[tuple[int, Op]] = {(each.stage, each.op) for each in schedule.positions if each.op in (Op.B, Op.W)}
+    making: set[tuple[int, Op]] = {(g, op) for op, g, *_ in schedule.positions if op in (Op.B, Op.W)}
     gradients = {(g, op): state.gradients * trained[g] for g, op in making}
     # a stage's first backward makes gradients while it frees activations, so the two never exist in full together
     first = {
@@ -80,12 +80,12 @@ def _footprints(
     costs: StageCosts, recompute: str, slices: tuple[int, ...], ops: frozenset[Op], layers: Stage
 ) -> list[tuple[tuple[int, bool, bool], Op, Footprint]]:
     """Returns (slice, recomputed, offloaded), op, footprint of one stage for every way to save a slice's memory."""
-    found = []
+    rows = []
     for s, length in enumerate(slices):
-        own = costs.action_bytes(layers, length)
+        total = costs.action_bytes(layers, length)
         by_layer = recompute in BY_LAYER
-        whole, ready = own.kept, costs.kept_bytes(layers, "full", length) if by_layer else own.kept
-        kept = ready if recompute == "none" else costs.kept_bytes(layers, recompute, length)
+        whole, ready = total.kept, costs.kept_bytes(layers, "full", length) if by_layer else total.kept
+        left_by_forward = ready if recompute == "none" else costs.kept_bytes(layers, recompute, length)
         one = _LargestLayer.of(costs, layers, length) if by_layer else _LargestLayer()
         # the first slice's forward and the last slice's backward allocate for the whole microbatch
         keys = costs.context_bytes(layers, sum(slices)) if s == 0 else 0
@@ -93,24 +93,24 @@ def _footprints(
         if by_layer and len(slices) == 1:
             keys, made = one.keys, one.keys + one.key_gradients
         for recomputed, offloaded in product({False, Op.R in ops}, {False, Op.OFFLOAD in ops}):
-            left = kept if recomputed else ready
-            during = own.alone if recomputed else max(own.peaks[Op.F], one.forward)
+            left = left_by_forward if recomputed else ready
+            during = total.alone if recomputed else max(total.peaks[Op.F], one.forward)
             bytes_by_op = {
                 Op.F: Footprint(left, left + during + keys),
-                Op.R: Footprint(ready - left, max(0.0, ready - left) + max(own.peaks[Op.F], one.forward)),
-                Op.B: Footprint(-ready, max(own.peaks[Op.B], one.backward) + made),
-                # what W needs is there from I on, of layers that were recomputed too
-                Op.I: Footprint(whole - ready + own.deferred, max(0.0, whole - ready) + own.peaks[Op.I] + made),
-                Op.W: Footprint(-whole - own.deferred, own.peaks[Op.W]),
+                Op.R: Footprint(ready - left, max(0.0, ready - left) + max(total.peaks[Op.F], one.forward)),
+                Op.B: Footprint(-ready, max(total.peaks[Op.B], one.backward) + made),
+                # W's inputs are there from I on, of layers that were recomputed too
+                Op.I: Footprint(whole - ready + total.deferred, max(0.0, whole - ready) + total.peaks[Op.I] + made),
+                Op.W: Footprint(-whole - total.deferred, total.peaks[Op.W]),
                 Op.OFFLOAD: Footprint(-left, 0.0),
                 Op.RELOAD: Footprint(left, left),
             }
-            found += [((s, recomputed, offloaded), op, each) for op, each in bytes_by_op.items() if op in ops]
-    return found
+            rows += [((s, recomputed, offloaded), op, footprint) for op, footprint in bytes_by_op.items() if op in ops]
+    return rows
 
 
 class _LargestLayer(NamedTuple):
-    """The most bytes of one layer of a stage that is recomputed alone, besides what enters it."""
+    """The most bytes of one layer of a stage that is recomputed alone, besides its input."""
 
     forward: float = 0.0  # while it runs, or all that it saves is there
     backward: float = 0.0  # while it goes backward
@@ -119,20 +119,21 @@ class _LargestLayer(NamedTuple):
 
     @classmethod
     def of(cls, costs: StageCosts, stage: Stage, length: int) -> _LargestLayer:
-        kinds = {tuple(costs.parts[part] for part in range(*each)): each for each in layers_with_backward(costs, stage)}
-        found, entered = [cls()], float(costs.message_bytes(length))
+        layers = layers_with_backward(costs, stage)
+        kinds = {tuple(costs.parts[part] for part in range(*layer)): layer for layer in layers}
+        largest, entered = [cls()], float(costs.message_bytes(length))
         for layer in kinds.values():
-            own = costs.action_bytes(layer, length)
-            saved = max(0.0, own.kept - entered)
+            layer_bytes = costs.action_bytes(layer, length)
+            saved = max(0.0, layer_bytes.kept - entered)
             keys, gradients = costs.context_bytes(layer, length), costs.context_gradient_bytes(layer, length)
-            found.append(cls(saved + own.peaks[Op.F], saved + own.peaks[Op.B], keys, gradients))
-        return cls(*map(max, zip(*found, strict=True)))
+            largest.append(cls(saved + layer_bytes.peaks[Op.F], saved + layer_bytes.peaks[Op.B], keys, gradients))
+        return cls(*map(max, zip(*largest, strict=True)))
 
 
 _WIDE = 4  # bytes of a logit, at least: softmax is computed in float32
 _SMALL = 64  # bytes of a token, for the indices of its target and the like
 _HEADER = 256  # bytes before the tensors of a message of V, and at most of one of L
-_NORM = 3  # hidden states in float32 that the last stage keeps, with the head's input, of what precedes the head
+_NORM = 3  # hidden states in float32 that the last stage keeps of the norm before the head, with the head's input
 
 
 def head_part_memory(
@@ -149,9 +150,9 @@ def head_part_memory(
 
     Arguments are those of `memory_table`; the last of the stages has the head.
     """
-    own = costs.without_lookups() if schedule.spreads_embedding else costs
+    bare = costs.without_lookups() if schedule.spreads_embedding else costs
     cut = [*stages[:-1], stages[-1]._replace(stop=stages[-1].stop - 1)]
-    table = memory_table(own, cut, schedule, slices, recompute, state, optimizer_shards)
+    table = memory_table(bare, cut, schedule, slices, recompute, state, optimizer_shards)
     return _with_parts(table, costs, schedule, slices, state, optimizer_shards)
 
 
@@ -170,20 +171,21 @@ def _with_parts(
     optimized = costs.num_optimized(head, optimizer_shards) / schedule.num_ranks
     made = state.gradients * numbers
     footprints = {
-        (StageSlice(g, s, *how), op): each
+        (StageSlice(g, s, *how), op): moment
         for g, (s, length) in product(stages, enumerate(slices))
-        for op, each in _part_footprints(costs, rows, schedule, length, g == last).items()
+        for op, moment in _part_footprints(costs, rows, schedule, length, g == last).items()
         for how in product({False, Op.R in schedule.ops}, {False, Op.OFFLOAD in schedule.ops})
     }
-    own = {
-        (unit, op): _at_ends(unit, op, each, costs, schedule, slices) for (unit, op), each in table.footprints.items()
+    own_footprints = {
+        (unit, op): _at_ends(unit, op, moment, costs, schedule, slices)
+        for (unit, op), moment in table.footprints.items()
     }
     first: dict[tuple[StageSlice, Op], float] = {
-        (unit, op): each.peak + made for (unit, op), each in footprints.items() if op is Op.VW
+        (unit, op): moment.peak + made for (unit, op), moment in footprints.items() if op is Op.VW
     }
     return replace(
         table,
-        footprints={**own, **footprints},
+        footprints={**own_footprints, **footprints},
         first={**table.first, **first},
         gradients={**table.gradients, **{(g, Op.VW): made for g in stages}},
         parameters=_added(table.parameters, dict.fromkeys(stages, state.weights * numbers)),
@@ -195,8 +197,8 @@ def _with_parts(
 def _at_ends(
     unit: StageSlice, op: Op, own: Footprint, costs: StageCosts, schedule: Schedule, slices: tuple[int, ...]
 ) -> Footprint:
-    """Returns the bytes of a stage's action with what lies between its layers and the spread head, and what its rows'
-    lookups add up to, which a forward that is run again starts from."""
+    """Returns the bytes of a stage's action with the tensors between its layers and the spread head, and the sum of its
+    rows' lookups, from which a replayed forward starts."""
     hidden = float(costs.message_bytes(slices[unit.slice]))
     if unit.stage == schedule.num_stages - 1:
         more = _NORM * hidden * max(1.0, _WIDE / costs.dtype_bytes)
@@ -216,33 +218,33 @@ def _at_ends(
 def _part_footprints(
     costs: StageCosts, rows: int, schedule: Schedule, length: int, is_last: bool
 ) -> dict[Op, Footprint]:
-    """Returns the bytes of the actions; see `slipstream.model.vocabulary` for what HeadRows make."""
+    """Returns the bytes of the actions; see `slipstream.model.vocabulary` for the tensors of HeadRows."""
     wide = max(_WIDE, costs.dtype_bytes)
     tokens = costs.microbatch_size * length
-    hidden, number, small = float(costs.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)
+    hidden, wide_bytes, small = float(costs.message_bytes(length)), float(wide * tokens), float(_SMALL * tokens)
     wide_hidden = hidden * wide / costs.dtype_bytes
-    probabilities = number * rows
+    probabilities = wide_bytes * rows
     narrow = probabilities if costs.dtype_bytes < _WIDE else 0.0  # a copy in the weights' dtype, and one to add up
-    kept = probabilities + 2 * number
-    found = {
-        Op.V: Footprint(kept, max(2 * probabilities, probabilities + narrow + 2 * hidden) + small),
-        Op.VW: Footprint(-kept, 1.5 * narrow + small),
+    kept_bytes = probabilities + 2 * wide_bytes
+    footprints = {
+        Op.V: Footprint(kept_bytes, max(2 * probabilities, probabilities + narrow + 2 * hidden) + small),
+        Op.VW: Footprint(-kept_bytes, 1.5 * narrow + small),
     }
     if is_last:  # V's part of the gradient stays here until L, L's sums and the stage's output until VW
-        found[Op.V] = replace(found[Op.V], leaves=kept + 2 * hidden)
-        found[Op.L] = Footprint(number - hidden, 4 * wide_hidden + 6 * schedule.num_ranks * number)
-        found[Op.VW] = replace(found[Op.VW], leaves=-kept - hidden - number)
+        footprints[Op.V] = replace(footprints[Op.V], leaves=kept_bytes + 2 * hidden)
+        footprints[Op.L] = Footprint(wide_bytes - hidden, 4 * wide_hidden + 6 * schedule.num_ranks * wide_bytes)
+        footprints[Op.VW] = replace(footprints[Op.VW], leaves=-kept_bytes - hidden - wide_bytes)
     if schedule.spreads_embedding:
-        found[Op.E] = Footprint(0.0, 2 * hidden + small)
-        found[Op.EW] = Footprint(0.0, hidden + (wide_hidden if costs.dtype_bytes < _WIDE else 0.0) + small)
-    return found
+        footprints[Op.E] = Footprint(0.0, 2 * hidden + small)
+        footprints[Op.EW] = Footprint(0.0, hidden + (wide_hidden if costs.dtype_bytes < _WIDE else 0.0) + small)
+    return footprints
 
 
 def _sent(costs: StageCosts, op: Op, length: int) -> float:
     """Returns the bytes of a message with V's part of a slice, or L's sums."""
-    number = max(_WIDE, costs.dtype_bytes) * costs.microbatch_size * length
-    return _HEADER + (2 * number + 2 * float(costs.message_bytes(length)) if op is Op.V else number)
+    statistics = max(_WIDE, costs.dtype_bytes) * costs.microbatch_size * length
+    return _HEADER + (2 * statistics + 2 * float(costs.message_bytes(length)) if op is Op.V else statistics)
 
 
 def _added(there: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:
-    return {g: each + more.get(g, 0.0) for g, each in there.items()}
+    return {g: num_bytes + more.get(g, 0.0) for g, num_bytes in there.items()}

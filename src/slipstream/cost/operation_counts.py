@@ -88,7 +88,7 @@ class AttentionCall:
     key_width: int
     value_width: int
     window: AttentionWindow
-    has_gradient: bool = True  # whether what it attends with is differentiated
+    has_gradient: bool = True  # whether its queries, keys and values are differentiated
 
     def key_heads_of_rank(self, num_ranks: int) -> int:
         """Returns how many heads of keys and values one of `num_ranks` has that share the query heads: one for each run
@@ -115,9 +115,9 @@ class PartCount:
     num_parameters: int
     ops: Mapping[Op, OpCount]  # F, I, W
     attentions: tuple[AttentionCall, ...]
-    activation_bytes: float  # per token: what F keeps for the backward, its input included
-    product_bytes: float = 0.0  # per token: outputs of products and attention, what selective recomputation keeps
-    state_bytes: float = 0.0  # of each slice and row: what the slice leaves to the next besides keys and values
+    activation_bytes: float  # per token: kept by F for the backward, its input included
+    product_bytes: float = 0.0  # per token: outputs of products and attention, kept by selective recomputation
+    state_bytes: float = 0.0  # of each slice and row: the states left to the next slice besides keys and values
     is_half: bool = False  # whether it is the attention half or the feed-forward half of a layer
     num_frozen: int = 0  # of its parameters, those that aren't trained
     num_quantised: int = 0  # of those, the ones that are kept in 4 bits
@@ -148,8 +148,8 @@ class PartCount:
         forward = self.ops[Op.F].flops
         if not self.num_frozen:
             return Amount(3 * forward.constant, 3 * forward.per_token)
-        each = [self.ops[op].flops for op in (Op.F, Op.I, Op.W)]
-        return Amount(sum(one.constant for one in each), sum(one.per_token for one in each))
+        flops = [self.ops[op].flops for op in (Op.F, Op.I, Op.W)]
+        return Amount(sum(one.constant for one in flops), sum(one.per_token for one in flops))
 
     @property
     def has_context_gradient(self) -> bool:
@@ -160,7 +160,7 @@ class PartCount:
         """Returns the part whose every number is `mix` of this part's, the other's and the third's."""
 
         def amount(*amounts: Amount) -> Amount:
-            constants, per_token = zip(*((each.constant, each.per_token) for each in amounts), strict=True)
+            constants, per_token = zip(*((a.constant, a.per_token) for a in amounts), strict=True)
             return Amount(max(0.0, mix(*constants)), max(0.0, mix(*per_token)))
 
         def counts(*ops: OpCount) -> OpCount:
@@ -208,7 +208,7 @@ class ModelCount:
     @cached_property
     def of_kind(self) -> tuple[PartCount, ...]:
         """A part of each kind."""
-        units = [unit for each in self.halves for unit in each] if self.halves else self.layers
+        units = [unit for halves in self.halves for unit in halves] if self.halves else self.layers
         return (*units, self.embedding, self.head)
 
     def parts_of(self, stage: Stage) -> range:
@@ -222,7 +222,7 @@ class ModelCount:
     def counted(self, stage: Stage) -> tuple[tuple[int, PartCount], ...]:
         """Returns the parts of a stage as (how many, part), equal ones together; of layers their halves, if known."""
         kinds = Counter(self.parts[part] for part in self.parts_of(stage))
-        return tuple((number, self.of_kind[kind]) for kind, number in sorted(kinds.items()))
+        return tuple((count, self.of_kind[kind]) for kind, count in sorted(kinds.items()))
 
     def has_backward(self, stage: Stage) -> bool:
         """Returns whether a stage has a trained parameter, or one below it has."""
@@ -231,19 +231,19 @@ class ModelCount:
     @cached_property
     def num_frozen_parts(self) -> int:
         """The number of first parts without a backward."""
-        return next(number for number, kind in enumerate(self.parts) if self.of_kind[kind].has_backward)
+        return next(index for index, kind in enumerate(self.parts) if self.of_kind[kind].has_backward)
 
     @property
     def num_trained(self) -> int:
         """The parameters of the whole model that are trained, a tied weight counted once."""
-        total = sum(number * part.num_trained for number, part in self.counted(self.whole))
+        total = sum(count * part.num_trained for count, part in self.counted(self.whole))
         is_tied = self.tied and self.embedding.num_trained > 0
         return total - (self.head_weight if is_tied else 0)
 
     @property
     def num_parameters(self) -> int:
         """The parameters of the whole model, a tied weight counted once, as `model.num_parameters()` does."""
-        total = sum(number * part.num_parameters for number, part in self.counted(self.whole))
+        total = sum(count * part.num_parameters for count, part in self.counted(self.whole))
         return total - (self.head_weight if self.tied else 0)
 
     @property

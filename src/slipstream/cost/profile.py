@@ -99,7 +99,7 @@ class MeasuredStage:
         return range(self.first, self.last + 1)
 
     def activation_bytes_at(self, length: Any) -> Any:
-        """Returns what a slice's F keeps for its backward, interpolated linearly between the measured lengths."""
+        """Returns the bytes that a slice's F keeps for its backward, linear between the measured lengths."""
         return np.interp(length, *np.transpose(self.activation_bytes))
 
     def action_bytes_at(self, length: int) -> ActionBytes:
@@ -107,9 +107,9 @@ class MeasuredStage:
         lengths, measured = zip(*self.actions, strict=True)
         at = partial(np.interp, length, lengths)
         return ActionBytes(
-            kept=float(at([each.kept for each in measured])),
-            deferred=float(at([each.deferred for each in measured])),
-            peaks={op: float(at([each.peaks[op] for each in measured])) for op in measured[0].peaks},
+            kept=float(at([actions.kept for actions in measured])),
+            deferred=float(at([actions.deferred for actions in measured])),
+            peaks={op: float(at([actions.peaks[op] for actions in measured])) for op in measured[0].peaks},
         )
 
     def errors(self, op: Op, held_out: bool) -> dict[SlicePoint, float]:
@@ -166,7 +166,7 @@ class Profile:
     optimizer_seconds: float  # of an AdamW step, per parameter
     link: MeasuredLink | None = None  # None where a single process measured
     disturbed: float = 0.0  # the share of the measuring during which something else had this process's core
-    degrees: Degrees = UNSHARED  # what a stage costs is what it costs each rank; lengths are those of whole slices
+    degrees: Degrees = UNSHARED  # a stage's costs are each rank's; lengths are those of whole slices
     sequence_parallel: bool = False  # whether ranks that shared layers shared the tokens too
     tensor_plan: Mapping[str, str] | None = None  # how they shared layers, where it isn't as the model says
     attention_kernels: Mapping[str, str] = field(default_factory=dict)  # the fastest on the GPU, by shape
@@ -178,7 +178,7 @@ class Profile:
         """Whether another program had a core while this was measured, which it may not have later."""
         return self.disturbed > _BUSY
 
-    # --- what a stage costs ------------------------------------------------------------------------------------------
+    # --- the costs of a stage ----------------------------------------------------------------------------------------
 
     def time(self, layers: Stage, op: Op) -> FittedTime:
         """Returns the time function of one op of a stage; R takes as long as F.
@@ -244,7 +244,7 @@ class Profile:
         return parts_of(layers, len(self.kinds), self.units_per_layer)
 
     def by_part(self, values: Sequence[float]) -> tuple[list[float], float]:
-        """Returns what each part has of a quantity that the measured stages have, and what a stage has besides."""
+        """Returns each part's share of a quantity that the measured stages have, and the rest of a stage."""
         fixed, *kinds = (sum(w * v for w, v in zip(row, values, strict=True)) for row in self._part_weights)
         return [kinds[kind] for kind in self.parts], fixed
 
@@ -267,18 +267,18 @@ class Profile:
             num_layers = max(1, len(self.parts_of(layers)) // self.units_per_layer)
             return ActionBytes.estimated(self.activation_bytes(layers, length), made, num_layers)
         measured = [stage.action_bytes_at(length) for stage in self.stages]
-        kept = self._total(layers, [each.kept for each in measured])
-        deferred = self._total(layers, [each.deferred for each in measured])
+        kept_bytes = self._total(layers, [actions.kept for actions in measured])
+        deferred = self._total(layers, [actions.deferred for actions in measured])
         kinds = {self.parts[part] for part in self.parts_of(layers)}
         single = {
-            self.parts[stage.first]: each
-            for stage, each in zip(self.stages, measured, strict=True)
+            self.parts[stage.first]: actions
+            for stage, actions in zip(self.stages, measured, strict=True)
             if stage.first == stage.last
         }
         peaks = {op: max((single[kind].peaks[op] for kind in kinds), default=0.0) for op in OPS}
-        peaks[Op.I] += max(0.0, deferred)  # what W needs of the parts whose I has run already
+        peaks[Op.I] += max(0.0, deferred)  # W's inputs of the parts whose I has run already
         alone = max((single[kind].kept + single[kind].peaks[Op.F] for kind in kinds), default=0.0)
-        return ActionBytes(kept, deferred, peaks, alone)
+        return ActionBytes(kept_bytes, deferred, peaks, alone)
 
     def context_bytes(self, layers: Stage, length: int) -> float:
         return length * self._total(layers, [stage.context_bytes for stage in self.stages])
@@ -304,8 +304,8 @@ class Profile:
     def without_lookups(self) -> Profile:
         rows = self.model.vocab_size * self.model.hidden_size
         stages = (
-            replace(each, num_parameters=each.num_parameters - rows) if each.first == 0 else each
-            for each in self.stages
+            replace(stage, num_parameters=stage.num_parameters - rows) if stage.first == 0 else stage
+            for stage in self.stages
         )
         return replace(self, stages=tuple(stages))
 
@@ -336,12 +336,12 @@ class Profile:
             return 0.0
         in_experts = self._trained_in_experts(layers)
         seconds = 0.0
-        for number, ranks in (
+        for share, ranks in (
             (self.num_trained(layers) - in_experts, size),
             (in_experts, max(1, size // self.degrees.experts)),
         ):
-            if number and ranks > 1:
-                seconds += (ranks - 1) * (self.link.latency + num_bytes * number / ranks / self.link.bandwidth)
+            if share and ranks > 1:
+                seconds += (ranks - 1) * (self.link.latency + num_bytes * share / ranks / self.link.bandwidth)
         return seconds
 
     def _trained_in_experts(self, layers: Stage) -> int:
@@ -352,8 +352,8 @@ class Profile:
         return self.optimizer_seconds * self.num_optimized(layers, shards)
 
     def message_bytes(self, length: Any) -> Any:
-        own = -(-length // self.degrees.context)  # of the rank with most
-        return self.microbatch_size * own * self.model.hidden_size * self.dtype_bytes
+        num_tokens = -(-length // self.degrees.context)  # of the rank with most
+        return self.microbatch_size * num_tokens * self.model.hidden_size * self.dtype_bytes
 
     def action_costs(
         self, times: Mapping[tuple[int, int, Op], float], slices: Sequence[int], data_parallel: int = 1
@@ -395,7 +395,7 @@ class Profile:
     def _part_weights(self) -> list[list[float]]:
         """The weights of the measured stages in the fixed part and in each kind of part."""
         rows = np.eye(len(self.part_names))
-        return [combine(self.parts, self._measured, [float(each) for each in row]) for row in rows]
+        return [combine(self.parts, self._measured, [float(weight) for weight in row]) for row in rows]
 
     def _weights(self, layers: Stage) -> list[float]:
         return stage_weights(self.parts, self._measured, self.parts_of(layers))
@@ -403,12 +403,12 @@ class Profile:
     def _time(self, numbers: Sequence[float], op: Op) -> FittedTime:
         """Returns the time of a fixed part, and so many parts of each kind."""
         fits = tuple(stage.fits[Op.F if op is Op.R else op] for stage in self.stages)
-        counts = tuple(number * self.slowdown for number in numbers)
+        counts = tuple(seconds * self.slowdown for seconds in numbers)
         return FittedTime(fits, tuple(map(tuple, self._part_weights)), counts)
 
     @property
     def slowdown(self) -> float:
-        """The seconds that pass for each second of computing: what little the rest of the machine does goes on."""
+        """The seconds that pass for each second of computing: the small load of the rest of the machine goes on."""
         return 1.0 if self.is_disturbed else 1 / (1 - self.disturbed)
 
     def _total(self, layers: Stage, values: Sequence[float]) -> float:
@@ -430,21 +430,21 @@ class Profile:
                 worst[point] = max(error, worst.get(point, 0.0))
         return {point: error for point, error in sorted(worst.items()) if error > tolerance}
 
-    # --- what it was measured for ------------------------------------------------------------------------------------
+    # --- its model and dtype -----------------------------------------------------------------------------------------
 
     def check(self, model: ModelIdentity, dtype: str | None = None) -> None:
-        """Checks what the profile was measured for; a dtype of None isn't compared.
+        """Checks the model and dtype of the profile; a dtype of None isn't compared.
 
         Raises:
-            SlipstreamError: naming what differs, for another model or dtype.
+            SlipstreamError: naming the difference, for another model or dtype.
         """
         differing = [(name, value, vars(model)[name]) for name, value in vars(self.model).items()]
-        found = [f"model.{name} is {a!r} in the profile, {b!r} here" for name, a, b in differing if a != b]
+        problems = [f"model.{name} is {a!r} in the profile, {b!r} here" for name, a, b in differing if a != b]
         if dtype not in (None, self.dtype):
-            found.append(f"dtype is {self.dtype} in the profile, {dtype} here")
-        if found:
+            problems.append(f"dtype is {self.dtype} in the profile, {dtype} here")
+        if problems:
             raise SlipstreamError(
-                f"the profile was measured for something else: {'; '.join(found)}. Measure again with `slipstream "
+                f"the profile was measured for something else: {'; '.join(problems)}. Measure again with `slipstream "
                 "profile`."
             )
 
@@ -465,10 +465,10 @@ def load_profile(path: Path) -> Profile:
 
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        found = values.get("format") if isinstance(values, dict) else None
-        if found != FORMAT:
+        written = values.get("format") if isinstance(values, dict) else None
+        if written != FORMAT:
             raise SlipstreamError(
-                f"{path} has format={found!r}, this version reads {FORMAT}; measure again with `slipstream profile`."
+                f"{path} has format={written!r}, this version reads {FORMAT}; measure again with `slipstream profile`."
             )
         return TypeAdapter(Profile).validate_python(values)
     except SlipstreamError:

@@ -71,25 +71,25 @@ class AnalyticSource:
 
     def _refused_by_counts(self) -> dict[str, str]:
         """Returns why ranks can't share slices or experts, or shard parameters, as far as the model's counts tell."""
-        found = {} if self.num_experts else {"expert_parallel": "The model has no experts that can be spread."}
+        refusals = {} if self.num_experts else {"expert_parallel": "The model has no experts that can be spread."}
         if any(part.state_bytes for part in self.model.layers):
-            found["context_parallel"] = "The model's layers carry states from slice to slice."
+            refusals["context_parallel"] = "The model's layers carry states from slice to slice."
         if self.model.tied:
-            found["shard"] = "The head is tied to the embedding, and their shards would be updated separately."
-        return found
+            refusals["shard"] = "The head is tied to the embedding, and their shards would be updated separately."
+        return refusals
 
     def exchanges(self, tensor: int, context: int, asked: Collection[str] | None = None) -> tuple[str, ...]:
-        """Returns what ranks that share slices may exchange, of what is `asked` for: heads where all ranks can have as
+        """Returns the exchanges of ranks that share slices, of those `asked` for: heads where all ranks can have as
         many, and keys. By default these only where they are fewer bytes, or heads don't divide."""
         if context == 1:
             return ("heads",)
         heads = keys = 0.0
-        for number, part in self.model.counted(self.model.whole):
+        for count, part in self.model.counted(self.model.whole):
             for call in part.attentions:
                 sizes = call.num_heads // tensor, call.key_heads_of_rank(tensor)
                 widening = max(4, self.model.dtype_bytes) / self.model.dtype_bytes
                 moved = numbers_exchanged(*sizes, context, widening)
-                heads, keys = heads + number * moved[0], keys + number * moved[1]
+                heads, keys = heads + count * moved[0], keys + count * moved[1]
         divides = tensor * context in self._sharing
         wanted = asked or ("heads", *["keys"] * (keys < heads or not divides))
         return tuple(kind for kind in wanted if kind == "keys" or divides)
@@ -107,7 +107,7 @@ class AnalyticSource:
         return 1, seq_len
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
-        """Returns what the model's stages cost."""
+        """Returns the costs of the model's stages."""
         t, g, e, exchange = degrees
         return AnalyticCosts(self.model, self.cluster, t, microbatch_size, self.sequence_parallel, g, e, exchange)
 
@@ -117,10 +117,10 @@ class AnalyticSource:
         They are those of three forwards; where parts are frozen, of the forward and of the gradients that are needed.
         """
         flops = 0.0
-        for number, part in self.model.counted(self.model.whole):
-            flops += number * part.step_products.at(num_sequences * seq_len)
+        for count, part in self.model.counted(self.model.whole):
+            flops += count * part.step_products.at(num_sequences * seq_len)
             for call in part.attentions:
-                scores = number * num_sequences * call.num_heads * float(call.window.scores(seq_len))
+                scores = count * num_sequences * call.num_heads * float(call.window.scores(seq_len))
                 flops += call.step_flops(scores)
         return flops / self.cluster.device.flops[self.model.dtype]
 
@@ -131,7 +131,7 @@ class AnalyticSource:
             yield AnalyticSource(self.model, larger, self.name, self.sequence_parallel, self.fused, self.refusals)
 
     def trained(self) -> tuple[str, ...]:
-        """Returns a sentence about what trains and where the backward ends; nothing where all weights train."""
+        """Returns a sentence about the trained parts and the end of the backward; nothing where all weights train."""
         model = self.model
         if model.num_trained == model.num_parameters:
             return ()
@@ -165,8 +165,8 @@ class ProfileSource:
     recomputations: tuple[str, ...] = ("none", "full", "stage", "stage+full")
     devices_per_domain = 2**62
     num_experts = 0  # whose times are known
-    fused = False  # what is fused is in the times
-    memory, host = float("inf"), None  # what isn't known can't be planned with
+    fused = False  # fused kernels are in the times
+    memory, host = float("inf"), None  # unknown, so nothing can be planned with them
 
     def __init__(self, profile: Profile, num_ranks: int) -> None:
         if num_ranks < 1:
@@ -197,7 +197,7 @@ class ProfileSource:
                 f"with --seq-len={seq_len}."
             )
         lengths = [fit.lengths for stage in self.profile.stages for fit in stage.fits.values()]
-        return max(each[0] for each in lengths), min(each[-1] for each in lengths)
+        return max(stage_lengths[0] for stage_lengths in lengths), min(stage_lengths[-1] for stage_lengths in lengths)
 
     def costs(self, degrees: Degrees, microbatch_size: int) -> StageCosts:
         return self.profile

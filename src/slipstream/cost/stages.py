@@ -1,4 +1,4 @@
-"""The few stages to measure so that every other stage of a model is a sum of them, and what their actions cost.
+"""The few stages to measure so that every other stage of a model is a sum of them, and the costs of their actions.
 
 A model's parts are its embedding, the units of its layers (halves where layers can be cut, else whole layers) and its
 head with the loss. A stage is a run of parts, and its time that of a fixed part and of its own parts:
@@ -6,8 +6,8 @@ head with the loss. A stage is a run of parts, and its time that of a fixed part
     row of a stage = [1, parts of kind 0, parts of kind 1, ..., embeddings, heads]
 
 The rows of the measured stages span those of all stages, so any stage is a combination of them. One of them is long:
-what a stage costs besides its parts is a difference of measurements, whose errors would count again for every part of a
-longer stage, and a long stage divides them by its parts.
+the fixed part is a difference of measurements, whose errors would count again for every part of a longer stage, and a
+long stage divides them by its parts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StageParts(NamedTuple):
 
 
 def unit_bounds(partition: Sequence[float], num_layers: int, units_per_layer: int) -> tuple[int, ...]:
-    """Returns the first part of each stage with so many layers, and the number of parts: what `partition_of` undoes."""
+    """Returns the first part of each stage with so many layers, and the number of parts; undoes `partition_of`."""
     inner = (1 + round(layers * units_per_layer) for layers in accumulate(partition[:-1]))
     return (0, *inner, num_layers * units_per_layer + 2)
 
@@ -58,7 +58,7 @@ def partition_of(bounds: Sequence[int], units_per_layer: int) -> tuple[float, ..
     last = bounds[-1] - 1
     inner = [min(max(bound, 1), last) - 1 for bound in bounds]
     counts = [(b - a) / units_per_layer for a, b in pairwise(inner)]
-    return tuple(int(each) if each == int(each) else each for each in counts)
+    return tuple(int(layers) if layers == int(layers) else layers for layers in counts)
 
 
 Stage: TypeAlias = range | StageParts  # whole layers, of which the first and the last bring the model's ends; or parts
@@ -103,7 +103,7 @@ _Table = TypeVar("_Table", bound=TableCost, covariant=True)
 
 
 class _StageCosts(Protocol[_Table]):
-    """What stages cost and keep: `AnalyticCosts` or `Profile`."""
+    """The costs of stages: `AnalyticCosts` or `Profile`."""
 
     @property
     def parts(self) -> Sequence[int]: ...
@@ -133,13 +133,12 @@ REPLAYED = frozenset({"selective", "stage", "stage+full"})  # recompute by an R 
 
 
 def layers_with_backward(costs: _StageCosts[TableCost], stage: Stage) -> list[StageParts]:
-    """Returns the layers of a stage that have a backward, of each the parts that are there: what is recomputed at
-    once."""
-    own, last = costs.parts_of(stage), len(costs.parts) - 1
-    inner = [part for part in own if 0 < part < last]
-    layers = [[*each] for _, each in groupby(inner, lambda part: (part - 1) // costs.units_per_layer)]
-    found = [StageParts(each[0], each[-1] + 1) for each in layers]
-    return [each for each in found if costs.has_backward(each)]
+    """Returns the layers of a stage that have a backward, of each the parts that are there."""
+    parts, last = costs.parts_of(stage), len(costs.parts) - 1
+    inner = [part for part in parts if 0 < part < last]
+    layers = [[*layer] for _, layer in groupby(inner, lambda part: (part - 1) // costs.units_per_layer)]
+    in_parts = [StageParts(layer[0], layer[-1] + 1) for layer in layers]
+    return [layer for layer in in_parts if costs.has_backward(layer)]
 
 
 def all_of(layers: Sequence[StageParts]) -> StageParts:
@@ -148,8 +147,8 @@ def all_of(layers: Sequence[StageParts]) -> StageParts:
 
 
 def kept_by_layers(costs: _StageCosts[TableCost], stage: Stage, length: int) -> float:
-    """Returns what a slice's F keeps where its layers are recomputed one by one: what enters each of them, and what is
-    saved of the model's ends."""
+    """Returns the bytes that a slice's F keeps where its layers are recomputed one by one: the input of each of them,
+    and the saved tensors of the model's ends."""
     ends = [StageParts(part, part + 1) for part in (0, len(costs.parts) - 1) if part in costs.parts_of(stage)]
     saved = sum(float(costs.activation_bytes(end, length)) for end in ends)
     return saved + len(layers_with_backward(costs, stage)) * float(costs.message_bytes(length))
@@ -177,7 +176,7 @@ def choose_stages(parts: Sequence[int]) -> tuple[range, ...]:
     rank = max(parts) + 2
     chosen: list[range] = []
     for stage in _candidates(len(parts)):
-        tried = [stage_row(parts, each) for each in (*chosen, stage)]
+        tried = [stage_row(parts, chosen_stage) for chosen_stage in (*chosen, stage)]
         if np.linalg.matrix_rank(np.array(tried)) == len(tried):
             chosen.append(stage)
         if len(chosen) == rank:
@@ -187,8 +186,8 @@ def choose_stages(parts: Sequence[int]) -> tuple[range, ...]:
 
 def stage_row(parts: Sequence[int], stage: range) -> list[float]:
     """Returns the row of a stage."""
-    own = [parts[part] for part in stage]
-    return [1.0, *(float(own.count(kind)) for kind in range(max(parts) + 1))]
+    kinds = [parts[part] for part in stage]
+    return [1.0, *(float(kinds.count(kind)) for kind in range(max(parts) + 1))]
 
 
 def combine(parts: Sequence[int], measured: Sequence[range], row: Sequence[float]) -> list[float]:
@@ -223,9 +222,9 @@ class ActionBytes:
     """The bytes of a stage's actions on a slice. Messages, keys and values, and weight gradients are counted apart.
 
     Args:
-        kept: what F keeps for the backward.
-        deferred: what I leaves for W, output gradients among it, less what it frees of what F kept.
-        peaks: the most that F holds above what it keeps, and B, I and W above what was there before.
+        kept: those that F keeps for the backward.
+        deferred: those that I leaves for W, output gradients among it, less those of F's that it frees.
+        peaks: the most that F needs above those it keeps, and B, I and W above those in use before.
         alone: the most that F holds where it keeps nothing.
     """
 
@@ -251,8 +250,8 @@ WITH_MESSAGES = (Op.F, Op.B, Op.I)  # the ops whose inputs and results travel be
 def messages_of_stages(num_stages: int) -> Ints:
     """Returns how many messages F, and B or I, of each stage takes and sends."""
     ends = np.arange(num_stages)
-    found: Ints = 0 + (ends > 0) + (ends < num_stages - 1)
-    return found
+    num_messages: Ints = 0 + (ends > 0) + (ends < num_stages - 1)
+    return num_messages
 
 
 def pipeline_costs(costs: _StageCosts[_Table], partition: Sequence[float], slices: Sequence[int]) -> _Table:
