@@ -1,4 +1,4 @@
-"""What runs in which order: schedules as data, their rules, generators and passes. Imports no torch."""
+"""The order of actions: schedules as data, their rules, generators and passes. Imports no torch."""
 
 from slipstream.schedule.action import BACKWARDS, COMMUNICATION, RECEIVES, SENDS, VOCABULARY, Action, Op, ScheduleError
 from slipstream.schedule.generators import (

@@ -1,4 +1,4 @@
-"""What runs, as data: an Action is one operation of one stage on one slice."""
+"""The actions, as data: an Action is one operation of one stage on one slice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Op(StrEnum):
     B = "B"  # whole backward
     I = "I"  # noqa: E741  gradient of the input only
     W = "W"  # gradient of the weights, after I
-    R = "R"  # recompute what F did not keep
+    R = "R"  # recompute the tensors that F did not keep
     SEND_F = "SEND_F"  # this stage's output, to the next stage
     RECV_F = "RECV_F"  # this stage's input, from the stage before
     SEND_B = "SEND_B"  # the gradient of this stage's input, to the stage before
@@ -31,7 +31,7 @@ class Op(StrEnum):
     V = "V"  # this rank's rows of the head: logits, their softmax, and its part of the head's input gradient
     L = "L"  # the loss and the head's whole input gradient, from the V's of all ranks
     VW = "VW"  # the weight gradient of this rank's rows of the head, after L
-    E = "E"  # this rank's rows of an embedding that is tied to the head: what they give of the first stage's input
+    E = "E"  # this rank's rows of an embedding that is tied to the head: their part of the first stage's input
     EW = "EW"  # their gradient, after the first stage's backward
 
 

@@ -37,10 +37,10 @@ class Counts:
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
-        for each in fields(self)[1:]:
-            given = getattr(self, each.name)
-            if (count := given if isinstance(given, int) else min(given, default=0)) < 1:
-                what = each.name.removeprefix("num_").replace("_", " ")
+        for field in fields(self)[1:]:
+            counts = getattr(self, field.name)
+            if (count := counts if isinstance(counts, int) else min(counts, default=0)) < 1:
+                what = field.name.removeprefix("num_").replace("_", " ")
                 raise ScheduleError(f"{self.name} needs at least 1 of {what}, not {count}.")
         if len(self.slice_counts) != self.num_microbatches:
             raise ScheduleError(
@@ -128,7 +128,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_slices: SliceCounts 
 def zb_h1(num_stages: int, num_microbatches: int, num_slices: SliceCounts = 1) -> Schedule:
     """Returns ZB-H1, 1F1B with delayed weight gradients (Zero Bubble Pipeline Parallelism, section 2.1).
 
-    Rank r runs W of a slice after I of the r-th slice from it, so that all ranks keep what rank 0 of 1F1B keeps:
+    Rank r runs W of a slice after I of the r-th slice from it, so that all ranks keep as much as rank 0 of 1F1B:
 
         rank 0  F0.0 F0.1 F1.0      I0.1 W0.1 F1.1 I0.0 W0.0 I1.1 W1.1 I1.0 W1.0
         rank 1       F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 I1.0 W1.1 W1.0
@@ -182,12 +182,12 @@ def interleaved_one_f_one_b(
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1     2B2     2B3 0B2 0B3
         rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
-    With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step. With s >= p a group is one microbatch
-    and rank r keeps 1 + d(p-1-r)/(sv) microbatches, d the lead; with k microbatches in the first group it keeps
-    1 + (k-1)(v-1)/v + d(p-1-r)/(sv); never more than m. Megatron wants m to be a multiple of p. Here the m
-    microbatches form as many groups of at least p slices as they can, of sizes as equal as they can be, the
-    larger ones first; fewer than p slices in all are one group. Where microbatches differ in slices, a rank runs ahead
-    by what the largest group and microbatch need.
+    With equal times and ms >= p the bubble is (p-1)/(msv+p-1) of the step. With s >= p a group is one microbatch and
+    rank r keeps 1 + d(p-1-r)/(sv) microbatches, d the lead; with k microbatches in the first group it keeps 1 +
+    (k-1)(v-1)/v + d(p-1-r)/(sv); never more than m. Megatron wants m to be a multiple of p. Here the m microbatches
+    form as many groups of at least p slices as they can, of sizes as equal as they can be, the larger ones first; fewer
+    than p slices in all are one group. Where microbatches differ in slices, a rank runs ahead as the largest group and
+    microbatch need.
 
     Raises:
         ScheduleError: a count is below 1, or `lead` is neither 1 nor 2.
@@ -249,8 +249,8 @@ def _groups(slices: Sequence[int], at_least: int) -> list[range]:
             ends.append(end)
             held = 0
     ends = [*ends[: max(len(ends) - 1, 1)], len(slices)]
-    number = len(ends) - 1
-    sizes = [(len(slices) + number - 1 - i) // number for i in range(number)]
+    num_groups = len(ends) - 1
+    sizes = [(len(slices) + num_groups - 1 - i) // num_groups for i in range(num_groups)]
     even = [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
     if all(sum(slices[m] for m in group) >= at_least for group in even):
         return even
@@ -512,10 +512,10 @@ def check_name(name: str, besides: Sequence[str] = ()) -> None:
 def _check_stages(name: str, like: str, stages_per_rank: int) -> None:
     allowed = SCHEDULES[like].stages_per_rank
     if stages_per_rank not in allowed:
-        number = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
+        allowed_text = f"exactly {allowed.start}" if len(allowed) == 1 else f"at least {allowed.start}"
         others = ", ".join(other for other, kind in SCHEDULES.items() if stages_per_rank in kind.stages_per_rank)
         raise ScheduleError(
-            f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {number}. Give stages_per_rank="
+            f"stages_per_rank={stages_per_rank}, but the schedule {name!r} has {allowed_text}. Give stages_per_rank="
             f"{allowed.start}{f', or a schedule that can have {stages_per_rank}: {others}' if others else ''}."
         )
 
@@ -530,7 +530,7 @@ def make_schedule(
 
     Raises:
         ScheduleError: the name is unknown (the message has the nearest one), the schedule doesn't allow the number of
-            stages per rank (it has what is allowed), or a count is below 1.
+            stages per rank (it has the allowed ones), or a count is below 1.
     """
     check_name(name)
     _check_stages(name, name, stages_per_rank)

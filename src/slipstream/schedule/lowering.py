@@ -41,8 +41,8 @@ def channel(action: Action, schedule: Schedule) -> Channel:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Returns the forwards of a compute-only schedule, for evaluation."""
-    kept = (Op.F, Op.V, Op.L, Op.E)
-    return _rewritten(schedule, lambda action: (action,) if action.op in kept else ())
+    forwards = (Op.F, Op.V, Op.L, Op.E)
+    return _rewritten(schedule, lambda action: (action,) if action.op in forwards else ())
 
 
 def without_communication(schedule: Schedule) -> Schedule:
@@ -64,7 +64,7 @@ def freeze_stages(schedule: Schedule, number: int) -> Schedule:
 
 def _rewritten(schedule: Schedule, rewrite: Callable[[Action], tuple[Action, ...]]) -> Schedule:
     """Returns the schedule with `rewrite(action)` in the place of each action."""
-    rows = tuple(tuple(each for action in row for each in rewrite(action)) for row in schedule.actions)
+    rows = tuple(tuple(rewritten for action in row for rewritten in rewrite(action)) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 
@@ -119,7 +119,7 @@ def _with_reductions(row: Sequence[Action]) -> tuple[Action, ...]:
     reduced = defaultdict(list)
     for stage, index in zip(stages, accumulate((last[stage] for stage in stages), max), strict=True):
         reduced[index].append(Action(Op.REDUCE_GRAD, stage))
-    return tuple(each for index, action in enumerate(row) for each in (action, *reduced[index]))
+    return tuple(inserted for index, action in enumerate(row) for inserted in (action, *reduced[index]))
 
 
 def add_communication(schedule: Schedule, ahead: int = 1) -> Schedule:
@@ -171,7 +171,7 @@ def _place_receives(schedule: Schedule, ahead: int) -> defaultdict[tuple[int, in
 
 
 def unit_seconds(action: Action) -> float:
-    """Returns 2 for a whole backward, 0 for what runs alongside the computing, else 1."""
+    """Returns 2 for a whole backward, 0 for one that runs alongside the computing, else 1."""
     return _UNIT_SECONDS.get(action.op, 1)
 
 
@@ -228,17 +228,17 @@ def receives_in_flight(schedule: Schedule) -> Counter[Channel]:
     most: Counter[Channel] = Counter()
     for row in schedule.actions:
         posted: dict[Action, Channel] = {}  # consumer -> channel
-        number: Counter[Channel] = Counter()
+        num_posted: Counter[Channel] = Counter()
         for action in row:
             if action.op in RECEIVES:
                 line = posted[consumer(action, schedule)] = channel(action, schedule)
-                number[line] += 1
-                most[line] = max(most[line], number[line])
+                num_posted[line] += 1
+                most[line] = max(most[line], num_posted[line])
             elif action in posted:
-                number[posted.pop(action)] -= 1
+                num_posted[posted.pop(action)] -= 1
     return most
 
 
 def send_windows(schedule: Schedule) -> dict[Channel, int]:
     """Returns how many sends of a channel may be on their way before the next one waits for the oldest."""
-    return {line: max(NARROWEST_WINDOW, 2 * number) for line, number in receives_in_flight(schedule).items()}
+    return {line: max(NARROWEST_WINDOW, 2 * most_posted) for line, most_posted in receives_in_flight(schedule).items()}

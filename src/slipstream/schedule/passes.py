@@ -137,7 +137,7 @@ def add_offload(schedule: Schedule, share: float = 1.0, ahead: int = 1, seconds:
 
 
 def _first_use(forward: Action, schedule: Schedule) -> int:
-    """Returns the place, in its rank's row, of the first action that needs what a forward saves."""
+    """Returns the place, in its rank's row, of the first action that needs a forward's saved tensors."""
     users = (forward.with_op(op) for op in (Op.R, Op.B, Op.I))
     return min(schedule.positions[user][1] for user in users if user in schedule.positions)
 
@@ -236,7 +236,7 @@ def _with_forwards_ahead(schedule: Schedule, microbatches: int) -> Schedule:
     """Returns the schedule with every rank's forwards moved ahead, in their order, by as many as microbatches have."""
     if not microbatches:
         return schedule
-    rows, number = [], microbatches * max(schedule.slice_counts)
+    rows, num_slices = [], microbatches * max(schedule.slice_counts)
     for row in schedule.actions:
         forwards = [action for action in row if action.op is Op.F]
         moved, taken = list[Action](), 0
@@ -244,7 +244,7 @@ def _with_forwards_ahead(schedule: Schedule, microbatches: int) -> Schedule:
             if action.op is not Op.F:
                 moved.append(action)
                 continue
-            until = min(len(forwards), taken + 1 if taken else number + 1)
+            until = min(len(forwards), taken + 1 if taken else num_slices + 1)
             moved += forwards[taken:until]
             taken = until
         rows.append(tuple(moved))
@@ -274,10 +274,10 @@ def _with_vocabulary_last(schedule: Schedule, embedding: bool) -> Schedule:
         ops += [Op.VW, *([Op.EW] if embedding else [])]
     last = schedule.num_stages - 1
     rows = [
-        (*row, *(Action(op, stage, *each) for op in ops for each in schedule.microbatch_slices))
+        (*row, *(Action(op, stage, *place) for op in ops for place in schedule.microbatch_slices))
         for row, stage in zip(schedule.actions, schedule.vocabulary_stages, strict=True)
     ]
-    rows[schedule.placement[last]] += tuple(Action(Op.L, last, *each) for each in schedule.microbatch_slices)
+    rows[schedule.placement[last]] += tuple(Action(Op.L, last, *place) for place in schedule.microbatch_slices)
     return replace(schedule, actions=tuple(rows))
 
 
@@ -296,7 +296,7 @@ class _Queue:
     def __init__(self) -> None:
         self._arriving: list[_Ready] = []
         self._there: list[tuple[int, int, Action]] = []
-        self._current: dict[Action, _Ready] = {}  # what else is in the two is of the past
+        self._current: dict[Action, _Ready] = {}  # further entries of the two are of the past
 
     def __len__(self) -> int:
         return len(self._current)
@@ -309,7 +309,7 @@ class _Queue:
         del self._current[action]
 
     def first(self, free: float) -> _Ready | None:
-        """Returns what starts first on a rank that is free from then on, with its start; None where nothing is left."""
+        """Returns the first action to start on a rank that is free from then on, and its start; None without one."""
         while self._arriving and self._arriving[0].start <= free:
             ready = heappop(self._arriving)
             if self._current.get(ready.action) == ready:
@@ -329,7 +329,7 @@ class _Queue:
 
 @dataclass
 class _Run:
-    """Runs all ranks at the same time, each as soon as it can, and notes what each runs."""
+    """Runs all ranks at the same time, each as soon as it can, and notes the actions of each."""
 
     wider: Schedule  # with the new actions somewhere
     schedule: Schedule
@@ -340,7 +340,7 @@ class _Run:
     rows: list[list[Action]] = field(default_factory=list)
 
     def finished(self) -> _Run:
-        """Runs to the end: always what starts first, and of that what comes first by priority."""
+        """Runs to the end: always the action that starts first, and of several the first by priority."""
         num_ranks = self.schedule.num_ranks
         self.rows = [[] for _ in range(num_ranks)]
         self._ends: dict[Action, float] = {}
@@ -349,8 +349,8 @@ class _Run:
         self._before |= self._not_too_early()
         self._after = defaultdict(list)
         for action, before in self._before.items():
-            for each in before:
-                self._after[each].append(action)
+            for predecessor in before:
+                self._after[predecessor].append(action)
         # the new ones that may start, with those of E's kind apart: which of them comes first depends on their number
         self._queues = [(_Queue(), _Queue()) for _ in range(num_ranks)]
         self._by_microbatch: dict[tuple[int, int], dict[Action, float]] = defaultdict(dict)  # of a rank, and since when
@@ -372,7 +372,7 @@ class _Run:
         return {later.with_op(Op.E)._replace(stage=g): (earlier,) for earlier, later in pairs for g in stages}
 
     def _choices(self) -> Iterator[tuple[float, int, int, int, Action]]:
-        """Yields what each rank could run next: start, priority, rank, order of slices, action."""
+        """Yields each rank's candidates: start, priority, rank, order of slices, action."""
         for rank, (others, gradients) in enumerate(self._queues):
             has_many = len(gradients) > _AHEAD * self.schedule.num_ranks
             if (first := others.first(self._free[rank])) is not None:
@@ -399,9 +399,9 @@ class _Run:
         self.rows[rank].append(action)
         if action == Action(Op.F, self.schedule.num_stages - 1, action.microbatch, self._last(action)):
             self._through.add(action.microbatch)
-            for each in range(self.schedule.num_ranks):
-                for ready, since in self._by_microbatch[each, action.microbatch].items():
-                    self._add(ready, each, since)
+            for other_rank in range(self.schedule.num_ranks):
+                for ready, since in self._by_microbatch[other_rank, action.microbatch].items():
+                    self._add(ready, other_rank, since)
         following = self._following(action)
         self._note([*self._after[action], *([] if following is None else [following])])
 

@@ -1,4 +1,4 @@
-"""The rules of order, stated once: what must be done before an action may start, and what a rank waits for.
+"""The rules of order, stated once: the actions that an action must follow, and those that a rank waits for.
 
 Validation, lowering, simulation and reports all call `predecessors`; nothing else knows the rules.
 """
@@ -16,8 +16,8 @@ def predecessors(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """Returns the actions that must be done before `action` may start, in any order.
 
     Actions that follow from others are left out: with every slice attending to all earlier ones, F(g,m,i) names
-    F(g,m,i-1) only. Whether a message travels as SEND and RECV, and whether a backward is whole (B) or split
-    (I and W), depends on what `schedule` holds.
+    F(g,m,i-1) only. Whether a message travels as SEND and RECV, and whether a backward is whole (B) or split (I and W),
+    depends on `schedule`.
     """
     rule, _ = _RULES[action.op]
     return rule(action, schedule)
@@ -53,7 +53,7 @@ def _before_backward(action: Action, schedule: Schedule) -> tuple[Action, ...]:
 
 
 def _input(producer: Action, user: Action, schedule: Schedule) -> Action:
-    """Returns what hands over the neighbour's result: the neighbour's action, or the RECV from another rank."""
+    """Returns the action that brings the neighbour's result: the neighbour's action, or a RECV."""
     send = awaited_send(user, schedule) if schedule.is_lowered else None
     return producer if send is None else send.other_end
 
@@ -118,14 +118,14 @@ def input_gradient(stage: int, microbatch: int, index: int, schedule: Schedule) 
 
 def gradients_before(schedule: Schedule) -> dict[Action, Action]:
     """Returns for each E the last EW before it in its rank's order, which must have been given its gradient."""
-    found: dict[Action, Action] = {}
+    last_readers: dict[Action, Action] = {}
     for row in schedule.actions:
         last = None
         for action in row:
             last = action if action.op is Op.EW else last
             if action.op is Op.E and last is not None:
-                found[action] = last
-    return found
+                last_readers[action] = last
+    return last_readers
 
 
 _MESSAGES = {Op.F: (Op.SEND_F, Op.RECV_F), Op.B: (Op.SEND_B, Op.RECV_B), Op.I: (Op.SEND_B, Op.RECV_B)}
@@ -142,7 +142,7 @@ def sending(producer: Action, schedule: Schedule) -> Action | None:
 def awaited_send(user: Action, schedule: Schedule) -> Action | None:
     """Returns the SEND whose message `user` works on, or None if its input is made on its own rank.
 
-    It says of a message's receiver what `sending` says of its sender.
+    It is to a message's receiver as `sending` to its sender.
     """
     if user.op not in _MESSAGES:
         return None
@@ -158,7 +158,7 @@ def _crosses_ranks(end: Action, schedule: Schedule) -> bool:
 
 
 def consumer(receive: Action, schedule: Schedule) -> Action:
-    """Returns the action that needs what the RECV brings."""
+    """Returns the action that needs the RECV's message."""
     _, g, m, i = receive
     return Action(Op.F, g, m, i) if receive.op is Op.RECV_F else input_gradient(g, m, i, schedule)
 
@@ -189,23 +189,23 @@ _SHOWN = 6  # missing actions named per rank
 
 
 def report_wait(schedule: Schedule, rank: int, action: Action) -> str:
-    """Explains why `rank` can't run `action`, from what it knows: all its earlier actions ran, and what they needed.
+    """Explains why `rank` can't run `action`, from its own facts: its earlier actions ran, and all they needed.
 
     Everything that `action` needs, directly or not, is either known to be done or listed as missing under its rank, in
     that rank's order: the first of them is the cause of the wait, or where that rank itself waits.
     """
     text, place, row = schedule.text, schedule.positions[action][1], schedule.actions[rank]
-    done = _with_predecessors((each for each in row[:place] if each.op not in RECEIVES), schedule)
+    done = _with_predecessors((earlier for earlier in row[:place] if earlier.op not in RECEIVES), schedule)
     wanted = _with_predecessors([action], schedule) - done - {action}
     missing: defaultdict[int, list[Action]] = defaultdict(list)
-    for each in sorted(wanted, key=schedule.positions.__getitem__):
-        if each.op not in RECEIVES:  # its SEND says the same
-            missing[schedule.placement[each.stage]].append(each)
-    awaited = [each for each in predecessors(action, schedule) if each in wanted]
-    sources = [each.send if each.op in RECEIVES else each for each in awaited]
+    for needed in sorted(wanted, key=schedule.positions.__getitem__):
+        if needed.op not in RECEIVES:  # its SEND says the same
+            missing[schedule.placement[needed.stage]].append(needed)
+    awaited = [predecessor for predecessor in predecessors(action, schedule) if predecessor in wanted]
+    sources = [predecessor.send if predecessor.op in RECEIVES else predecessor for predecessor in awaited]
     if action.op in SENDS:  # held up by those before it on its channel
         sources = [action.other_end]
-    named = ", ".join(f"{text(each)} of rank {schedule.placement[each.stage]}" for each in sources) or "nothing"
+    named = ", ".join(f"{text(source)} of rank {schedule.placement[source.stage]}" for source in sources) or "nothing"
     lines = [f"rank {rank} waits at {text(action)} (action {place + 1} of {len(row)}) for {named}."]
     for other, actions in sorted(missing.items()):
         more = f", and {len(actions) - _SHOWN} more" if len(actions) > _SHOWN else ""
@@ -218,16 +218,16 @@ def _with_predecessors(actions: Iterable[Action], schedule: Schedule) -> set[Act
 
     A receive that stands before is only posted; its message is there when an action that needs it has run.
     """
-    found: set[Action] = set()
+    closure: set[Action] = set()
     waiting = list(actions)
     while waiting:
         action = waiting.pop()
-        if action in found:
+        if action in closure:
             continue
-        found.add(action)
+        closure.add(action)
         rank, index = schedule.positions[action]
         waiting += predecessors(action, schedule)
         if action.op not in RECEIVES:
             row = reversed(schedule.actions[rank][:index])
-            waiting += [each for each in row if each.op not in RECEIVES][:1]
-    return found
+            waiting += [earlier for earlier in row if earlier.op not in RECEIVES][:1]
+    return closure

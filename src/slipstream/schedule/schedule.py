@@ -22,14 +22,14 @@ class Schedule:
 
     Args:
         name: one line of text.
-        actions: for every pipeline rank, what it runs.
+        actions: of every pipeline rank, in its order.
         placement: the rank that holds each stage.
         num_microbatches: microbatches of a step.
         num_slices: token slices of each microbatch, or the most that one has.
         slice_counts: where microbatches differ, the token slices of each; not given: all have `num_slices`.
         reach: `reach[microbatch][i]` is the first slice that slice i attends to (documents and sliding windows
             shorten it); None means that every slice attends to all earlier ones.
-        num_frozen_stages: the first stages, of which nothing is trained: they have forwards alone, and no gradient is
+        num_frozen_stages: the first stages, with all weights frozen: they have forwards alone, and no gradient is
             sent to them.
 
     Raises:
@@ -111,7 +111,7 @@ class Schedule:
 
     @cached_property
     def checksum(self) -> int:
-        """A number by which processes compare what each rank runs in which order."""
+        """A number by which processes compare the orders of all ranks."""
         return crc32(repr((self.placement, self.actions)).encode())
 
     @cached_property
@@ -230,34 +230,34 @@ _EXAMPLE = "[[2, [704, 688, 656]], [1, [2048]]] for 3 rows of 2048 tokens"
 
 
 def given_microbatches(given: Any) -> tuple[SlicedMicrobatch, ...]:
-    """Returns the microbatches of a setting: what `slice_batch` returns, or pairs of rows and slice lengths.
+    """Returns the microbatches of a setting: as from `slice_batch`, or pairs of rows and slice lengths.
 
     Raises SlipstreamError where it is neither, or rows differ in their tokens.
     """
     listed = getattr(given, "microbatches", given)
     try:
-        found = tuple(SlicedMicrobatch(index(rows), tuple(map(index, slices))) for rows, slices in listed)
+        microbatches = tuple(SlicedMicrobatch(index(rows), tuple(map(index, slices))) for rows, slices in listed)
     except (TypeError, ValueError):
-        found = ()
-    if not found or any(min(each.num_sequences, *each.slices, len(each.slices)) < 1 for each in found):
+        microbatches = ()
+    if not microbatches or any(min(m.num_sequences, *m.slices, len(m.slices)) < 1 for m in microbatches):
         raise SlipstreamError(
             f"microbatches={given!r}: give each one's rows and the tokens of its slices, such as {_EXAMPLE}."
         )
-    for number, each in enumerate(found):
-        if sum(each.slices) != sum(found[0].slices):
+    for place, microbatch in enumerate(microbatches):
+        if sum(microbatch.slices) != sum(microbatches[0].slices):
             raise SlipstreamError(
-                f"microbatches[{number}] has slices of {sum(each.slices)} tokens in all, microbatches[0] of "
-                f"{sum(found[0].slices)}: the rows of a batch have one length. Make them equal."
+                f"microbatches[{place}] has slices of {sum(microbatch.slices)} tokens in all, microbatches[0] of "
+                f"{sum(microbatches[0].slices)}: the rows of a batch have one length. Make them equal."
             )
-    return found
+    return microbatches
 
 
 def check_microbatches(
     given: Sequence[SlicedMicrobatch], num_rows: int, length: int, rows_of: str = "the batch", tokens_of: str = "it"
 ) -> None:
     """Raises SlipstreamError where microbatches don't add up to a batch of `num_rows` sequences of `length` tokens."""
-    rows, tokens = sum(each.num_sequences for each in given), sum(given[0].slices)
-    shown = [[each.num_sequences, [*each.slices]] for each in given]
+    rows, tokens = sum(microbatch.num_sequences for microbatch in given), sum(given[0].slices)
+    shown = [[microbatch.num_sequences, [*microbatch.slices]] for microbatch in given]
     if rows != num_rows:
         raise SlipstreamError(f"microbatches={shown} have {rows} rows, but {rows_of} has {num_rows}. Make them equal.")
     if tokens != length:

@@ -48,7 +48,7 @@ def running_order(schedule: Schedule, rendezvous: bool = False) -> list[Action]:
 
 
 def _awaited(action: Action, schedule: Schedule, rendezvous: bool) -> tuple[Action, ...]:
-    """Returns what the rank waits for at `action`. It is not quite what must precede it: posting doesn't wait."""
+    """Returns the actions that the rank waits for at `action`: not all that precede it, as posting doesn't wait."""
     if action.op in RECEIVES:
         return ()
     before = predecessors(action, schedule)
@@ -58,7 +58,7 @@ def _awaited(action: Action, schedule: Schedule, rendezvous: bool) -> tuple[Acti
 
 
 def _explain_stuck(schedule: Schedule, reached: list[int], awaited: Mapping[int, Action]) -> str:
-    """Explains which ranks wait for each other, where `awaited[rank]` is what the rank's next action lacks."""
+    """Explains which ranks wait for each other, where `awaited[rank]` misses for the rank's next action."""
     text, positions = schedule.text, schedule.positions
     next_action = {rank: schedule.actions[rank][reached[rank]] for rank in awaited}
     cycle = _cycle(schedule, awaited)
@@ -118,15 +118,15 @@ _AFTER_BACKWARDS = {Op.V: Op.VW, Op.E: Op.EW}
 
 
 def _misplaced(action: Action, rank: int, schedule: Schedule) -> str:
-    """Returns what is wrong with the place of an action; "" if nothing is."""
+    """Returns the problem of an action's place; "" if there is none."""
     _, g, m, i = action
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     slices = schedule.slice_counts[m] if 0 <= m < microbatches else schedule.num_slices
     if not (0 <= g < stages and 0 <= m < microbatches and 0 <= i < slices):
         counts = (("stage", g, stages), ("microbatch", m, microbatches), ("slice", i, slices))
-        what, number, count = next(each for each in counts if not 0 <= each[1] < each[2])
+        what, value, count = next(checked for checked in counts if not 0 <= checked[1] < checked[2])
         whose = f"microbatch {m}" if what == "slice" and schedule.is_ragged else "the schedule"
-        return f"has {what} {number}, but {whose}'s are 0 to {count - 1}"
+        return f"has {what} {value}, but {whose}'s are 0 to {count - 1}"
     if schedule.placement[g] != rank:
         return f"stands on rank {rank}, but stage {g} is placed on rank {schedule.placement[g]}"
     if action.op in COMMUNICATION:
@@ -149,10 +149,10 @@ def _check_complete(stage: int, microbatch: int, index: int, schedule: Schedule)
         if not schedule.ops.isdisjoint(_FOR_MEMORY):
             _check_memory_actions(stage, microbatch, index, schedule)
         return
-    found = ", ".join(present) or "nothing"
+    present_text = ", ".join(present) or "nothing"
     wanted = "F and B, or F, I and W" if trains else "F"
     where = f"Stage {stage}, microbatch {microbatch}, slice {index}"
-    raise ScheduleError(f"{where} has {found}; it needs {wanted}.\n{grid(schedule, [])}")
+    raise ScheduleError(f"{where} has {present_text}; it needs {wanted}.\n{grid(schedule, [])}")
 
 
 def _check_vocabulary(schedule: Schedule) -> None:
@@ -163,14 +163,14 @@ def _check_vocabulary(schedule: Schedule) -> None:
     forwards = (Op.V, Op.E) if schedule.spreads_embedding else (Op.V,)
     ops = (*forwards, *(_AFTER_BACKWARDS[op] for op in forwards if schedule.has_backward))
     wanted = {
-        Action(op, stage, *each)
-        for each in schedule.microbatch_slices
+        Action(op, stage, *place)
+        for place in schedule.microbatch_slices
         for op, stages in [*((op, schedule.vocabulary_stages) for op in ops), (Op.L, (schedule.num_stages - 1,))]
         for stage in stages
     }
-    found = {action for action in schedule.positions if action.op in VOCABULARY}
-    if found != wanted:
-        each = min(found ^ wanted)
+    vocabulary_actions = {action for action in schedule.positions if action.op in VOCABULARY}
+    if vocabulary_actions != wanted:
+        each = min(vocabulary_actions ^ wanted)
         problem = "is missing" if each in wanted else "doesn't belong here"
         stages = " ".join(map(str, schedule.vocabulary_stages))
         rule = f"with a spread vocabulary {' and '.join(ops)} are of stages {stages}, L of the last one"
@@ -179,7 +179,7 @@ def _check_vocabulary(schedule: Schedule) -> None:
 
 
 def _check_memory_actions(stage: int, microbatch: int, index: int, schedule: Schedule) -> None:
-    """Checks that R, OFFLOAD and RELOAD serve a backward, and that what is moved to the host comes back."""
+    """Checks that R, OFFLOAD and RELOAD serve a backward, and that tensors moved to the host come back."""
     unit = (Action(op, stage, microbatch, index) for op in _FOR_MEMORY if op in schedule.ops)
     present = {action.op: action for action in unit if action in schedule.positions}
     if present and not schedule.has_backward:
