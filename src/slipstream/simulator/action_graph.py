@@ -1,4 +1,4 @@
-"""The actions of a step as arrays for compiled code: what comes before each, on which rank it runs, what it sends.
+"""The actions of a step as arrays for compiled code: the predecessors, rank and message of each.
 
 The rules of order are asked for the actions of one microbatch (`slipstream.schedule.predecessors`), and hold for all
 microbatches that have the same actions: none but REDUCE_GRAD, which follows its rank's order, needs one of another.
@@ -18,7 +18,7 @@ from slipstream.schedule import VOCABULARY, Action, Channel, Op, Schedule, chann
 from slipstream.simulator.costs import CostModel
 
 OPS = (Op.F, Op.B, Op.I, Op.W, Op.R, Op.OFFLOAD, Op.RELOAD, Op.REDUCE_GRAD, *sorted(VOCABULARY))
-NUMBERS = {op: number for number, op in enumerate(OPS)}
+NUMBERS = {op: index for index, op in enumerate(OPS)}
 _SENT = [NUMBERS[op] for op in (Op.F, Op.B, Op.I)]  # the ops whose results pass between stages
 _PLACES = 2**20  # slices of a stage that are told apart
 
@@ -72,7 +72,7 @@ class Precedence(NamedTuple):
 
     @classmethod
     def of(cls, op: Ints, stage: Ints, microbatch: Ints, index: Ints, shape: Schedule) -> Precedence:
-        """Returns what the rules say of numbered actions.
+        """Returns the precedence of numbered actions by the rules.
 
         Args:
             op: of each action, its place in OPS.
@@ -85,10 +85,10 @@ class Precedence(NamedTuple):
         order = np.lexsort((place, microbatch))
         firsts = np.searchsorted(microbatch[order], np.arange(shape.num_microbatches + 1))
         alike: dict[tuple[int, tuple[int, ...] | None, bytes], list[int]] = {}
-        for number in range(shape.num_microbatches):
-            reach = None if shape.reach is None else shape.reach[number]
-            places = place[order[firsts[number] : firsts[number + 1]]].tobytes()
-            alike.setdefault((shape.slice_counts[number], reach, places), []).append(number)
+        for microbatch_index in range(shape.num_microbatches):
+            reach = None if shape.reach is None else shape.reach[microbatch_index]
+            places = place[order[firsts[microbatch_index] : firsts[microbatch_index + 1]]].tobytes()
+            alike.setdefault((shape.slice_counts[microbatch_index], reach, places), []).append(microbatch_index)
         pairs = []
         for key, members in alike.items():
             before, after = _within_microbatch(shape.placement, shape.num_frozen_stages, *key)
@@ -117,7 +117,7 @@ def _within_microbatch(
         rows[placement[action.stage]].append(action)
     reaches = None if reach is None else (reach,)
     schedule = Schedule("rules", tuple(map(tuple, rows)), placement, 1, num_slices, reaches, (), num_frozen)
-    numbers = {action: number for number, action in enumerate(actions)}
+    numbers = {action: index for index, action in enumerate(actions)}
     pairs = [(numbers[before], numbers[action]) for action in actions for before in predecessors(action, schedule)]
     before, after = np.array(pairs, np.int64).reshape(-1, 2).T
     return before, after
@@ -155,7 +155,7 @@ class ActionArrays:
     def of(cls, schedule: Schedule, alike: bool = True) -> ActionArrays:
         """Returns the arrays of a compute-only schedule; microbatches with different numbers of slices aren't alike."""
         ops, *columns = zip(*(action for row in schedule.actions for action in row), strict=True)
-        op = np.array([NUMBERS[each] for each in ops])
+        op = np.array([NUMBERS[name] for name in ops])
         firsts = np.cumsum([0, *map(len, schedule.actions)])
         stage, microbatch, index = (np.array(column) for column in columns)
         return cls(schedule, firsts, op, stage, microbatch, index, alike and not schedule.is_ragged)
@@ -171,8 +171,8 @@ class ActionArrays:
         shape = len(OPS), schedule.num_stages, schedule.num_microbatches, schedule.num_slices
         numbers = np.ravel_multi_index((self.op, self.stage, microbatch, self.slice), shape)
         different, like = np.unique(numbers, return_inverse=True)
-        found = np.transpose(np.unravel_index(different, shape)).tolist()
-        return [Action(OPS[op], *place) for op, *place in found], like
+        places = np.transpose(np.unravel_index(different, shape)).tolist()
+        return [Action(OPS[op], *place) for op, *place in places], like
 
     def each(self, value: Callable[[Action], float]) -> Floats:
         """Returns the value of every action, computed once for those that only differ in a microbatch like others."""
@@ -186,7 +186,7 @@ class ActionArrays:
 
     @cached_property
     def precedence(self) -> Precedence:
-        """What comes before and after every action."""
+        """The predecessors and successors of every action."""
         return Precedence.of(self.op, self.stage, self.microbatch, self.slice, self.schedule)
 
     @cached_property
@@ -198,10 +198,10 @@ class ActionArrays:
 
     def places(self, *ops: Op) -> Ints:
         """Returns which action has one of these ops, (stages, slices of all microbatches); -1 for none."""
-        found = np.full((self.schedule.num_stages, sum(self.schedule.slice_counts)), -1)
+        table = np.full((self.schedule.num_stages, sum(self.schedule.slice_counts)), -1)
         mine = np.flatnonzero(np.logical_or.reduce([self.op == NUMBERS[op] for op in ops]))
-        found[self.stage[mine], self.slices[mine]] = mine
-        return found
+        table[self.stage[mine], self.slices[mine]] = mine
+        return table
 
     def has(self, op: Op) -> Flags:
         """Marks the actions whose slice has such an op on their stage."""
@@ -236,15 +236,15 @@ class ActionArrays:
         return ContextMarks(first_of(chain, forward), first_of(chain, backward), closes)
 
     def timed(self, cost: CostModel) -> tuple[ActionGraph, ActionOrder]:
-        """Returns the arrays for compiled code, with what actions and messages cost, and the schedule's order."""
+        """Returns the arrays for compiled code, with the costs of actions and messages, and the schedule's order."""
 
         def link(value: Callable[[Action, int, int], float]) -> Floats:
-            sent = (each and value(each[0], each[1].source, each[1].destination) for each in self._sends)
-            return np.array([each or 0.0 for each in sent], float)[self._kinds[1]]
+            sent = (send and value(send[0], send[1].source, send[1].destination) for send in self._sends)
+            return np.array([seconds or 0.0 for seconds in sent], float)[self._kinds[1]]
 
-        lines = dict.fromkeys(each[1] for each in self._sends if each)
-        numbers = {line: number for number, line in enumerate(lines)}
-        line = np.array([numbers[each[1]] if each else -1 for each in self._sends])[self._kinds[1]]
+        lines = dict.fromkeys(send[1] for send in self._sends if send)
+        numbers = {line: index for index, line in enumerate(lines)}
+        line = np.array([numbers[send[1]] if send else -1 for send in self._sends])[self._kinds[1]]
         return self.graph(self.each(cost.seconds), line, len(lines), link(cost.link_seconds), link(cost.link_occupied))
 
     def graph(

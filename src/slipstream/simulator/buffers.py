@@ -13,7 +13,7 @@ from slipstream.schedule import Action, Op, Schedule, gradients_before
 
 class _Line(NamedTuple):
     """The channel of one kind of message between an end of the model and a rank's rows: the last stage's output, V's
-    part, L's sums, what E looks up, or the gradient of the first stage's input."""
+    part, L's sums, E's embeddings, or the gradient of the first stage's input."""
 
     op: Op  # of a backward B, also where it is split
     stage: int  # next to which the rows are
@@ -22,8 +22,8 @@ class _Line(NamedTuple):
 class VocabularyBuffers:
     """Follows these messages through one rank's actions, as `slipstream.comm.VocabularyMessages` sends them.
 
-    A receive is posted one ahead of what is needed. A send is kept until its answer has come; L's have none, and are
-    kept until the end of the step.
+    A receive is posted one ahead of the need. A send is kept until its answer has come; L's have none, and are kept
+    until the end of the step.
     """
 
     def __init__(self, schedule: Schedule, rank: int, sizes: Mapping[Op, Sequence[float]]) -> None:
@@ -68,7 +68,7 @@ class VocabularyBuffers:
     def _logits(self, action: Action) -> Iterator[tuple[float, int]]:
         if self._to_last:
             yield from self._receives(_Line(Op.F, action.stage), action, ahead=1)
-        if self._to_first:  # what was looked up for this slice has gone through all stages
+        if self._to_first:  # the embeddings of this slice have gone through all stages
             yield from self._settled(_Line(Op.E, action.stage), action)
         if self._to_last:
             yield from self._send(_Line(Op.V, action.stage), action)
@@ -103,7 +103,7 @@ class VocabularyBuffers:
     def _settled(self, line: _Line, action: Action) -> Iterator[tuple[float, int]]:
         """Returns the sends on a line up to that of the action's slice."""
         sent = self._sent[line]
-        while any(each[2:] == action[2:] for each in sent):
+        while any(sent_action[2:] == action[2:] for sent_action in sent):
             yield self._size(line.op, sent.popleft()), -1
 
     def _receives(self, line: _Line, action: Action, ahead: int) -> Iterator[tuple[float, int]]:
@@ -131,5 +131,5 @@ class VocabularyBuffers:
         return gradients_before(self._schedule)
 
     def _size(self, op: Op, action: Action) -> float:
-        """Returns the bytes of the buffer; a gradient of what was looked up is as large as that."""
+        # A gradient of embeddings is as large as they are.
         return self._sizes[Op.E if op is Op.B else op][self._firsts[action.microbatch] + action.slice]

@@ -37,9 +37,9 @@ def activation_step(span: Span, schedule: Schedule, cost: CostModel) -> tuple[fl
     """Returns when a compute action changes the activations that its rank holds, and by how many bytes, if it does."""
     forward = span.action.with_op(Op.F)
     whole = cost.activation_bytes(forward)
-    kept = cost.kept_bytes(forward) if span.action.with_op(Op.R) in schedule.positions else whole
-    taken = {Op.F: kept, Op.R: whole - kept, Op.RELOAD: kept}
-    freed = {Op.B: whole, Op.W: whole, Op.OFFLOAD: kept}
+    kept_bytes = cost.kept_bytes(forward) if span.action.with_op(Op.R) in schedule.positions else whole
+    taken = {Op.F: kept_bytes, Op.R: whole - kept_bytes, Op.RELOAD: kept_bytes}
+    freed = {Op.B: whole, Op.W: whole, Op.OFFLOAD: kept_bytes}
     if span.action.op in taken:
         return span.start, taken[span.action.op]
     return (span.end, -freed[span.action.op]) if span.action.op in freed else None
@@ -177,7 +177,7 @@ class MicrobatchCost(CostModel):
 class MeasuredCost(CostModel):
     """The times of every action and message in a measured run, so that only the waiting is computed again.
 
-    A simulation of the same schedule with these costs is the run without what the executor added between actions. A
+    A simulation of the same schedule with these costs is the run without the executor's time between actions. A
     message's time includes its wait behind others on the channel, so here messages don't delay each other.
 
     Args:

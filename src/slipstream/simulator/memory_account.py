@@ -66,10 +66,11 @@ class RankMemory:
 
 
 def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False) -> tuple[RankMemory, ...]:
-    """Returns what every rank holds in a training step after the first, whose gradients start from none.
+    """Returns every rank's memory in a training step after the first, whose gradients start from none.
 
     A schedule without communication gets the executor's. Where microbatches differ, give a table for each. With
-    `frees_late`, what an OFFLOAD copies stays until the copy had the time of an action, as in a step of CUDA graphs.
+    `frees_late`, the tensors that an OFFLOAD copies stay until the copy had the time of an action, as in a step of CUDA
+    graphs.
 
     Raises:
         SlipstreamError: the table lacks a unit.
@@ -78,7 +79,7 @@ def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False
 
 
 def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables) -> RankMemory:
-    """Returns what one rank holds, as `memory_of` does, from the bytes of that rank's stages alone."""
+    """Returns one rank's memory, as `memory_of` does, from the bytes of that rank's stages alone."""
     return order_bytes(schedule, tables, rank).rank_memory(rank)
 
 
@@ -94,16 +95,15 @@ class _Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class OrderBytes:
-    """The bytes of every action of an order, and what its ranks hold all the time.
+    """The bytes of every action of an order, and those that its ranks hold all the time.
 
     Args:
         arrays: the order, without sends and receives.
         lowered: the same with sends and receives. None: they are the executor's.
-        leaves: what each action leaves for others.
-        peaks: the most that each holds over what was held before.
-        first: likewise, of an action that makes weight gradients. Not a number: those and its peak.
-        made: the weight gradients that each stage's first action of `GRADIENT_MAKERS` makes, (4, stages): B all that I
-            and W make.
+        leaves: those that each action leaves for others.
+        peaks: the most that each needs over those in use before.
+        first: the same of an action that makes weight gradients. Not a number: those and its peak.
+        made: the weight gradients of each stage's first action of `GRADIENT_MAKERS`, (4, stages): for B of I and W.
         context: the keys and values of each action's microbatch on its stage.
         context_gradients: their gradients.
         payload: the message of each slice of each microbatch, without its header.
@@ -131,12 +131,12 @@ class OrderBytes:
 
     def rank_peaks(self) -> Floats:
         """Returns the most bytes that each rank holds."""
-        most, makes = (each.copy() for each in self._gradients)
+        most, makes = (per_action.copy() for per_action in self._gradients)
         gives, after = sum(self._gives.values(), self.leaves), self._sent_after
-        # What is sent is held until then, and no longer when the next action begins.
+        # Messages are held until then, and no longer when the next action begins.
         most[after] = np.maximum(most[after], gives[after])
         sent = np.bincount(after + 1, self._payloads[self._messages.sender], len(makes) + 1)[:-1]
-        sent[self.arrays.firsts[:-1]] = 0.0  # what is sent at the end of the rank before
+        sent[self.arrays.firsts[:-1]] = 0.0  # messages of the end of the rank before
         makes -= sent
         return self.parameters + self.optimizer + self._pools + row_peaks(self.arrays.firsts, makes, most, -gives)
 
@@ -147,15 +147,16 @@ class OrderBytes:
         return row_peaks(self.arrays.firsts, -moved, nothing, nothing)
 
     def memory(self, frees_late: bool = False) -> tuple[RankMemory, ...]:
-        """Returns what every rank holds, action by action and by kind; see `memory_of`."""
+        """Returns every rank's memory, action by action and by kind; see `memory_of`."""
         return tuple(self.rank_memory(rank, frees_late) for rank in range(self.arrays.schedule.num_ranks))
 
     def rank_memory(self, rank: int, frees_late: bool = False) -> RankMemory:
-        """Returns what one rank holds."""
+        """Returns one rank's memory."""
         arrays, (begin, end) = self.arrays, self.arrays.firsts[rank : rank + 2].tolist()
         row, here = arrays.schedule.actions[rank], slice(begin, end)
-        most, makes, leaves, payload = (each[here].tolist() for each in (*self._gradients, self.leaves, self._payloads))
-        gives = {kind: each[here].tolist() for kind, each in self._gives.items()}
+        per_action = (*self._gradients, self.leaves, self._payloads)
+        most, makes, leaves, payload = (column[here].tolist() for column in per_action)
+        gives = {kind: change[here].tolist() for kind, change in self._gives.items()}
         sends: defaultdict[int, list[int]] = defaultdict(list)
         for after, sender in zip(self._sent_after.tolist(), self._messages.sender.tolist(), strict=True):
             sends[after - begin].append(sender - begin)
@@ -164,18 +165,18 @@ class OrderBytes:
         held[MemoryKind.MESSAGES] = self._pools[rank]
         saved: defaultdict[Action, float] = defaultdict(float)  # of each slice on a stage
         moments = []
-        for number in _freeing_late(row) if frees_late else range(len(row)):
-            action = row[number]
+        for place in _freeing_late(row) if frees_late else range(len(row)):
+            action = row[place]
             if action.op is not Op.REDUCE_GRAD:
-                held[MemoryKind.GRADIENTS] += makes[number]
-                # What RELOAD brings back is activations, as before.
+                held[MemoryKind.GRADIENTS] += makes[place]
+                # The tensors that RELOAD brings back are activations, as before.
                 kind = MemoryKind.ACTIVATIONS if action.op is Op.RELOAD else MemoryKind.WORKSPACE
-                during = held | {kind: held[kind] + most[number]}
-                _leave(action, leaves[number], payload[number], held, saved)
-                for kind, each in gives.items():
-                    held[kind] += each[number]
+                during = held | {kind: held[kind] + most[place]}
+                _leave(action, leaves[place], payload[place], held, saved)
+                for kind, changes in gives.items():
+                    held[kind] += changes[place]
                 moments.append(Moment(action, during, sum(held.values())))
-            for sender in sends[number]:
+            for sender in sends[place]:
                 during, send = dict(held), sending(row[sender], arrays.schedule)
                 assert send is not None
                 held[MemoryKind.MESSAGES] -= payload[sender]
@@ -184,7 +185,6 @@ class OrderBytes:
 
     @cached_property
     def _payloads(self) -> Floats:
-        """The message of each action's slice."""
         return self.payload[self.arrays.slices]
 
     @cached_property
@@ -192,10 +192,10 @@ class OrderBytes:
         """The most that each action holds besides weight gradients, and those that it makes."""
         op, stage, size = self.arrays.op, self.arrays.stage, len(self.arrays.op)
         firsts = np.full(self.made.shape, size)
-        for number, makers in enumerate(GRADIENT_MAKERS):
-            among = np.logical_or.reduce([op == NUMBERS[each] for each in makers])
+        for row, makers in enumerate(GRADIENT_MAKERS):
+            among = np.logical_or.reduce([op == NUMBERS[maker] for maker in makers])
             places = np.flatnonzero(first_of(stage, among))
-            firsts[number, stage[places]] = places
+            firsts[row, stage[places]] = places
         makes = firsts < size
         makes[1:3] &= firsts[1:3] < firsts[0]  # where B came before there is nothing left to make
         more = self.made.copy()
@@ -207,29 +207,29 @@ class OrderBytes:
 
     @cached_property
     def _gives(self) -> dict[MemoryKind, Floats]:
-        """The bytes by which each action changes what is held after it besides what it leaves, by kind.
+        """The bytes by which each action changes the memory after it besides those it leaves, by kind.
 
         A result is held until it is sent or, if the next stage is on this rank, until that no longer needs it. Hidden
         states are the next stage's first activation, unless that is frozen. A gradient belongs to the factors of W.
         """
         arrays, op, (before, here, after) = self.arrays, self.arrays.op, self._neighbours
-        opens, begins, closes = (each.astype(int) for each in arrays.context_marks)
+        opens, begins, closes = (marks.astype(int) for marks in arrays.context_marks)
         ends = closes * (arrays.stage >= arrays.schedule.num_frozen_stages)
         forward, backward = op == _F, (op == _B) | (op == _I)
         results = (forward & (after >= 0)).astype(int)
         results += backward & (arrays.stage > arrays.schedule.num_frozen_stages)
         results -= np.where(self._needs_no_input, forward, backward) & (before == here)
         results -= ((op == _B) | (op == _W)) & (after == here)
-        found = {
+        changes = {
             MemoryKind.CONTEXT: self.context * (opens - closes),
             MemoryKind.CONTEXT_GRADIENTS: self.context_gradients * (begins - ends),
             MemoryKind.MESSAGES: self._payloads * results,
         }
         if arrays.schedule.spreads_vocabulary:
-            found[MemoryKind.ACTIVATIONS] = self._shared_outputs()
+            changes[MemoryKind.ACTIVATIONS] = self._shared_outputs()
         if arrays.schedule.spreads_embedding:
-            found[MemoryKind.MESSAGES] += self._passed_lookups()
-        return found
+            changes[MemoryKind.MESSAGES] += self._passed_lookups()
+        return changes
 
     def _shared_outputs(self) -> Floats:
         """The last stage's output, which goes with VW: held until the backward of its slice where that comes later."""
@@ -237,15 +237,15 @@ class OrderBytes:
         return _held_between(arrays.places(Op.VW)[last], arrays.places(Op.B, Op.I)[last], self.payload, len(arrays.op))
 
     def _passed_lookups(self) -> Floats:
-        """What the first stage's rank looks up, until that stage's forward takes it, and the gradient of its input,
-        which goes with W where that works on it, until the rows have added it where that is later."""
+        """The first stage's embeddings on its rank, until that stage's forward takes them, and the gradient of its
+        input, which goes with W where that works on it, until the rows have added it where that is later."""
         arrays, schedule = self.arrays, self.arrays.schedule
         rows = next(g for g in schedule.vocabulary_stages if schedule.placement[g] == schedule.placement[0])
         weights, gradient = arrays.places(Op.W)[0], arrays.places(Op.B, Op.I)[0]
         gradient = np.where(self.w_shares & (weights >= 0), weights, gradient)
-        size, number = self.buffers[Op.E] - self.header, len(arrays.op)
-        lookups = _held_between(arrays.places(Op.E)[rows], arrays.places(Op.F)[0], size, number)
-        return lookups + _held_between(gradient, arrays.places(Op.EW)[rows], size, number)
+        size, num_actions = self.buffers[Op.E] - self.header, len(arrays.op)
+        lookups = _held_between(arrays.places(Op.E)[rows], arrays.places(Op.F)[0], size, num_actions)
+        return lookups + _held_between(gradient, arrays.places(Op.EW)[rows], size, num_actions)
 
     @cached_property
     def _neighbours(self) -> tuple[Ints, Ints, Ints]:
@@ -255,7 +255,7 @@ class OrderBytes:
 
     @cached_property
     def _needs_no_input(self) -> Flags:
-        """Marks the actions on slices whose input only the forward needs: what follows works on a copy, or nothing."""
+        # After the forward, others work on a copy, or there are none.
         return (self.arrays.stage < self.arrays.schedule.num_frozen_stages) | self.arrays.has(Op.OFFLOAD)
 
     @cached_property
@@ -271,9 +271,9 @@ class OrderBytes:
         begins = np.cumsum([0, *map(len, lowered.actions)])
         moments = {action: begins[rank] + index for action, (rank, index) in lowered.positions.items()}
         actions = [action for row in arrays.schedule.actions for action in row]
-        sends = [sending(actions[number], lowered) for number in sender]
-        sent = np.array([moments[each] for each in sends if each], np.int64)
-        posted = np.array([moments[each.other_end] for each in sends if each], np.int64)
+        sends = [sending(actions[place], lowered) for place in sender]
+        sent = np.array([moments[send] for send in sends if send], np.int64)
+        posted = np.array([moments[send.other_end] for send in sends if send], np.int64)
         order = np.argsort(sent)
         done = np.array([moments[action] for action in actions], np.int64)
         return _Messages(sender[order], user[order], sent[order], posted[order], done)
@@ -305,7 +305,6 @@ class OrderBytes:
 
     @cached_property
     def _sent_after(self) -> Ints:
-        """The action after which each message is sent."""
         return np.searchsorted(self._messages.done, self._messages.sent) - 1
 
     @cached_property
@@ -339,26 +338,26 @@ class OrderBytes:
             (rank[ends], done[ends], size[ends], -returned[ends]),
         ]
         if arrays.schedule.spreads_vocabulary:
-            # A backward returns what it received once its result is sent, others before they compute.
+            # A backward returns its received buffer once its result is sent, others before they compute.
             early, late = self._head_changes()
             by_cause = [*by_cause[:3], early, by_cause[3], late]
-        ranks, moments, sizes, changes = (np.concatenate(each) for each in zip(*by_cause, strict=True))
+        ranks, moments, sizes, changes = (np.concatenate(of_kind) for of_kind in zip(*by_cause, strict=True))
         return _most_in_use(ranks, moments, sizes, changes, arrays.schedule.num_ranks)
 
     def _head_changes(self) -> Iterator[tuple[Ints, Ints, Floats, Ints]]:
         """Yields the ranks, moments, sizes and changes of the buffers of a spread head's messages: of whole backwards,
         and of all others."""
         arrays, of_whole, of_others = self.arrays, list[tuple[float, ...]](), list[tuple[float, ...]]()
-        sizes = {op: each.tolist() for op, each in (*self.buffers.items(), (Op.F, self.payload + self.header))}
+        sizes = {op: sizes.tolist() for op, sizes in (*self.buffers.items(), (Op.F, self.payload + self.header))}
         done = iter(self._messages.done.tolist())
         for rank, row in enumerate(arrays.schedule.actions):
             spread = VocabularyBuffers(arrays.schedule, rank, sizes)
             for action in row:
-                moment, found = next(done), of_whole if action.op is Op.B else of_others
-                found += [(rank, moment, *change) for change in spread.changes(action)]
-        for found in (of_whole, of_others):
-            ranks, moments, own, changes = np.array(found, float).reshape(-1, 4).T
-            yield ranks.astype(int), moments.astype(int), own, changes.astype(int)
+                moment, changed = next(done), of_whole if action.op is Op.B else of_others
+                changed += [(rank, moment, *change) for change in spread.changes(action)]
+        for changed in (of_whole, of_others):
+            ranks, moments, own_bytes, changes = np.array(changed, float).reshape(-1, 4).T
+            yield ranks.astype(int), moments.astype(int), own_bytes, changes.astype(int)
 
 
 def _leave(
@@ -370,7 +369,7 @@ def _leave(
 ) -> None:
     """Counts what an action leaves: from F to I as activations, from I to W as the inputs of W.
 
-    Of what L leaves, the last stage's backward frees the gradient that it starts from.
+    Of L's tensors, the last stage's backward frees the gradient that it starts from.
     """
     if action.op in VOCABULARY:
         gradient = payload if action.op is Op.L else 0.0
@@ -389,20 +388,20 @@ def _leave(
 def _freeing_late(row: Sequence[Action]) -> Iterator[int]:
     """Yields the places of a row, each OFFLOAD where its memory is free: before the second action that computes."""
     started, copied = list[int](), list[int]()
-    for number, action in enumerate(row):
+    for place, action in enumerate(row):
         if action.op is Op.OFFLOAD:
-            started.append(number)
+            started.append(place)
             continue
         if action.op in BACKWARDS | {Op.F, Op.R}:
             yield from copied
             started, copied = [], started
-        yield number
+        yield place
     yield from (*copied, *started)
 
 
 def _held_between(made: Ints, taken: Ints, sizes: Floats, number: int) -> Floats:
-    """Returns by how much each of so many actions changes what is held, where what `made` make is held until `taken`
-    have run, if these come later; -1 is no action."""
+    """Returns by how much each of so many actions changes the memory, where the tensors of `made` are held until
+    `taken` have run, if these come later; -1 is no action."""
     later, changes = (made >= 0) & (made < taken), np.zeros(number)
     np.add.at(changes, made[later], sizes[later])
     np.subtract.at(changes, taken[later], sizes[later])
@@ -423,17 +422,17 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
     arrays = ActionArrays.of(without_communication(order)) if isinstance(order, Schedule) else order
     schedule, op, stage = arrays.schedule, arrays.op, arrays.stage
     stages, placement = range(schedule.num_stages), schedule.placement
-    of_microbatch = [table_of(tables, number) for number in range(schedule.num_microbatches)]
+    of_microbatch = [table_of(tables, microbatch) for microbatch in range(schedule.num_microbatches)]
     every = list({id(table): table for table in of_microbatch}.values())
-    places = {id(table): number for number, table in enumerate(every)}
+    places = {id(table): position for position, table in enumerate(every)}
     which = np.array([places[id(table)] for table in of_microbatch])
     saved = arrays.has(Op.R), arrays.has(Op.OFFLOAD)
     shape = len(OPS), schedule.num_stages, schedule.num_slices, 2, 2, len(every)
     numbers = np.ravel_multi_index((op, stage, arrays.slice, *saved, which[arrays.microbatch]), shape)
     different, like = np.unique(numbers, return_inverse=True)
     footprints, first = list[Footprint](), list[float]()
-    for number, g, i, again, away, place in np.transpose(np.unravel_index(different, shape)).tolist():
-        unit, own = StageSlice(g, i, bool(again), bool(away)), OPS[number]
+    for op_number, g, i, again, away, place in np.transpose(np.unravel_index(different, shape)).tolist():
+        unit, own = StageSlice(g, i, bool(again), bool(away)), OPS[op_number]
         is_counted = own is not Op.REDUCE_GRAD and rank in (None, placement[g])
         footprints.append(every[place].footprint(unit, own) if is_counted else NO_MOMENT)
         first.append(every[place].first.get((unit, own), np.nan))
@@ -441,19 +440,19 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
         np.array([[of_stages.get(g, 0.0) for g in stages] for of_stages in kinds], float)[
             which[arrays.microbatch], stage
         ]
-        for kinds in ([each.context for each in every], [each.context_gradients for each in every])
+        for kinds in ([table.context for table in every], [table.context_gradients for table in every])
     )
     keys = [*zip(which.tolist(), schedule.slice_counts, strict=True)]
 
     def per_slice(value: Any) -> Any:
         known = {key: [value(every[key[0]], index=index) for index in range(key[1])] for key in dict.fromkeys(keys)}
-        return np.array([each for key in keys for each in known[key]])
+        return np.array([value for key in keys for value in known[key]])
 
     return OrderBytes(
         arrays,
         lowered=order if isinstance(order, Schedule) and order.is_lowered else None,
-        leaves=np.array([each.leaves for each in footprints], float)[like],
-        peaks=np.array([each.peak for each in footprints], float)[like],
+        leaves=np.array([footprint.leaves for footprint in footprints], float)[like],
+        peaks=np.array([footprint.peak for footprint in footprints], float)[like],
         first=np.array(first, float)[like],
         context=context,
         context_gradients=gradients,
@@ -469,7 +468,7 @@ def order_bytes(order: Schedule | ActionArrays, tables: MemoryTables, rank: int 
 
 
 def bytes_of_stages(table: MemoryTable, placement: Sequence[int]) -> dict[str, Any]:
-    """Returns what a table says of whole stages and of headers, by the names of `OrderBytes`."""
+    """Returns a table's bytes of whole stages and of headers, by the names of `OrderBytes`."""
     stages, ops = range(len(placement)), [makers[0] for makers in GRADIENT_MAKERS]
     parameters, optimizer = (
         np.bincount(placement, [of_stages.get(g, 0.0) for g in stages]).astype(float)

@@ -17,14 +17,14 @@ class MemoryKind(StrEnum):
     PARAMETERS = "parameters"  # and buffers: always
     GRADIENTS = "gradients"  # .grad: from the stage's first backward on
     OPTIMIZER = "optimizer state"  # always
-    MESSAGES = "messages"  # the transport's buffers: always, after the first step; and what waits to be sent, or for
+    MESSAGES = "messages"  # the transport's buffers: always, after the first step; and messages that wait
     # a stage of the same rank
     ACTIVATIONS = "activations"  # saved: from F, or R, to B or I; not while they are on the host
-    WEIGHT_INPUTS = "inputs of W"  # what I leaves: activations and output gradients that weight gradients need
+    WEIGHT_INPUTS = "inputs of W"  # left by I: activations and output gradients that weight gradients need
     VOCABULARY = "parts of the head"  # of a spread one: the probabilities of a rank's rows, from V to VW
     CONTEXT = "context"  # K and V: from a microbatch's first F on the stage to its last B or I there, or last F
     CONTEXT_GRADIENTS = "context gradients"  # from its first B or I to its last
-    WORKSPACE = "workspace"  # what the running action has made so far
+    WORKSPACE = "workspace"  # tensors that the running action has made so far
 
 
 class StageSlice(NamedTuple):
@@ -46,9 +46,8 @@ class StageSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """One action's bytes: what it `leaves` for the backward (below 0: frees), and its `peak` over what was held before.
-
-    What it leaves does not include messages, context and weight gradients, which are counted apart; its peak includes
+    """One action's bytes: what it `leaves` for the backward (below 0: frees), and its `peak` over those in use before.
+    The bytes it leaves don't include messages, context and weight gradients, which are counted apart; its peak includes
     everything that it makes, those too.
     """
 
@@ -67,7 +66,7 @@ class MemoryTable:
         first: the peak of a stage's first backward of its kind, which makes the weight gradients too.
         context: per stage, K and V of one microbatch.
         context_gradients: per stage, their gradients.
-        message_bytes: per slice, what travels between two stages.
+        message_bytes: per slice, of the message between two stages.
         header_bytes: the header of each message.
         parameters: per stage.
         gradients: per stage and B, I, W or VW, the weight gradients that it makes.
@@ -75,7 +74,7 @@ class MemoryTable:
         vocabulary_bytes: per V and L of a spread head and slice, the buffer of its message, header included; and per E,
             where it isn't as large as a message between stages.
         w_shares: per slice, whether W of the first stage works on the very gradient of its input that EW adds, as that
-            of learned positions does, which are added to what was looked up.
+            of learned positions does, which are added to the embeddings.
     """
 
     footprints: Mapping[tuple[StageSlice, Op], Footprint]

@@ -43,13 +43,13 @@ class _RenewedCache(FunctionCache):  # type: ignore[misc]
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        stamps = [(each.st_mtime, each.st_size) for each in map(Path.stat, sorted(_sources(function)))]
+        stamps = [(status.st_mtime, status.st_size) for status in map(Path.stat, sorted(_sources(function)))]
         self._cache_file._source_stamp = tuple(stamps)
 
     def load_overload(self, *signature: Any) -> Any:
         try:
             return super().load_overload(*signature)
-        except Exception:  # pickle raises what the classes raise
+        except Exception:  # pickle raises the classes' own errors
             self.flush()
             return None
 
@@ -57,5 +57,5 @@ class _RenewedCache(FunctionCache):  # type: ignore[misc]
 def _sources(function: Any) -> set[Path]:
     """Returns the files of a function and of all compiled functions that it calls."""
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
-    others = (_sources(each.py_func) for each in called if isinstance(each, Dispatcher))
+    others = (_sources(dispatcher.py_func) for dispatcher in called if isinstance(dispatcher, Dispatcher))
     return {Path(function.__code__.co_filename)}.union(*others)

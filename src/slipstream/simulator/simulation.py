@@ -16,11 +16,11 @@ from slipstream.timeline import Span, Timeline
 def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = None) -> Timeline:
     """Returns the timeline of one step, in which each rank runs its actions in order as early as it can.
 
-    Messages travel while ranks compute and follow each other on their channel. In a schedule without
-    communication a message leaves when its action ends; in a lowered one when both ends are posted, and SEND
-    and RECV appear as spans from posting to done. Activations count from the start of F to the end of B or W,
-    except for what R brings back later and for the time between OFFLOAD and RELOAD. Times and bytes have the cost
-    model's number type: with ints or Fractions the result is exact.
+    Messages travel while ranks compute and follow each other on their channel. In a schedule without communication a
+    message leaves when its action ends; in a lowered one when both ends are posted, and SEND and RECV appear as spans
+    from posting to done. Activations count from the start of F to the end of B or W, except for tensors that R brings
+    back later and for the time between OFFLOAD and RELOAD. Times and bytes have the cost model's number type: with ints
+    or Fractions the result is exact.
 
     Args:
         schedule: with or without sends and receives.
@@ -57,9 +57,9 @@ def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
 
 
 def _steps(rank: RankMemory, spans: dict[Action, Span]) -> list[tuple[float, float]]:
-    """Returns (time, bytes) steps; what a message frees shows with the next action."""
+    """Returns (time, bytes) steps; memory that a message frees shows with the next action."""
     moments = [(spans[moment.action], moment) for moment in rank.moments if moment.action in spans]
-    return [step for span, each in moments for step in ((span.start, each.most), (span.end, each.after))]
+    return [step for span, moment in moments for step in ((span.start, moment.most), (span.end, moment.after))]
 
 
 class _Simulation:

@@ -1,4 +1,4 @@
-"""The simulator over an action graph, compiled: when each action of an order starts, and what a rank then holds.
+"""The simulator over an action graph, compiled: when each action of an order starts, and a rank's memory then.
 
 It takes a hundredth of the time of `slipstream.simulate`, which knows sends, receives and exact numbers too.
 """
@@ -32,17 +32,17 @@ def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
         rank = waiting[num_waiting]
         row, length = order.rows[rank], order.lengths[rank]
         while reached[rank] < length and missing[row[reached[rank]]] == 0:
-            number = row[reached[rank]]
+            action = row[reached[rank]]
             reached[rank] += 1
-            start[number] = max(free[rank], ready[number])
-            end = free[rank] = start[number] + graph.seconds[number]
+            start[action] = max(free[rank], ready[action])
+            end = free[rank] = start[action] + graph.seconds[action]
             arrival = end
-            line = graph.channel[number]
+            line = graph.channel[action]
             if line >= 0:
                 leaves = max(end, line_free[line])
-                line_free[line] = leaves + graph.link_occupied[number]
-                arrival = leaves + graph.link_seconds[number]
-            for after in graph.after[graph.first_after[number] : graph.first_after[number + 1]]:
+                line_free[line] = leaves + graph.link_occupied[action]
+                arrival = leaves + graph.link_seconds[action]
+            for after in graph.after[graph.first_after[action] : graph.first_after[action + 1]]:
                 there = graph.rank[after]
                 ready[after] = max(ready[after], end if there == rank else arrival)
                 missing[after] -= 1
@@ -58,11 +58,11 @@ def start_times(graph: ActionGraph, order: ActionOrder) -> Floats:
 def makespan(graph: ActionGraph, start: Floats) -> float:
     """Returns the end of the last action; infinite if one never starts."""
     last = 0.0
-    for number in range(len(start)):
-        if graph.exists[number]:
-            if start[number] < 0:
+    for action in range(len(start)):
+        if graph.exists[action]:
+            if start[action] < 0:
                 return _NEVER
-            last = max(last, start[number] + graph.seconds[number])
+            last = max(last, start[action] + graph.seconds[action])
     return last
 
 
@@ -70,8 +70,8 @@ def makespan(graph: ActionGraph, start: Floats) -> float:
 def peak(graph: ActionGraph, order: ActionOrder, rank: int) -> float:
     """Returns the peak bytes of activations of a rank, which depend only on its order."""
     most = held = 0.0
-    for number in order.rows[rank, : order.lengths[rank]]:
-        held += graph.acquired[number]
+    for action in order.rows[rank, : order.lengths[rank]]:
+        held += graph.acquired[action]
         most = max(most, held)
-        held -= graph.released[number]
+        held -= graph.released[action]
     return most
