@@ -297,11 +297,13 @@ class OrderBytes:
             posted[mine] = np.minimum.accumulate(latest[::-1])[::-1]
         return posted
 
-    def _lines(self, sender: Ints, user: Ints) -> Iterator[Ints]:
-        """Yields the messages of each channel."""
-        lines = np.stack([self.arrays.op[sender] == _F, self.arrays.rank[sender], self.arrays.rank[user]])
-        for line in np.unique(lines, axis=1).T:
-            yield np.flatnonzero((lines == line[:, None]).all(axis=0))
+    def _lines(self, sender: Ints, user: Ints) -> list[Ints]:
+        """Returns the messages of each channel."""
+        arrays, size = self.arrays, self.arrays.schedule.num_ranks
+        lines = ((arrays.op[sender] == _F) * size + arrays.rank[sender]) * size + arrays.rank[user]
+        order = np.argsort(lines, kind="stable")
+        ends = np.flatnonzero(np.diff(lines[order], append=-1)) + 1
+        return np.split(order, ends[:-1]) if len(order) else []
 
     @cached_property
     def _sent_after(self) -> Ints:
