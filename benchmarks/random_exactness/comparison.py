@@ -67,7 +67,11 @@ class Descent:
         if self._optimizer is None:
             if not (given := list(parameters)):  # a stage of activations alone has none
                 return
-            self._optimizer = torch.optim.AdamW(given, lr=0.01) if self._has_state else torch.optim.SGD(given, lr=0.05)
+            # With AdamW's own eps, the rounding of a gradient that is zero in theory, 1e-16 as in attention to a single
+            # token, would become an update of 1e-10, and a weight off by more than the bound.
+            self._optimizer = (
+                torch.optim.AdamW(given, lr=0.01, eps=1e-6) if self._has_state else torch.optim.SGD(given, lr=0.05)
+            )
         self._optimizer.step()
         self._optimizer.zero_grad()
 
