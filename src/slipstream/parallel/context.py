@@ -43,7 +43,7 @@ class SliceExchange:
 
     group: RankGroup
     parts: _Parts  # none: the whole slice is here, as in a forward that only looks at shapes
-    kind: str = "auto"  # what is exchanged: heads, keys, or auto, by `moves_heads`
+    kind: str = "auto"  # the exchanged tensors: heads, keys, or auto, by `moves_heads`
 
     def moves_heads(self, query: Tensor, key: Tensor, is_whole: bool) -> bool:
         """Returns whether an attention of these sizes exchanges heads for tokens.
@@ -75,7 +75,7 @@ class SliceExchange:
         of_each, length = (heads, of_keys, of_keys), query.shape[2]
         queries, keys, values = exchanged(
             lambda *tensors: tuple(self._spread_heads(tensors, of_each)),
-            lambda *gradients: tuple(_as_long(each, length) for each in self._spread_tokens(gradients, of_each)),
+            lambda *gradients: tuple(_as_long(parts, length) for parts in self._spread_tokens(gradients, of_each)),
             *(query, key, value),
         )
         return queries, keys, values
@@ -87,13 +87,13 @@ class SliceExchange:
         num_heads = output.shape[1] * self.group.size
         heads, length = [heads_of_ranks(num_heads, num_heads, self.group.size)], max(1, self._num_own)
         return exchanged(
-            lambda each: (_as_long(self._spread_tokens([each], heads)[0], length),),
+            lambda whole: (_as_long(self._spread_tokens([whole], heads)[0], length),),
             lambda gradient: tuple(self._spread_heads([gradient], heads)),
             output,
         )[0]
 
     def own_heads(self, each: Tensor) -> Tensor:
-        """Returns this rank's part of what has one number a query head."""
+        """Returns this rank's part of a tensor with one number a query head."""
         return each.view(self.group.size, -1)[self.group.rank] if self.parts else each
 
     def own_queries(self, ranges: KeyRanges) -> KeyRanges:
@@ -111,7 +111,7 @@ class SliceExchange:
         if not self.parts:
             return [*gradients]
         sums = self._spread_tokens(gradients, self._all_heads(gradients))
-        return [_as_long(each, max(1, self._num_own)) for each in sums]
+        return [_as_long(part, max(1, self._num_own)) for part in sums]
 
     def own_gradient(self, gradient: Tensor) -> Tensor:
         """Returns the gradient, zeros where this rank has no tokens."""
@@ -132,7 +132,7 @@ class SliceExchange:
     def _spread_heads(self, tensors: Sequence[Tensor], heads: Sequence[_Heads]) -> list[Tensor]:
         """Returns each tensor's heads for this rank, of all tokens, of the tensors of its tokens. Collective."""
         ranks, me = range(self.group.size), self.group.rank
-        own = [tensor.narrow(2, 0, self._num_own) for tensor in tensors]  # a rank without tokens has one that is none
+        own = [tensor.narrow(2, 0, self._num_own) for tensor in tensors]  # a rank without tokens has a padding one
         sent = [[_some(tensor, of[rank]) for tensor, of in zip(own, heads, strict=True)] for rank in ranks]
         shapes = [
             [
@@ -145,8 +145,8 @@ class SliceExchange:
         return [torch.cat(pieces, 2) for pieces in zip(*received, strict=True)]
 
     def _spread_tokens(self, tensors: Sequence[Tensor], heads: Sequence[_Heads]) -> list[Tensor]:
-        """Returns each tensor's tokens of this rank, of all heads, of the tensors of its heads; what several ranks have
-        of a head is added up. Collective."""
+        """Returns each tensor's tokens of this rank, of all heads, of the tensors of its heads; several ranks' parts of
+        a head are added up. Collective."""
         sent = [[tensor[:, :, begin:end] for tensor in tensors] for begin, end in self.parts]
         shapes = [
             [
@@ -164,7 +164,7 @@ class SliceExchange:
         every = [tensor for tensors in sent for tensor in tensors]
         flat = every[0].new_empty(sum(counts))
         for place, tensor in zip(torch.split(flat, [tensor.numel() for tensor in every]), every, strict=True):
-            place.view(tensor.shape).copy_(tensor)  # once: they are views of what isn't stored like this
+            place.view(tensor.shape).copy_(tensor)  # once: they are views of memory in another layout
         sizes = [[prod(shape) for shape in of_rank] for of_rank in shapes]
         received = self.group.all_to_all(flat, counts, [*map(sum, sizes)])
         parts = iter(torch.split(received, [size for of_rank in sizes for size in of_rank]))
@@ -174,7 +174,7 @@ class SliceExchange:
 def shared_slice(piece: TokenSlice, rank: int, size: int) -> TokenSlice:
     """Returns a rank's part of a slice that several ranks share."""
     length = piece.input_ids.shape[1]
-    parts = tuple(part_bounds(length, size, number) for number in range(size))
+    parts = tuple(part_bounds(length, size, part) for part in range(size))
     return replace(
         piece,
         input_ids=own_tokens(piece.input_ids, rank, size),
@@ -186,7 +186,7 @@ def shared_slice(piece: TokenSlice, rank: int, size: int) -> TokenSlice:
 
 
 def own_tokens(each: Tensor, rank: int, size: int) -> Tensor:
-    """Returns what a rank computes of (b, T, ...), one for each token of a slice that several ranks share."""
+    """Returns a rank's part of (b, T, ...), one for each token of a slice that several ranks share."""
     length = each.shape[1]
     begin, end = computed_tokens(part_bounds(length, size, rank), length)
     return each[:, begin:end]
@@ -195,8 +195,8 @@ def own_tokens(each: Tensor, rank: int, size: int) -> Tensor:
 def sequences_within(sequences: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[tuple[int, int], ...]:
     """Returns the tokens between two places of each sequence that has some there, and its largest position."""
     bounds = pairwise(accumulate((length for length, _ in sequences), initial=0))
-    found = ((min(b, end) - max(a, begin), each[1]) for (a, b), each in zip(bounds, sequences, strict=True))
-    return tuple(each for each in found if each[0] > 0)
+    cut = ((min(b, end) - max(a, begin), sequence[1]) for (a, b), sequence in zip(bounds, sequences, strict=True))
+    return tuple(piece for piece in cut if piece[0] > 0)
 
 
 def computed_tokens(part: tuple[int, int], length: int) -> tuple[int, int]:
@@ -207,7 +207,7 @@ def computed_tokens(part: tuple[int, int], length: int) -> tuple[int, int]:
 def check_heads(num_heads: int, num_ranks: int) -> None:
     """Raises SlipstreamError where ranks can't have equal numbers of a layer's query heads."""
     if num_heads % num_ranks:
-        allowed = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
+        allowed = [divisor for divisor in range(1, num_heads + 1) if num_heads % divisor == 0]
         raise SlipstreamError(
             f"{num_heads} query heads can't be spread over cp={num_ranks} ranks. Give cp a divisor of {num_heads}: "
             f"{', '.join(map(str, allowed))}; or give parallel.context_exchange=keys."
@@ -217,9 +217,9 @@ def check_heads(num_heads: int, num_ranks: int) -> None:
 def heads_of_ranks(num_queries: int, num_heads: int, num_ranks: int) -> _Heads:
     """Returns which of a layer's heads each rank has: as many query heads each, and the heads of keys and values that
     these read, one for each run of as many queries as all runs of a rank have."""
-    each, of_one = num_queries // num_ranks, num_queries // num_heads
-    run = gcd(each, of_one)
-    return [[first // of_one for first in range(rank * each, (rank + 1) * each, run)] for rank in range(num_ranks)]
+    own, of_one = num_queries // num_ranks, num_queries // num_heads
+    run = gcd(own, of_one)
+    return [[first // of_one for first in range(rank * own, (rank + 1) * own, run)] for rank in range(num_ranks)]
 
 
 def _some(tensor: Tensor, heads: list[int]) -> Tensor:
@@ -231,22 +231,21 @@ def _some(tensor: Tensor, heads: list[int]) -> Tensor:
 
 def _joined(pieces: Sequence[Tensor], heads: _Heads) -> Tensor:
     """Returns all heads (B,H,T,D), stored as (B,T,H,D), of each rank's; a head that came several times is a sum."""
-    order = [head for each in heads for head in each]
+    order = [head for group in heads for head in group]
     batch, _, length, width = pieces[0].shape
     if order == [*range(len(order))]:
         result = pieces[0].new_empty(batch, length, len(order), width).transpose(1, 2)
         return torch.cat(list(pieces), 1, out=result) if length else result
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     total = pieces[0].new_zeros(batch, length, order[-1] + 1, width, dtype=wide).transpose(1, 2)
-    for piece, each in zip(pieces, heads, strict=True):
-        if len({*each}) == len(each):
-            total.narrow(1, each[0], len(each)).add_(piece)
+    for piece, group in zip(pieces, heads, strict=True):
+        if len({*group}) == len(group):
+            total.narrow(1, group[0], len(group)).add_(piece)
             continue
-        for index, head in enumerate(each):
+        for index, head in enumerate(group):
             total.select(1, head).add_(piece.select(1, index))
     return total.to(pieces[0].dtype)
 
 
 def _as_long(tensor: Tensor, length: int) -> Tensor:
-    """Returns zeros for the token that a rank without tokens computes for nothing."""
     return tensor if tensor.shape[2] == length else tensor.new_zeros(*tensor.shape[:2], length, tensor.shape[3])

@@ -31,12 +31,12 @@ from slipstream.parallel.rank_group import RankGroup, exchanged
 from slipstream.parallel.tensor import TensorParallel
 from slipstream.parallel.tensor.hooks import gather, split
 
-_ROWS = 0  # the dimension of tokens in what a layer gives its experts
+_ROWS = 0  # the dimension of tokens in the inputs of experts
 
 
 def num_experts_of(model: nn.Module) -> dict[str, int]:
     """Returns the number of experts of each layer that has some, by the module's name without an adapter's."""
-    return {parse_name(f"{name}.weight").layer: int(each.num_experts) for name, each in expert_modules(model)}
+    return {parse_name(f"{name}.weight").layer: int(module.num_experts) for name, module in expert_modules(model)}
 
 
 def check_experts(model: nn.Module, model_type: str, size: int) -> None:
@@ -54,16 +54,16 @@ def check_experts(model: nn.Module, model_type: str, size: int) -> None:
                 f"{option}: {name} is in a trained copy (modules_to_save) of a larger module, of which other parts "
                 "aren't spread. Name the experts instead."
             )
-    for name, number in counts.items():
-        if number % size:
+    for name, count in counts.items():
+        if count % size:
             raise SlipstreamError(
-                f"{option}: {name} has {number} experts, which {size} ranks can't share evenly. Choose from "
-                f"{divisors_text(number)}."
+                f"{option}: {name} has {count} experts, which {size} ranks can't share evenly. Choose from "
+                f"{divisors_text(count)}."
             )
-        if number == size and own_module(model.get_submodule(name)) is not model.get_submodule(name):
+        if count == size and own_module(model.get_submodule(name)) is not model.get_submodule(name):
             raise SlipstreamError(
                 f"{option}: {name} has an adapter, which PEFT computes otherwise for a single expert, and each of "
-                f"{size} ranks would have one. Choose fewer ranks, from {divisors_text(number)}."
+                f"{size} ranks would have one. Choose fewer ranks, from {divisors_text(count)}."
             )
 
 
@@ -97,9 +97,9 @@ class ExpertParallel:
             if self.has(name):
                 parameter.data = self._share(name, tuple(parameter.shape)).take(parameter.data).clone()
         for name, module in model.named_modules():
-            number = self.counts.get(parse_name(f"{name}.weight").layer)
-            if number is not None and getattr(module, "num_experts", None) == number:
-                module.num_experts = number // self.group.size  # also of an adapter around them
+            num_experts = self.counts.get(parse_name(f"{name}.weight").layer)
+            if num_experts is not None and getattr(module, "num_experts", None) == num_experts:
+                module.num_experts = num_experts // self.group.size  # also of an adapter around them
 
     def install(self, model: nn.Module) -> None:
         """Makes tokens go to the ranks of their experts, in every forward of the model from now on, after `shard`."""
@@ -114,20 +114,19 @@ class ExpertParallel:
         return self.tensor.group if in_region or not self.tensor.sequence else None
 
     def _share(self, name: str, shape: tuple[int, ...]) -> ParameterShare:
-        number, dim = self.counts[parse_name(name).layer], _dim_of_experts(name)
-        start, stop = part_bounds(number, self.group.size, self.group.rank)
-        each = shape[dim] // number
+        num_experts, dim = self.counts[parse_name(name).layer], _dim_of_experts(name)
+        start, stop = part_bounds(num_experts, self.group.size, self.group.rank)
+        rows_each = shape[dim] // num_experts
         # PEFT keeps the rows of lora_A by expert, and the columns of lora_B by rank and then by expert.
         ranges = (
-            [(start * each, stop * each)]
+            [(start * rows_each, stop * rows_each)]
             if dim == 0
-            else [(r * number + start, r * number + stop) for r in range(each)]
+            else [(r * num_experts + start, r * num_experts + stop) for r in range(rows_each)]
         )
         return ParameterShare(shape, dim, tuple(ranges), 0 if self.tensor is None else self.tensor.rank)
 
 
 def _dim_of_experts(name: str) -> int:
-    """Returns the dimension along which a parameter has a part for each expert."""
     return int("lora_B" in name.split("."))
 
 
@@ -148,13 +147,13 @@ class _Exchange:
         elif self._shared is None:
             output = self._routed(self._group, hidden_states, top_k_index, top_k_weights)
         else:  # rows that are padded go to the first expert, with a weight of zero
-            given = hidden_states, top_k_index, top_k_weights
-            mine = self._routed(self._group, *(split(each, self._shared, _ROWS) for each in given))
+            inputs = hidden_states, top_k_index, top_k_weights
+            mine = self._routed(self._group, *(split(tensor, self._shared, _ROWS) for tensor in inputs))
             output = gather(mine, self._shared, _ROWS, len(hidden_states))
         return output.to(hidden_states.dtype)
 
     def _routed(self, group: RankGroup, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Returns the weighted sums (N,h) of what its k experts make of each token (N,h). Collective.
+        """Returns the weighted sums (N,h) of the outputs of each token's k experts. Collective.
 
         Each choice of a token is a row; rows are sorted by expert, and so by rank. How many there are is read on the
         host. The backward adds up the gradients of a token's rows where they are neighbours again.
@@ -175,7 +174,7 @@ class _Exchange:
             return group.all_to_all(rows, received, sent)[place]
 
         (rows,) = exchanged(
-            lambda each: (dispatched(each[order // per_token]),),
+            lambda gradient: (dispatched(gradient[order // per_token]),),
             lambda gradient: (torch.unflatten(returned(gradient), 0, index.shape).sum(1),),
             hidden,
         )
@@ -185,6 +184,6 @@ class _Exchange:
             rows, numbers = functional.pad(rows, (0, 0, 0, 1)), numbers.new_zeros(1)
         output = self._forward(rows, numbers[:, None], torch.ones_like(numbers[:, None], dtype=rows.dtype))
         (mine,) = exchanged(
-            lambda each: (returned(each),), lambda gradient: (dispatched(gradient[order]),), output[: sum(received)]
+            lambda rows: (returned(rows),), lambda gradient: (dispatched(gradient[order]),), output[: sum(received)]
         )
         return (torch.unflatten(mine, 0, index.shape) * weights[..., None]).sum(1)

@@ -1,4 +1,4 @@
-"""The GPU of each process of a machine, what connects them, and what PyTorch's allocator holds of each."""
+"""The GPU of each process of a machine, their connection, and the memory of PyTorch's allocator on each."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def gpu_of(local_rank: int) -> torch.device:
 def choose_backend(
     transport: TransportName, device_type: str, num_local: int, option: str = "runtime.transport"
 ) -> Literal["nccl", "gloo"]:
-    """Returns what connects `num_local` processes of this machine: NCCL where each has a GPU of its own, or where
-    `transport` is "nccl" and they share GPUs (`share_gpus_by_nccl`).
+    """Returns the backend that connects `num_local` processes of this machine: NCCL where each has a GPU of its own, or
+    where `transport` is "nccl" and they share GPUs (`share_gpus_by_nccl`).
 
     Raises SlipstreamError, which names the `option`, where `transport` is "nccl" and they compute on CPUs.
     """
@@ -58,8 +58,8 @@ def share_gpus_by_nccl(rank: int, num_local: int) -> None:
     """Lets NCCL connect processes that share a GPU; nothing where each has its own. Call it before NCCL's first
     communicator is made.
 
-    The processes take turns on the GPU, so an exchange takes milliseconds: this shows that what runs on a cluster is
-    right, not how fast it is. Variables that are set already are kept.
+    The processes take turns on the GPU, so an exchange takes milliseconds: this shows that a cluster's run is right,
+    not its speed. Variables that are set already are kept.
     """
     if not (sharing := describe_sharing(num_local)):
         return
@@ -84,7 +84,7 @@ def check_transport(
     transport: TransportName, device: torch.device, backend: str, option: str = "runtime.transport"
 ) -> None:
     """Raises SlipstreamError, which names the `option`, where a process group that is there already, with this backend
-    for GPUs, isn't what `transport` asks for."""
+    for GPUs, isn't the one that `transport` asks for."""
     if transport == "nccl" and (device.type == "cpu" or backend != "nccl"):
         found = "the ranks compute on CPUs" if device.type == "cpu" else f"the process group connects GPUs by {backend}"
         raise SlipstreamError(
@@ -109,14 +109,14 @@ def refuse_shards() -> None:
 # torch 2.11 to 2.13 read the first that is set. The newer name, PYTORCH_ALLOC_CONF, is read where the older isn't.
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
-_MUCH = 0.2  # of what tensors need, held besides
+_MUCH = 0.2  # of the tensors' memory, held besides
 _LITTLE = 2**30  # bytes; less isn't worth a word, whatever share it is
 _ADVICE_OF_TORCH = " If reserved but unallocated"  # which doesn't look whether its advice was followed
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """What the allocator of a process's GPU has counted: bytes, and how often something has happened."""
+    """The counters of the allocator of a process's GPU: bytes, and numbers of events."""
 
     allocated: int  # in tensors, at most
     reserved: int  # taken from the driver, at most
@@ -126,16 +126,16 @@ class GpuMemory:
 
     @classmethod
     def now(cls) -> GpuMemory | None:
-        """Returns what was counted on the current GPU; None where this process has no tensors on one."""
-        found = torch.cuda.memory_stats()
-        if not found.get("allocated_bytes.all.peak"):
+        """Returns the counters of the current GPU; None where this process has no tensors on one."""
+        counters = torch.cuda.memory_stats()
+        if not counters.get("allocated_bytes.all.peak"):
             return None
         return cls(
-            allocated=found["allocated_bytes.all.peak"],
-            reserved=found["reserved_bytes.all.peak"],
-            between=found["inactive_split_bytes.all.current"],
-            retries=found["num_alloc_retries"],
-            failures=found["num_ooms"],
+            allocated=counters["allocated_bytes.all.peak"],
+            reserved=counters["reserved_bytes.all.peak"],
+            between=counters["inactive_split_bytes.all.current"],
+            retries=counters["num_alloc_retries"],
+            failures=counters["num_ooms"],
         )
 
     @property
@@ -144,7 +144,7 @@ class GpuMemory:
         return self.reserved - self.allocated > max(_MUCH * self.allocated, _LITTLE)
 
     def describe(self) -> str:
-        """Returns what was held at most."""
+        """Returns a text on the most memory in use."""
         return (
             f"tensors held {bytes_text(self.allocated)} of the GPU at most, and PyTorch's allocator had reserved "
             f"{bytes_text(self.reserved)}"
@@ -163,18 +163,18 @@ def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def fragmentation_advice(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns what to type against gaps between tensors; what is set already stays."""
+    """Returns the variable to set against gaps between tensors; settings that are there stay."""
     if expands_segments(environment):
         return f"{_EXPANDABLE} is set already, which keeps gaps small: only needing less memory helps further"
     name, _, value = allocator_setting(environment).partition("=")
-    others = [each for each in value.split(",") if each and "expandable_segments" not in each]
+    others = [setting for setting in value.split(",") if setting and "expandable_segments" not in setting]
     setting = f"{name or _VARIABLES[0]}={','.join([*others, _EXPANDABLE])}"
     return f"put {setting} before the command: then tensors of any size can use gaps between others"
 
 
 @contextmanager
 def shortage_explained() -> Iterator[None]:
-    """Adds to an error for lack of a GPU's memory what the allocator held, and what to type."""
+    """Adds to an error for lack of a GPU's memory the allocator's counters, and the remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,5 @@
-"""Reduces a step's gradients over tensor ranks and replicas, and keeps what the optimizer updates with them.
+"""Reduces a step's gradients over tensor ranks and replicas, and keeps the parameters that the optimizer updates with
+them.
 
 Buckets: tensors of several parameters in one flat buffer, so that one collective exchanges them all.
 
@@ -28,7 +29,7 @@ Bucket = list[NamedParameter]
 
 @dataclass(frozen=True)
 class PendingReduction:
-    """A running collective over the replicas: what it sends and fills, and the parameters of these gradients."""
+    """A running collective over the replicas: its inputs and outputs, and the parameters of these gradients."""
 
     bucket: Bucket
     shapes: Iterable[Sequence[int]]  # of their gradients in the result
@@ -88,7 +89,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten_tensors(flat: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
-    """Returns views of these shapes, one after the other; what is left at the end is padding."""
+    """Returns views of these shapes, one after the other; the rest at the end is padding."""
     views, position = [], 0
     for shape in shapes:
         views.append(flat[position : position + prod(shape)].view(tuple(shape)))
@@ -145,7 +146,8 @@ def shapes_of_rows(tensors: Iterable[Tensor], owner: int, num_owners: int) -> li
 def _line(tensors: Sequence[Tensor], owner: int, num_owners: int) -> list[Tensor]:
     """Returns an owner's rows of every tensor, and zeros up to the first owner's length, which is the largest."""
     first, mine = (
-        [take_rows(tensor, rows_of(tensor, each, num_owners)).reshape(-1) for tensor in tensors] for each in (0, owner)
+        [take_rows(tensor, rows_of(tensor, place, num_owners)).reshape(-1) for tensor in tensors]
+        for place in (0, owner)
     )
     padding = sum(piece.numel() for piece in first) - sum(piece.numel() for piece in mine)
     return [*mine, tensors[0].new_zeros(padding)]
@@ -229,7 +231,7 @@ class GradientReduction:
             parameter.grad = None
 
     def copy_earlier(self, is_written: Callable[[Tensor], bool]) -> None:
-        """Copies what is set aside and lies where this step writes."""
+        """Copies gradients that are set aside where this step writes."""
         for key, earlier in self._earlier.items():
             if earlier is not None and is_written(earlier):
                 self._earlier[key] = earlier.clone()
@@ -327,7 +329,7 @@ def _each_once(stages: Mapping[int, Sequence[NamedParameter]]) -> dict[int, Buck
 
 
 def _subgroup(tensor: RankGroup, ranks: tuple[int, ...]) -> RankGroup:
-    """Returns a group of some tensor ranks; what they exchange is counted for the axis."""
+    """Returns a group of some tensor ranks; their exchanges are counted for the axis."""
     if len(ranks) == tensor.size:
         return tensor
     members = [tensor.global_ranks[rank] for rank in ranks]
@@ -376,7 +378,7 @@ class MasterParameters:
         ]
 
     def named_parameters(self) -> Iterator[NamedParameter]:
-        """Yields what the optimizer updates, under the parameters' names and with their number of dimensions."""
+        """Yields the optimizer's parameters, under their names and with their number of dimensions."""
         return iter(self._masters.items())
 
     def rows(self, name: str) -> range:
@@ -388,7 +390,6 @@ class MasterParameters:
         return name in self._spread and name in self._trained
 
     def _owner(self, name: str) -> tuple[int, int]:
-        """Returns this rank's number among those that have rows of the parameter, and theirs."""
         return (self._spread[name].rank, self._spread[name].size) if self.is_spread(name) else (0, 1)
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
@@ -498,7 +499,7 @@ class LossScale:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what resuming needs, as plain numbers."""
+        """Returns the state for resuming, as plain numbers."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

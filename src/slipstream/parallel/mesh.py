@@ -65,7 +65,7 @@ _axes = {axis.name: axis for axis in (PIPELINE, DATA, CONTEXT, TENSOR)}
 
 
 def add_axis(axis: MeshAxis) -> None:
-    """Makes an axis known to meshes, between dp and tp: what it exchanges lies between theirs."""
+    """Makes an axis known to meshes, between dp and tp: it exchanges less than tp and more than dp."""
     tensor = _axes.pop(TENSOR.name)
     _axes[axis.name] = axis
     _axes[TENSOR.name] = tensor
@@ -96,7 +96,7 @@ def make_mesh(
         dp: the number of replicas of every pipeline.
         tp: the number of ranks that share every layer.
         device_type: "cpu" or "cuda"; with fewer GPUs than processes of a machine, they share them.
-        transport: what connects the processes, as `Runtime(transport=...)` has it, of the group that this makes; of one
+        transport: connects the processes, as `Runtime(transport=...)` has it, in the group that this makes; of one
             that is there it is only checked.
         ep: the number of ranks over which the experts of a layer are spread; it divides the number of ranks that hold
             the same weights, such as dp. They are neighbours among these.
@@ -107,8 +107,8 @@ def make_mesh(
         The mesh, for `Pipeline(mesh=...)`.
 
     Raises:
-        SlipstreamError: the product of the sizes isn't the number of processes, there is no process group, it isn't
-            what `transport` asks for, or there is no such transport.
+        SlipstreamError: the product of the sizes isn't the number of processes, there is no process
+            group, it isn't the one that `transport` asks for, or there is no such transport.
     """
     option = "make_mesh: transport"
     if transport not in get_args(TransportName):
@@ -160,11 +160,11 @@ def _watch_everyone() -> None:
 
 def _what_fits(world: int, sizes: Mapping[str, int]) -> str:
     others = {name: size for name, size in sizes.items() if name != PIPELINE.name}
-    each = prod(others.values())
-    if min(others.values()) >= 1 and world % each == 0:
+    product = prod(others.values())
+    if min(others.values()) >= 1 and world % product == 0:
         given = [f"{name}={size}" for name, size in others.items()]
         together = f"{', '.join(given[:-1])} and {given[-1]}"
-        return f"With {together} choose pp={world // each}, or start another number of processes."
+        return f"With {together} choose pp={world // product}, or start another number of processes."
     return f"Choose numbers whose product is {world}, or start another number of processes."
 
 
@@ -200,8 +200,8 @@ class Ranks:
             everyone = RankGroup(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
             data = RankGroup()
             groups = {PIPELINE: everyone, DATA: data, TENSOR: RankGroup()}
-            own = everyone, data, groups[TENSOR], data, RankGroup(), data, groups[TENSOR]
-            return cls(*own, everyone, (tuple(everyone.global_ranks),), groups)
+            groups_of_one = everyone, data, groups[TENSOR], data, RankGroup(), data, groups[TENSOR]
+            return cls(*groups_of_one, everyone, (tuple(everyone.global_ranks),), groups)
         names = mesh.mesh_dim_names or ()
         if "pp" not in names or set(names) - set(_axes):
             raise SlipstreamError(
@@ -229,8 +229,8 @@ class Ranks:
         if (size := lcm(num_tokens, experts.size) * groups[TENSOR].size) > team.size:
             every = _lines(mesh, [axis.name for axis in (*alike, TENSOR)])
             team = _joined([line[a : a + size] for line in every for a in range(0, len(line), size)])
-        own = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies, team
-        return cls(*own, _whole(mesh), _lines(mesh, ["pp"]), groups)
+        groups_of_one = groups[PIPELINE], groups[DATA], groups[TENSOR], copies, experts, expert_copies, team
+        return cls(*groups_of_one, _whole(mesh), _lines(mesh, ["pp"]), groups)
 
     @cached_property
     def token_axes(self) -> list[tuple[MeshAxis, RankGroup]]:
@@ -310,7 +310,7 @@ class Ranks:
         return self.world.gather(value)[0]
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """Returns on every rank what the leader's call returns, as `RankGroup.decided`. Collective."""
+        """Returns on every rank the result of the leader's call, as `RankGroup.decided`. Collective."""
         return self.world.decided(decide)
 
 
@@ -330,7 +330,7 @@ def _joined(lines: Sequence[tuple[int, ...]]) -> RankGroup:
 
 def divisors_text(number: int) -> str:
     """Returns the divisors of a number, such as "1, 2, 4"."""
-    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _whole(mesh: DeviceMesh) -> RankGroup:
@@ -462,14 +462,14 @@ _SECONDS_FOR_AN_ANSWER = 2.0  # after the store's own limit, which it mostly kee
 
 def time_limit(environment: Mapping[str, str]) -> float:
     """Returns the seconds that a rank waits for the master's answer, and for the other ranks."""
-    given = environment.get(RENDEZVOUS_SECONDS, str(_DEFAULT_SECONDS))
+    setting = environment.get(RENDEZVOUS_SECONDS, str(_DEFAULT_SECONDS))
     try:
-        seconds = float(given)
+        seconds = float(setting)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise SlipstreamError(
-            f"{RENDEZVOUS_SECONDS}={given} is not a number of seconds above 0; remove it, or set it to 300"
+            f"{RENDEZVOUS_SECONDS}={setting} is not a number of seconds above 0; remove it, or set it to 300"
         )
     return seconds
 
@@ -479,22 +479,22 @@ def connected_store(
 ) -> Store | Exception:
     """Returns the store, the error of connecting to it, or a TimeoutError after some seconds, unless it `gives_up`
     later only."""
-    found: list[Store | Exception] = []
+    results: list[Store | Exception] = []
 
     def try_to() -> None:
         try:
-            found.append(connect())
+            results.append(connect())
         except (RuntimeError, OSError) as error:
-            found.append(error)
+            results.append(error)
 
     # In a thread, as no limit of the store holds once its connection is made: it waits for ever for the first answer.
     thread = threading.Thread(target=try_to, name="connecting to the store", daemon=True)
     thread.start()
     thread.join(seconds)
-    while not found and not gives_up():
+    while not results and not gives_up():
         thread.join(seconds)
     thread.join(_SECONDS_FOR_AN_ANSWER)
-    return found[0] if found else TimeoutError("no answer")
+    return results[0] if results else TimeoutError("no answer")
 
 
 def accepts(address: str, port: int, seconds: float) -> bool:
@@ -538,7 +538,7 @@ def watch_store(
     meeting = next(_meetings)
 
     def gather(value: Any) -> list[Any]:
-        keys = [f"slipstream/watch/{meeting}/{next(rounds)}/{each}" for each in range(size)]
+        keys = [f"slipstream/watch/{meeting}/{next(rounds)}/{member}" for member in range(size)]
         store.set(keys[rank], json.dumps(value))
         return [json.loads(store.get(key)) for key in keys]
 
@@ -564,19 +564,19 @@ def _watch(
     hub, settings = None, None
     if rank == 0:
         hub, settings = open_hub(loopback_address() if len(set(hosts)) == 1 else _address_on_the_network(hosts))
-    found = gather(None if settings is None else vars(settings))[0]
-    start_watch(WatchSettings(**found), rank, len(names), limit, hub, is_provisional=is_provisional, names=names)
+    shared = gather(None if settings is None else vars(settings))[0]
+    start_watch(WatchSettings(**shared), rank, len(names), limit, hub, is_provisional=is_provisional, names=names)
 
 
 def limit_of_the_environment() -> float | Literal["off"] | None:
     """Returns how long a rank may wait where nobody else says so."""
-    given = os.environ.get(_VARIABLE)
-    if given is None or given == "off":
-        return given  # type: ignore[return-value]
+    setting = os.environ.get(_VARIABLE)
+    if setting is None or setting == "off":
+        return setting  # type: ignore[return-value]
     try:
-        return float(given)
+        return float(setting)
     except ValueError:
-        raise SlipstreamError(f"{_VARIABLE}={given} is neither a number of seconds nor off") from None
+        raise SlipstreamError(f"{_VARIABLE}={setting} is neither a number of seconds nor off") from None
 
 
 def _address_on_the_network(hosts: list[str]) -> str:

@@ -102,9 +102,9 @@ class ParameterCut:
 
 def part_bounds(size: int, num_parts: int, part: int) -> tuple[int, int]:
     """Returns the [start, stop) of one part."""
-    each, rest = divmod(size, num_parts)
-    start = part * each + min(part, rest)
-    return start, start + each + (part < rest)
+    size_each, rest = divmod(size, num_parts)
+    start = part * size_each + min(part, rest)
+    return start, start + size_each + (part < rest)
 
 
 @dataclass(frozen=True)

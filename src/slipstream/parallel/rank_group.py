@@ -1,4 +1,4 @@
-"""The ranks along one axis of the mesh: collectives between them, and counts of what they exchange.
+"""The ranks along one axis of the mesh: collectives between them, and counts of their traffic.
 
 Collectives on tensors of a GPU over gloo, by way of host memory; on others as torch.distributed has them.
 
@@ -71,8 +71,8 @@ class RankGroup:
     """A process group, or this process alone: then nothing is sent and every result is the argument.
 
     `calls` and `payload` count the collectives by name and the bytes that each of them processed: the whole tensor of
-    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter, what comes from
-    other ranks in an all-to-all. Every method that exchanges tensors or values is collective over the group.
+    an all-reduce, the gathered one of an all-gather, the one that is scattered of a reduce-scatter, the one from other
+    ranks in an all-to-all. Every method that exchanges tensors or values is collective over the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -95,7 +95,7 @@ class RankGroup:
 
     @property
     def gpu_backend(self) -> str:
-        """What connects the ranks' GPUs: "nccl" or "gloo", by way of host memory; "" where nothing does."""
+        """The backend that connects the ranks' GPUs: "nccl" or "gloo", by way of host memory; "" where none does."""
         return gpu_backend(self.process_group)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class RankGroup:
         return values
 
     def decided(self, decide: Callable[[], _Result]) -> _Result:
-        """Returns on every rank what the first rank's call returns; the others don't call. Its SlipstreamError or
+        """Returns on every rank the result of the first rank's call; the others don't call. Its SlipstreamError or
         OSError too is raised on every rank, so that none waits for a rank that has given up. Collective."""
         mine: tuple[_Result | None, SlipstreamError | OSError | None] = None, None
         if self.rank == 0:
@@ -186,19 +186,19 @@ class RankGroup:
         decision, problem = self.gather(mine)[0]
         if problem is not None:
             raise problem
-        found: _Result = decision
-        return found
+        result: _Result = decision
+        return result
 
     def done_by_all(self, act: Callable[[], _Result]) -> _Result:
-        """Returns what this rank's call returns, once no rank's has failed: the first rank's SlipstreamError is raised
+        """Returns the result of this rank's call, once no rank's has failed: the first rank's SlipstreamError is raised
         on all. Collective."""
         result, problem = None, None
         try:
             result = act()
         except SlipstreamError as error:
             problem = error
-        if found := next(filter(None, self.gather(problem)), None):
-            raise found
+        if failure := next(filter(None, self.gather(problem)), None):
+            raise failure
         return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
@@ -263,16 +263,16 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchanged(forward: TensorFunction, backward: TensorFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns what `forward` makes of tensors, whose gradients `backward` makes of those of its results: two exchanges
-    between ranks, each another's backward. Collective, as is the backward."""
+    """Returns the results of `forward` on tensors, whose gradients `backward` computes from those of its results: two
+    exchanges between ranks, each another's backward. Collective, as is the backward."""
     results: tuple[Tensor, ...] = _Exchange.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
 def sum_over_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
     """Returns the sum of the ranks' tensors, on all ranks; each gets the gradient of the sum. Collective."""
-    # in new memory, as a recomputation may have kept what goes in
-    return exchanged(lambda each: (group.sum(copied(each)),), lambda gradient: (gradient,), tensor)[0]
+    # in new memory, as a recomputation may have kept the inputs
+    return exchanged(lambda value: (group.sum(copied(value)),), lambda gradient: (gradient,), tensor)[0]
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -306,9 +306,9 @@ class StagedWork:
 
 
 def gpu_backend(process_group: dist.ProcessGroup | None) -> str:
-    """Returns what connects the GPUs of a group, "nccl" or "gloo"; "" where nothing does."""
+    """Returns the backend that connects the GPUs of a group, "nccl" or "gloo"; "" where none does."""
     backends = "" if process_group is None else dist.get_backend_config(process_group)
-    return dict(each.split(":") for each in backends.split(",") if each).get("cuda", "")
+    return dict(pair.split(":") for pair in backends.split(",") if pair).get("cuda", "")
 
 
 def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
@@ -344,7 +344,7 @@ def send_tensor(tensor: Tensor, to: int, group: dist.ProcessGroup | None) -> Non
 
 
 def receive_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    """Fills a contiguous tensor with what a global rank sends by `send_tensor`."""
+    """Fills a contiguous tensor with a global rank's tensor of `send_tensor`."""
     if not _is_staged(tensor, group):
         dist.recv(tensor, source, group)
         return
@@ -358,7 +358,6 @@ def _is_staged(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in host memory, complete."""
     return _host_memory(tensor).copy_(tensor.detach())
 
 

@@ -27,15 +27,15 @@ class ShardedParameters:
     2020, "ZeRO", P_os+g+p (section 5.3), with the gathers of a whole step merged into one. A replica keeps its rows
     (dim 0) of every parameter, its gradient and its optimizer's state:
 
-        begin      all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever
-        reduce     reduce-scatter of the stage's summed gradients; its whole tensors are released
-        finish     the rows' gradients are in `.grad` of what `named_parameters` yields
+    begin all-gather: the stages' modules hold whole, plain tensors; every slice's F, I and W is as ever reduce
+    reduce-scatter of the stage's summed gradients; its whole tensors are released finish the rows' gradients are in
+    `.grad` of the rows in `named_parameters`
 
     A step of any number of slices thus sends 2 (n-1)/n of the parameters' bytes on each of n replicas, as ZeRO-1 does;
     gathering for each slice's pass instead would send that as often as there are passes. The price is that a stage's
-    weights are whole, with whole gradients, from `begin` to its `reduce`: what is saved is memory between steps, and
-    that of the optimizer and its rows. FSDP2 shards, gathers and releases; its reductions stay off. With a wider
-    `dtype` the rows are of that, and are rounded before they are gathered; gradients are added and summed in it.
+    weights are whole, with whole gradients, from `begin` to its `reduce`: the saving is memory between steps, and that
+    of the optimizer and its rows. FSDP2 shards, gathers and releases; its reductions stay off. With a wider `dtype` the
+    rows are of that, and are rounded before they are gathered; gradients are added and summed in it.
 
     Gradients are summed, never averaged: the loss is divided by the tokens of the whole batch.
     """
@@ -53,7 +53,7 @@ class ShardedParameters:
         Args:
             stages: of each of this rank's stages its model and those layers of it that are gathered by themselves.
             copies_of: returns the ranks that hold a parameter and see other tokens, over which it is sharded.
-            dtype: of what the optimizer updates of trained parameters. None: theirs.
+            dtype: of the optimizer's copies of trained parameters. None: theirs.
 
         Raises SlipstreamError where a parameter has no rows, or is held by two modules, and with a `dtype` where
         trained parameters compute in several.
@@ -81,7 +81,8 @@ class ShardedParameters:
         self.publish()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what the optimizer updates, under the parameters' names: this replica's rows, views of FSDP2's shards.
+        """Yields the rows that the optimizer updates, under the parameters' names: this replica's rows, views of
+        FSDP2's shards.
 
         A parameter of fewer rows than replicas has none on some.
         """
@@ -103,7 +104,7 @@ class ShardedParameters:
         return name in self._shapes
 
     def publish(self) -> None:
-        """Releases what was gathered: after an evaluation, and wherever an optimizer may have updated the shards."""
+        """Releases gathered parameters: after an evaluation, and wherever an optimizer may have updated the shards."""
         for modules in self._modules.values():
             _reshard(modules)
 
@@ -216,7 +217,7 @@ def _shard(
     policy: MixedPrecisionPolicy,
     dtype: torch.dtype | None,
 ) -> list[FSDPModule]:
-    """Returns FSDP2's modules, which neither reduce gradients nor release what they gathered until asked to."""
+    """Returns FSDP2's modules, which neither reduce gradients nor release gathered parameters until asked to."""
 
     def mesh_of(module: nn.Module) -> DeviceMesh:
         return meshes[id(next(module.parameters()))]
@@ -236,22 +237,21 @@ def _shard(
 def _units(
     model: nn.Module, layers: Sequence[nn.Module], mesh_of: Callable[[nn.Module], DeviceMesh]
 ) -> Iterator[nn.Module]:
-    """Yields the layers, and what has parameters outside of them, inner modules first; of a layer also the parts that
-    other ranks hold than the rest, such as its experts.
+    """Yields the layers, and modules with parameters outside of them, inner modules first; of a layer also the parts
+    that other ranks hold than the rest, such as its experts.
 
     It doesn't yield the model: on a stage that isn't the last one its output is a placeholder's, about which FSDP2
     would warn.
     """
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     for layer in layers:
-        if own := _with_parameters(layer.modules()):
-            yield from (module for module in own if mesh_of(module) is not mesh_of(own[0]))
+        if modules := _with_parameters(layer.modules()):
+            yield from (module for module in modules if mesh_of(module) is not mesh_of(modules[0]))
             yield layer
     yield from reversed(_with_parameters(module for module in model.modules() if id(module) not in in_layers))
 
 
 def _with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Returns those that have parameters of their own."""
     return [module for module in modules if next(module.parameters(recurse=False), None) is not None]
 
 

@@ -3,9 +3,9 @@
     replicated tokens                        spread tokens (sequence parallelism)
     x ─ f ─ column ─ row ─ g ─ y             x ─ all-gather ─ column ─ row ─ reduce-scatter ─ y
 
-Inside a region only the input of a column goes through f, once for every tensor: what else reads the region's input,
-such as a router, computes the same on all ranks, so its gradient is whole on all. A region where something else has
-parameters exchanges the tokens at its ends and has f and g inside.
+Inside a region only the input of a column goes through f, once for every tensor: other readers of the region's input,
+such as a router, compute the same on all ranks, so their gradients are whole on all. A region with other parameters
+exchanges the tokens at its ends and has f and g inside.
 
 The operators that tensor parallelism puts around local linear layers: f, g and others, each another's backward.
 
@@ -101,9 +101,9 @@ class RegionHooks:
         return output
 
     def _before_column(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        own = args[0] if self._scatters else self._copy(args[0])  # the gather's backward adds gradients up
+        spread = args[0] if self._scatters else self._copy(args[0])  # the gather's backward adds gradients up
         self._whose.switch(is_own=True)
-        return (own, *args[1:])
+        return (spread, *args[1:])
 
     def _gather_features(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         last = output.dim() - 1
@@ -112,16 +112,16 @@ class RegionHooks:
         return features
 
     def _split_features(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        own = split(args[0], self._group, args[0].dim() - 1)
+        features = split(args[0], self._group, args[0].dim() - 1)
         self._whose.switch(is_own=True)
-        return (own, *args[1:])
+        return (features, *args[1:])
 
     def _before_experts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Applies f to hidden states and router weights: gradients of both are sums over the ranks' parts of the
         experts."""
-        found = tuple(map(self._copy, args)), {key: self._copy(value) for key, value in kwargs.items()}
+        copied = tuple(map(self._copy, args)), {key: self._copy(value) for key, value in kwargs.items()}
         self._whose.switch(is_own=True)
-        return found
+        return copied
 
     def _copy(self, value: Any) -> Any:
         """Applies f, once for each tensor, as query, key and value take the same one."""
@@ -157,12 +157,12 @@ class RegionHooks:
 
 
 def copy_to_ranks(tensor: Tensor, group: RankGroup) -> Tensor:
-    """Applies f: what all ranks have is used by each separately; the gradients of these uses are summed. Collective."""
+    """Applies f: each rank uses the tensor separately; the gradients of these uses are summed. Collective."""
     return _apply(tensor, lambda whole: whole.view_as(whole), lambda gradient: group.sum(copied(gradient)))
 
 
 def gather(tensor: Tensor, group: RankGroup, dim: int, length: int, is_partial: bool = False) -> Tensor:
-    """Joins parts along `dim`, `length` in all, to the whole on all ranks; what is beyond it was padding. Collective.
+    """Joins parts along `dim`, `length` in all, to the whole on all ranks; the rest was padding. Collective.
 
     Backward returns this rank's part of the gradient, where all have the whole one, or, if `is_partial`, of the sum of
     the ranks' gradients (a reduce-scatter: f with sequence parallelism).
@@ -213,7 +213,7 @@ def _cut(tensor: Tensor, dim: int, num_parts: int) -> Tensor:
 
 
 def _join(parts: Tensor, dim: int, length: int) -> Tensor:
-    """Undoes `_cut`, in new memory, since models may change the result in place."""
+    # In new memory, since models may change the result in place.
     return torch.cat([*parts], dim).narrow(dim, 0, length).contiguous()
 
 

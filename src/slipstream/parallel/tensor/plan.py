@@ -70,8 +70,8 @@ def cut_linear(
         matrices = _packed(name, size, heads, tensor_ranks)
     elif heads is not None and not by_rows:
         num_parts = heads.num_parts(size, tensor_ranks)
-    for each in matrices:
-        _check_features(name, each, num_parts)
+    for matrix in matrices:
+        _check_features(name, matrix, num_parts)
     cuts = {f"{name}.weight": ParameterCut(shape, dim, matrices, num_parts)}
     if not by_rows and module.bias is not None:
         cuts[f"{name}.bias"] = ParameterCut(tuple(module.bias.shape), 0, matrices, num_parts)
@@ -196,7 +196,7 @@ class TensorPlan:
     layers: str  # "model.layers"
     embedding: str  # "model.embed_tokens"
     head: str  # "lm_head"
-    after_layers: tuple[str, ...]  # what runs between the layers and the head, such as ("model.norm",)
+    after_layers: tuple[str, ...]  # modules between the layers and the head, such as ("model.norm",)
     regions: tuple[TensorRegion, ...]
     shapes: Mapping[str, tuple[int, ...]]  # of every whole parameter, tied names included
     cuts: Mapping[str, ParameterCut]  # of the parameters that are cut
@@ -222,7 +222,7 @@ def find_tensor_plan(
     """Returns the plan of `model`, a causal LM of transformers, for `tensor_ranks` ranks.
 
     Args:
-        model: the whole model, or what is left of it; its parameters may be on the meta device.
+        model: the whole model, or the rest of it; its parameters may be on the meta device.
         config: the model's config.
         tensor_ranks: the number of ranks that share every layer.
         anatomy: the names of the modules that run before the layers, including the embedding, and after them, including
@@ -254,8 +254,8 @@ def find_tensor_plan(
     cuts = cut_vocabulary(model, (embedding, head), tensor_ranks)
     attributes: dict[str, Mapping[str, int]] = {}
     for name in styles:
-        found, sizes = _cut(model, config, name, styles, tensor_ranks)
-        cuts |= found
+        cut, sizes = _cut(model, config, name, styles, tensor_ranks)
+        cuts |= cut
         attributes |= sizes
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     partial = frozenset(
@@ -293,7 +293,7 @@ def _resolve(
     `whole` modules."""
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
     base = "" if given is not None else r"(?:.+\.)?"
-    found: dict[str, TensorStyle] = {}
+    resolved: dict[str, TensorStyle] = {}
     for pattern, style in (_own_plan(model, config) if given is None else given).items():
         matcher = re.compile(base + re.escape(pattern).replace(r"\*", r"[^.]+"))
         matches = [name for name in names if matcher.fullmatch(name)]
@@ -302,17 +302,17 @@ def _resolve(
                 f"tensor_plan names {pattern!r}, which this model doesn't have. Its linear layers are "
                 f"{', '.join(_linear_layers(model))}."
             )
-        matches = [name for name in matches if not f"{name}.".startswith(tuple(f"{each}." for each in whole))]
+        matches = [name for name in matches if not f"{name}.".startswith(tuple(f"{prefix}." for prefix in whole))]
         of_vocabulary = style in _VOCABULARY_STYLES and set(matches) <= {embedding, head}
         if matches and not of_vocabulary and style != "replicate":
             if style not in _STYLES:
                 raise SlipstreamError(
                     f"the plan spreads {pattern!r} in the style {style!r}, which isn't supported. Supported are "
-                    f"{', '.join(each.value for each in TensorStyle)}: give a tensor_plan with these, or train with "
+                    f"{', '.join(known.value for known in TensorStyle)}: give a tensor_plan with these, or train with "
                     "tp=1."
                 )
-            found |= dict.fromkeys(matches, _STYLES[style])
-    return found
+            resolved |= dict.fromkeys(matches, _STYLES[style])
+    return resolved
 
 
 def _common_list(styles: Mapping[str, TensorStyle]) -> str:
@@ -353,13 +353,13 @@ def _regions(
     `whole` names the parameters of which all ranks compute the same gradient where they have the same tokens.
     """
     depth = layers.count(".") + 3  # the list, a layer's number, its child
-    found: dict[str, dict[str, TensorStyle]] = {}
+    by_region: dict[str, dict[str, TensorStyle]] = {}
     for name, module in model.named_modules():
         is_cut = styles.get(name, TensorStyle.PER_HEAD) is not TensorStyle.PER_HEAD
         if is_cut or (name.startswith(f"{layers}.") and name.count(".") >= depth - 1 and is_attention(module)):
-            inside = found.setdefault(".".join(name.split(".")[:depth]), {})
+            inside = by_region.setdefault(".".join(name.split(".")[:depth]), {})
             inside |= {name: styles[name]} if is_cut else {}
-    return tuple(TensorRegion(name, inside, _is_direct(name, inside, whole)) for name, inside in found.items())
+    return tuple(TensorRegion(name, inside, _is_direct(name, inside, whole)) for name, inside in by_region.items())
 
 
 def _is_direct(region: str, styles: Mapping[str, TensorStyle], whole: set[str]) -> bool:
@@ -370,13 +370,13 @@ def _is_direct(region: str, styles: Mapping[str, TensorStyle], whole: set[str]) 
 
 def _name_of(model: nn.Module, wanted: Any, names: Sequence[str], role: str) -> str:
     """Returns the name of the embedding or the head among the modules outside the layers."""
-    found = next((name for name in names if wanted is not None and model.get_submodule(name) is wanted), None)
-    if found is None:
+    name_ = next((name for name in names if wanted is not None and model.get_submodule(name) is wanted), None)
+    if name_ is None:
         raise SlipstreamError(
             f"the {role} of {type(model).__name__} is not among {', '.join(names) or 'its modules'}, so tensor ranks "
             "can't share its vocabulary. Train with tp=1."
         )
-    return found
+    return name_
 
 
 _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -446,7 +446,7 @@ class AttentionHeads:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Returns whether a module is an attention module of transformers, by what these have in common."""
+    """Returns whether a module is an attention module of transformers, by their common attributes."""
     return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
 
 
@@ -513,7 +513,7 @@ def _problems(plan: TensorPlan, name: str, module: Any, is_row: bool) -> Iterato
         return
     has_bias = getattr(own_module(module), "bias", None) is not None
     factors = dict(module.named_parameters())
-    if any(parse_name(f"{name}.{each}")[1:] == ("lora_B", "bias") for each in factors):
+    if any(parse_name(f"{name}.{factor}")[1:] == ("lora_B", "bias") for factor in factors):
         yield f"lora_bias=True: each of {plan.tensor_ranks} tensor ranks would add the bias of {name}'s lora_B."
     if has_bias and any(features_of("ia3_l", tuple(p.shape))[0] == 0 for key, p in factors.items() if "ia3_l" in key):
         yield (

@@ -2,7 +2,7 @@
 
 PTD-P section 2.3 (Megatron-LM): two all-reduces of (b, T, hidden) in the forward of a layer of attention and MLP and
 two in its backward. With sequence parallelism (Korthikanti et al. 2022) each is an all-gather or a reduce-scatter, and
-what is between the regions is spread over the ranks by tokens.
+tensors between the regions are spread over the ranks by tokens.
 
 Embedding and loss where each rank has some rows of the vocabulary: no rank ever has all logits of a token.
 
@@ -164,11 +164,11 @@ class TensorParallel:
         return with_hidden_states(args, kwargs, split(hidden_states(args, kwargs), self.group, TOKENS))
 
     def _gather_tokens(self, hidden: Tensor) -> Tensor:
-        """Applies f before the head: the norm before it is applied to each rank's tokens."""
+        # The norm before the head is applied to each rank's tokens.
         return gather(hidden, self.group, TOKENS, self._length, is_partial=True)
 
     def _as_long_as_gathered(self, hidden: Tensor) -> Tensor:
-        """Returns a placeholder: on stages without the head nothing reads this output, but GPT-2's code reshapes it."""
+        # On stages without the head nothing reads this output, but GPT-2's code reshapes it.
         return hidden.new_zeros(()).expand(len(hidden), self._length, hidden.shape[-1])
 
 
@@ -191,11 +191,11 @@ def vocabulary_cross_entropy(
 
 
 def vocabulary_token_losses(group: RankGroup, first_id: int, ignore_index: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns what `vocabulary_cross_entropy` sums up: the loss of each token, (b, T), zero where none counts."""
+    """Returns the summands of `vocabulary_cross_entropy`: the loss of each token, (b, T), zero where none counts."""
 
     def losses(logits: Tensor, targets: Tensor) -> Tensor:
-        each: Tensor = _CrossEntropy.apply(logits, targets, group, first_id, ignore_index)  # type: ignore[no-untyped-call]
-        return each
+        result: Tensor = _CrossEntropy.apply(logits, targets, group, first_id, ignore_index)  # type: ignore[no-untyped-call]
+        return result
 
     return losses
 
@@ -227,8 +227,8 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities = exponentials.div_(denominator[..., None])
         ctx.save_for_backward(probabilities, index, is_here, is_valid)
         ctx.dtype = logits.dtype
-        each: Tensor = (denominator.log() - chosen).masked_fill(~is_valid, 0)
-        return each
+        token_losses: Tensor = (denominator.log() - chosen).masked_fill(~is_valid, 0)
+        return token_losses
 
     @staticmethod
     @once_differentiable
@@ -274,5 +274,5 @@ class VocabularyEmbedding:
 
     def _after(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         assert self._is_elsewhere is not None
-        found, self._is_elsewhere = output.masked_fill(self._is_elsewhere[..., None], 0), None
-        return sum_over_ranks(found, self._group) if self._is_read else found
+        rows, self._is_elsewhere = output.masked_fill(self._is_elsewhere[..., None], 0), None
+        return sum_over_ranks(rows, self._group) if self._is_read else rows
