@@ -1,4 +1,4 @@
-"""Reports what can be done with a model before anything of it is loaded: `slipstream check`.
+"""Reports how a model can be split before anything of it is loaded: `slipstream check`.
 
 Each fact comes from the function by which training finds it, so that training refuses what the report refuses.
 """
@@ -50,7 +50,7 @@ def find_layer_kinds(
     structures = _structures(config, anatomy)
     kinds = []
     for kind in dict.fromkeys(structures):
-        layers = tuple(index for index, each in enumerate(structures) if each == kind)
+        layers = tuple(index for index, structure in enumerate(structures) if structure == kind)
         paths = toy_paths[toy.index(kind)] if toy_paths and kind in toy else None
         kinds.append(LayerKind(f"{kind[0]} ({kind[1]})" if kind[1] else kind[0], layers, paths))
     return tuple(kinds)
@@ -64,13 +64,12 @@ def _structures(config: PretrainedConfig, anatomy: ModelAnatomy) -> list[tuple[s
 
 
 def _modules(layer: nn.Module) -> frozenset[Any]:
-    """Returns names, without numbers, and classes of the modules: experts may be fewer in a toy."""
     return frozenset((re.sub(r"\d+", "*", name), type(module).__qualname__) for name, module in layer.named_modules())
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What a model's layers take from earlier tokens, and how it can be cut, as far as its architecture says."""
+    """How a model's layers read earlier tokens, and how it can be cut, as far as its architecture says."""
 
     model_type: str
     num_parameters: int | None  # None: transformers can't make it
@@ -80,7 +79,7 @@ class ModelReport:
     tied: tuple[tuple[str, str], ...] = ()  # (head's parameter, embedding's parameter)
     whole_layers: str = ""  # why no stage can end inside a layer; "" if it can
     sharing: Mapping[str, PossibleRanks] = field(default_factory=dict)  # by how many ranks, by the names of Degrees
-    dropout: tuple[str, ...] = ()  # what is dropped with which probability, such as "attention_dropout=0.1"
+    dropout: tuple[str, ...] = ()  # probabilities of dropout, such as "attention_dropout=0.1"
     max_length: int | None = None  # the most tokens of a sequence; None: as many as you like
     self_check: SelfCheck | None = None
 
@@ -107,10 +106,10 @@ def report_on(config: PretrainedConfig) -> ModelReport:
         return replace(report, refusal=str(error))
     report = replace(report, tied=anatomy.tied, whole_layers=whole, sharing=shared)
     try:
-        found = check_sliceable(config, anatomy)
+        check = check_sliceable(config, anatomy)
     except SlipstreamError as error:
         return replace(report, kinds=find_layer_kinds(config, anatomy, ()), refusal=str(error))
-    return replace(report, kinds=find_layer_kinds(config, anatomy, found.paths), self_check=found)
+    return replace(report, kinds=find_layer_kinds(config, anatomy, check.paths), self_check=check)
 
 
 def _num_parameters(config: PretrainedConfig) -> int | None:

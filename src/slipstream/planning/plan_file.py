@@ -76,7 +76,7 @@ def plan_settings(plan: Plan, model: dict[str, Any], schedule: str) -> dict[str,
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
-    """Returns the predictions and what they are based on, which training doesn't read."""
+    """Returns the predictions and their basis, which training doesn't read."""
     best = plan.best
     return {
         "model": plan.model,

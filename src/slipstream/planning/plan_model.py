@@ -76,8 +76,8 @@ def plan(
         lora: a `peft.LoraConfig`: an adapter is trained, and all of the model's weights are frozen.
         lora_base_precision: "nf4" where those are kept in 4 bits, as by `Pipeline.from_pretrained`.
         fused: whether norms, activations and rotary embeddings are fused kernels (`runtime.fused`), on a described
-            cluster. What tensor-parallel ranks would all compute they share by tokens there, where the model allows it.
-        progress: called with what is being done, how many are done, and out of how many (0 where that is unknown).
+            cluster. Tensor-parallel ranks share repeated work by tokens there, where the model allows it.
+        progress: called with the current task, how many are done, and out of how many (0 where that is unknown).
         **options: the values that a choice may take, such as `tensor_parallel=[1, 2]` or `schedule="1f1b"`;
             `memory_limit`, in bytes of a device; `num_simulated`, `num_best`: the fields of `slipstream.PlanOptions`.
 
@@ -123,16 +123,16 @@ def choose_costs(
     lora_base_precision: BasePrecision = "full",
     fused: bool = False,
 ) -> CostSource:
-    """Returns what a model's parts cost; the arguments are those of `slipstream.plan`.
+    """Returns the costs of a model's parts; the arguments are those of `slipstream.plan`.
 
     Raises:
-        SlipstreamError: for input that can't be used, and where nothing is kept of this model.
+        SlipstreamError: for input that can't be used, and where no costs are kept of this model.
     """
     freeze = freeze or frozen_patterns(model)
     if (freeze or lora is not None) and not _is_counted_on(cluster):
-        given = "lora" if lora is not None else f"freeze={[*freeze]}"
+        setting = "lora" if lora is not None else f"freeze={[*freeze]}"
         raise SlipstreamError(
-            f"{given} with measured costs, which are those of training all weights. Name a cluster such as h100-dgx, "
+            f"{setting} with measured costs, which are those of training all weights. Name a cluster such as h100-dgx, "
             "or leave schedule, slices and partition out of a configuration: `slipstream train` then plans by itself."
         )
     if fused and not _is_counted_on(cluster):
@@ -143,8 +143,8 @@ def choose_costs(
     if cluster is None:
         if isinstance(model, ModelCount):
             raise SlipstreamError("a counted model needs a cluster, such as h100-dgx.")
-        kept = newest_costs(model_config(model, seq_len), seq_len, dtype, num_ranks, tensor_parallel)
-        return _profile_source(model, kept, seq_len, dtype, num_nodes, num_ranks)
+        profile = newest_costs(model_config(model, seq_len), seq_len, dtype, num_ranks, tensor_parallel)
+        return _profile_source(model, profile, seq_len, dtype, num_nodes, num_ranks)
     path = _profile_path(cluster)
     if path is not None:
         return _profile_source(model, load_profile(path), seq_len, dtype, num_nodes, num_ranks)
@@ -155,7 +155,6 @@ def choose_costs(
 
 
 def _is_counted_on(cluster: str | Path | Cluster | None) -> bool:
-    """Returns whether costs are computed for a described cluster."""
     return cluster is not None and _profile_path(cluster) is None
 
 
@@ -237,13 +236,13 @@ def _why_head_stays_whole(config: PretrainedConfig, trains_a_part: bool) -> str:
     return ""
 
 
-_NORM_AND_HEAD = 2  # what runs after the layers of a model whose tensor-parallel ranks can share tokens
+_NORM_AND_HEAD = 2  # after the layers of a model whose tensor-parallel ranks can share tokens
 
 
 def _trained_weights(
     config: PretrainedConfig, freeze: Sequence[str], lora: Any, base_precision: BasePrecision
 ) -> TrainedWeights:
-    """Returns what is trained. Raises SlipstreamError for patterns or an adapter that don't fit the model."""
+    """Returns the trained weights. Raises SlipstreamError for patterns or an adapter that don't fit the model."""
     check_base_precision(base_precision, lora)
     if lora is None:
         return TrainedWeights(find_frozen(meta_model(config), freeze)) if freeze else ALL_WEIGHTS
@@ -260,12 +259,12 @@ def _trained_weights(
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+    torch_dtype = getattr(torch, name, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point or torch_dtype.itemsize < 2:
         raise SlipstreamError(
             f"models can't be trained in dtype={name!r}, nor planned: choose float32, bfloat16 or float16."
         )
-    return found
+    return torch_dtype
 
 
 _FILES = (".yaml", ".yml", ".json")
@@ -299,15 +298,15 @@ def model_section(model: str | Path | PretrainedConfig | ModelCount) -> dict[str
 def frozen_patterns(model: str | Path | PretrainedConfig | ModelCount) -> list[str]:
     """Returns the `model.freeze` of a training configuration; of anything else nothing."""
     if isinstance(model, (str, Path)) and Path(model).suffix in _FILES:
-        found: list[str] = model_section(model).get("freeze") or []
-        return found
+        patterns: list[str] = model_section(model).get("freeze") or []
+        return patterns
     return []
 
 
 def lora_section(model: str | Path) -> dict[str, Any] | None:
     """Returns the `lora` section of a training configuration; None where there is none."""
-    found = _read(Path(model)).get("lora") if Path(model).suffix in _FILES else None
-    return found if isinstance(found, dict) else None
+    section = _read(Path(model)).get("lora") if Path(model).suffix in _FILES else None
+    return section if isinstance(section, dict) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
