@@ -37,7 +37,7 @@ _made: Counter[tuple[int, ...]] = Counter()  # Pipelines in this process, by the
 
 
 class RankValues(NamedTuple):
-    """What a rank has sent at the beginning of a call."""
+    """The values that a rank has sent at the beginning of a call."""
 
     rank: int
     replica: int
@@ -58,10 +58,10 @@ class CallAgreement:
         self._number = _made[together]  # of the Pipeline, as these ranks make theirs in one order
         self.name = _CALLS[0]
         """The method that a message belongs to. A method whose message has numbers of a batch sets it beforehand."""
-        self._asked: tuple[str, Tensor, PendingWork | None] | None = None  # what is being gathered
+        self._asked: tuple[str, Tensor, PendingWork | None] | None = None  # the values being gathered
 
     def begin(self, name: str, values: Sequence[int] | Tensor = ()) -> list[RankValues]:
-        """Returns what every rank sends at the beginning of the method of this name. Collective.
+        """Returns the values that every rank sends at the beginning of the method of this name. Collective.
 
         Raises SlipstreamError on every rank where others call other methods, and TransportError where a rank has ended.
         """
@@ -82,7 +82,7 @@ class CallAgreement:
         self._asked = self.name, *self._ranks.world.start_all_gather(torch.cat([head[:2], numbers, head[2:]]))
 
     def finish(self) -> list[RankValues]:
-        """Waits for what has been started; returns it of every rank, nothing where there is nothing to wait for."""
+        """Waits for the gathering that has begun; returns every rank's values, none where there is none to wait for."""
         if self._asked is None:
             return []
         (name, gathered, work), self._asked = self._asked, None
@@ -94,13 +94,13 @@ class CallAgreement:
                     work.wait()
         except RuntimeError as error:
             raise TransportError(world.explained(f"{name}, which every rank must call,", error)) from error
-        found = list(zip(world.global_ranks, gathered.tolist(), strict=True))
+        calls = list(zip(world.global_ranks, gathered.tolist(), strict=True))
         ranks_of: defaultdict[int, list[int]] = defaultdict(list)
-        for rank, (call, *_) in found:
+        for rank, (call, *_) in calls:
             ranks_of[call].append(rank)
         if len(ranks_of) > 1:
             raise _difference(ranks_of)
-        return [RankValues(rank, replica, values) for rank, (_, replica, *values) in found]
+        return [RankValues(rank, replica, values) for rank, (_, replica, *values) in calls]
 
 
 def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
@@ -108,10 +108,10 @@ def _difference(ranks_of: dict[int, list[int]]) -> SlipstreamError:
     texts = {}
     numbers = {call // 2 // len(_CALLS) for call in ranks_of}
     for call in ranks_of:
-        number, place = divmod(call // 2, len(_CALLS))
+        pipeline_index, place = divmod(call // 2, len(_CALLS))
         texts[call] = f"{_CALLS[place]}{' of a list of sequences' if call % 2 else ''}"
         if len(numbers) > 1:
-            texts[call] += f" of Pipeline {number}, in the order in which they were made"
+            texts[call] += f" of Pipeline {pipeline_index}, in the order in which they were made"
     lines = "\n  ".join(f"{ranks_text(ranks)}: {texts[call]}" for call, ranks in ranks_of.items())
     where = "the Pipeline" if len(numbers) == 1 else "Pipelines"
     calls = " and ".join(text.partition(",")[0] for text in texts.values())
@@ -127,7 +127,7 @@ _REFUSED = -1
 
 
 class _Totals(NamedTuple):
-    """What the batches of all replicas have together, and whether any rank trains something."""
+    """The totals over the batches of all replicas, and whether any rank trains something."""
 
     num_valid: int
     max_position: int
@@ -148,7 +148,7 @@ class BatchAgreement:
     """
 
     def __init__(self, ranks: Ranks, calls: CallAgreement, has_limit: bool) -> None:
-        """`has_limit` where ranks exchange what a step would hold before it sends anything."""
+        """`has_limit` where ranks exchange the memory of a step before it sends anything."""
         self._ranks, self._calls = ranks, calls
         # Without it a GPU would have to be waited for later, when it has work.
         self._waits = has_limit or ranks.world.size > ranks.pipeline.size or ranks.device.type != "cpu"
@@ -161,8 +161,8 @@ class BatchAgreement:
         needs_targets: bool = True,
         trains: bool = True,
     ) -> SplitBatch:
-        """Returns what `split` makes of the batch, with the valid targets of all replicas, and begins to compare the
-        batch with those of the other ranks, and the checksum that `split` returns of the actions that run it.
+        """Returns the batch as cut by `split`, with the valid targets of all replicas, and begins to compare the batch
+        with those of the other ranks, and the checksum that `split` returns of the actions that run it.
 
         Raises SlipstreamError on every rank where it can't be split on one, no target counts that is needed, or
         replicas with different experts would run different actions; where a pipeline's ranks differ, or no rank
@@ -189,8 +189,8 @@ class BatchAgreement:
         self.finish()
 
     def finish(self) -> _Totals:
-        """Waits for the comparison, where that hasn't been done; returns what all replicas have, 0 targets where there
-        was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, ranks call
+        """Waits for the comparison, where that hasn't been done; returns the totals of all replicas, 0 targets where
+        there was nothing to wait for. Raises SlipstreamError on every rank where a pipeline's ranks differ, ranks call
         different methods or nothing is trained, and TransportError where a rank has ended."""
         answers = self._calls.finish() if self._ranks.world.size > 1 else []
         if not answers:
@@ -201,25 +201,25 @@ class BatchAgreement:
             replicas[replica].append((checksum, rank))
             others = totals.get(replica)
             totals[replica] = _Totals(num_valid, largest, bool(trains) or (others is not None and others.trains))
-        refused = [rank for found in replicas.values() for checksum, rank in found if checksum == _REFUSED]
+        refused = [rank for entries in replicas.values() for checksum, rank in entries if checksum == _REFUSED]
         if refused:
             raise SlipstreamError(
                 f"the step can't run, as {ranks_text(refused)} refused its batch: see the message there."
             )
-        if any(len(dict(found)) > 1 for found in replicas.values()):
+        if any(len(dict(entries)) > 1 for entries in replicas.values()):
             self._raise_difference(replicas)
         if self._ranks.replicas_act_together and len({values[-1] for *_, values in answers}) > 1:
             raise SlipstreamError(
                 "the replicas would run different actions, in each of which their layers exchange tokens. Give all "
                 "of them rows of one length, or slices as a count that each row has tokens for."
             )
-        found = [*totals.values()]
-        _check_trained(any(each.trains for each in found))
-        largest = max(each.max_position for each in found)
-        return _Totals(sum(each.num_valid for each in found), largest, trains=True)
+        every = [*totals.values()]
+        _check_trained(any(total.trains for total in every))
+        largest = max(total.max_position for total in every)
+        return _Totals(sum(total.num_valid for total in every), largest, trains=True)
 
     def _start(self, whole: Batch, own: _Totals, order: int = 0) -> _Totals:
-        """Begins to compare a batch with those of the other ranks; returns what all replicas have."""
+        """Begins to compare a batch with those of the other ranks; returns the totals of all replicas."""
         if self._ranks.world.size == 1:
             _check_trained(own.trains)
             return own
@@ -238,13 +238,13 @@ class BatchAgreement:
         self._calls.start([checksum, *own, order])
 
     def _raise_difference(self, replicas: dict[int, list[tuple[int, int]]]) -> None:
-        """Raises the error that names the ranks that differ, and what each was given."""
+        """Raises the error that names the ranks that differ, and the batch of each."""
         assert self._whole is not None
         texts = dict(zip(self._ranks.world.global_ranks, self._ranks.world.gather(_describe(self._whole)), strict=True))
         lines = []
-        for found in replicas.values():
+        for entries in replicas.values():
             by_checksum: defaultdict[int, list[int]] = defaultdict(list)
-            for checksum, rank in found:
+            for checksum, rank in entries:
                 by_checksum[checksum].append(rank)
             if len(by_checksum) > 1:
                 lines += [f"{ranks_text(ranks)}: {texts[ranks[0]]}" for ranks in by_checksum.values()]
@@ -267,7 +267,7 @@ def _check_trained(is_trained: bool) -> None:
 
 
 def _tensors(whole: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that a step was given, with what each is."""
+    """Yields the tensors that a step was given, with their names."""
     for name in ("inputs", "targets", "position_ids", "document_ids", "sequence_values"):
         for tensor in _flat(getattr(whole, name)):
             yield name, tensor
@@ -276,7 +276,7 @@ def _tensors(whole: Batch) -> Iterator[tuple[str, Tensor]]:
 def _flat(given: Any) -> Iterable[Tensor]:
     if given is None:
         return []
-    return [given] if isinstance(given, Tensor) else [tensor for each in given for tensor in _flat(each)]
+    return [given] if isinstance(given, Tensor) else [tensor for item in given for tensor in _flat(item)]
 
 
 def _checksum(whole: Batch) -> int:
@@ -291,9 +291,9 @@ def _checksum(whole: Batch) -> int:
 
 
 def _describe(whole: Batch) -> str:
-    """Returns what a batch looks like: shapes, dtypes, and the sum of the elements, in which contents mostly differ."""
+    """Describes a batch: shapes, dtypes, and the sum of the elements, in which contents mostly differ."""
     if whole.is_ragged:
         lengths = [len(targets) for targets in whole.targets]
         return f"sequences of {lengths} tokens, checksum {_checksum(whole):08x}"
-    tensors = (f"{name} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for name, each in _tensors(whole))
+    tensors = (f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in _tensors(whole))
     return f"{', '.join(tensors)}, checksum {_checksum(whole):08x}"

@@ -23,7 +23,7 @@ class Batch:
     """The sequences of a step, on this rank's device: dim 0 of tensors where they have one length, else a list of
     tensors, of which each has its own number of tokens (T, ...).
 
-    Inputs are token ids, or what the first layer of an nn.Sequential takes.
+    Inputs are token ids, or those of the first layer of an nn.Sequential.
     """
 
     inputs: tuple[Rows, ...]
@@ -73,25 +73,25 @@ class Batch:
 
         Raises SlipstreamError where they aren't as many.
         """
-        given = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
-        lists = {name: _listed(name, each, lengths) for name, each in given.items() if each is not None}
+        columns = {"inputs": inputs, "targets": targets, "document_ids": document_ids}
+        lists = {name: _listed(name, rows, lengths) for name, rows in columns.items() if rows is not None}
         if not lists["inputs"]:
             raise SlipstreamError("inputs are a list without a sequence: give at least one, or leave the step out.")
-        for name, each in lists.items():
-            if len(each) != len(lists["inputs"]):
-                raise SlipstreamError(f"{name} are {len(each)} sequences, inputs {len(lists['inputs'])}: give as many.")
-        tensors = [each if isinstance(each, tuple) else (each,) for each in lists["inputs"]]
-        for row, number in enumerate(map(len, tensors)):
-            if number != len(tensors[0]):
+        for name, rows in lists.items():
+            if len(rows) != len(lists["inputs"]):
+                raise SlipstreamError(f"{name} are {len(rows)} sequences, inputs {len(lists['inputs'])}: give as many.")
+        tensors = [row_inputs if isinstance(row_inputs, tuple) else (row_inputs,) for row_inputs in lists["inputs"]]
+        for row, count in enumerate(map(len, tensors)):
+            if count != len(tensors[0]):
                 raise SlipstreamError(
-                    f"inputs[{row}] are {number} tensors, inputs[0] {len(tensors[0])}: give as many of each sequence."
+                    f"inputs[{row}] are {count} tensors, inputs[0] {len(tensors[0])}: give as many of each sequence."
                 )
 
         def moved(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor.to(device) for tensor in tensors]
 
         return cls(
-            tuple(moved(each) for each in zip(*tensors, strict=True)),
+            tuple(moved(rows) for rows in zip(*tensors, strict=True)),
             isinstance(lists["inputs"][0], tuple),
             moved(lists["targets"]),
             document_ids=moved(lists["document_ids"]) if "document_ids" in lists else None,
@@ -136,7 +136,7 @@ class Batch:
 
     def _row(self, group: Sequence[int]) -> Batch:
         def joined(rows: Sequence[Tensor] | Tensor) -> Tensor:
-            first, *others = [rows[number] for number in group]
+            first, *others = [rows[row] for row in group]
             return (torch.cat([first, *others]) if others else first)[None]
 
         row = Batch(
@@ -145,20 +145,20 @@ class Batch:
             joined(self.targets),
             position_ids=None if self.position_ids is None else joined(self.position_ids),
             max_position=self.max_position,
-            lone_lengths=() if self.are_rows else [len(self.targets[number]) for number in group],
+            lone_lengths=() if self.are_rows else [len(self.targets[row]) for row in group],
         )
-        own = self.document_ids
-        if own is None and self.position_ids is not None:
-            own = [document_numbers(each) for each in self.position_ids]
-        if len(group) == 1 and own is None:
+        ids = self.document_ids
+        if ids is None and self.position_ids is not None:
+            ids = [document_numbers(positions) for positions in self.position_ids]
+        if len(group) == 1 and ids is None:
             return row
-        own = own or [torch.zeros_like(each) for each in self.targets]
-        documents = [2 * own[number] + place % 2 for place, number in enumerate(group)]  # differ where a sequence ends
+        ids = ids or [torch.zeros_like(targets) for targets in self.targets]
+        documents = [2 * ids[row] + place % 2 for place, row in enumerate(group)]  # differ where a sequence ends
         return replace(row, document_ids=torch.cat(documents)[None])
 
     def check_form(self) -> None:
-        """Raises SlipstreamError where these aren't token ids, (batch, sequence) or each (tokens,), and what belongs to
-        them of one shape."""
+        """Raises SlipstreamError where these aren't token ids, (batch, sequence) or each (tokens,), and their
+        companions of one shape."""
         if self.is_tuple:
             raise SlipstreamError(
                 f"inputs are a tuple of {len(self.inputs)}; a causal LM takes token ids, (batch, sequence) int64."
@@ -174,10 +174,11 @@ class Batch:
                 raise SlipstreamError(f"targets{place} are {_describe(targets)}; expected token ids or -100, int64.")
         for name in ("targets", "position_ids", "document_ids"):
             rows = getattr(self, name)
-            for (place, ids), (_, each) in zip(self.places(self.inputs[0]), self.places(rows), strict=rows is not None):
-                if each.shape != ids.shape:
+            pairs = zip(self.places(self.inputs[0]), self.places(rows), strict=rows is not None)
+            for (place, ids), (_, other) in pairs:
+                if other.shape != ids.shape:
                     raise SlipstreamError(
-                        f"{name}{place} are {_describe(each)}, inputs{place} {_describe(ids)}: they must have one "
+                        f"{name}{place} are {_describe(other)}, inputs{place} {_describe(ids)}: they must have one "
                         "shape."
                     )
 
@@ -185,7 +186,7 @@ class Batch:
         """Returns some of its tensors: the one of all sequences, or each sequence's with its place, such as [3]."""
         if rows is None:
             return []
-        return [("", rows)] if isinstance(rows, Tensor) else [(f"[{row}]", each) for row, each in enumerate(rows)]
+        return [("", rows)] if isinstance(rows, Tensor) else [(f"[{row}]", tensor) for row, tensor in enumerate(rows)]
 
 
 def _describe(tensor: Tensor) -> str:
@@ -196,7 +197,7 @@ def _listed(name: str, given: Any, lengths: Lengths) -> list[Any]:
     """Returns the sequences of a list, or of a padded tensor."""
     if lengths is None:
         each_is = (Tensor, tuple) if name == "inputs" else Tensor
-        if isinstance(given, Tensor) or not all(isinstance(each, each_is) for each in given):
+        if isinstance(given, Tensor) or not all(isinstance(item, each_is) for item in given):
             raise SlipstreamError(f"{name} must be a list of tensors, one for each sequence, as inputs are.")
         return [*given]
     if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != len(lengths):
@@ -237,10 +238,10 @@ def given_batch(
     """
     if isinstance(inputs, Mapping):
         _refuse_twice(targets=targets, position_ids=position_ids)
-        inputs, targets, position_ids, found = _agreed(ranks, inputs, lengths, needs_labels)
-        if found is not None:
-            without_padding = Batch.of_lengths(device, inputs, targets, document_ids, found.tolist(), sequence_values)
-            return without_padding.as_rows(inputs.shape[1], found.tolist(), position_ids)
+        inputs, targets, position_ids, padded = _agreed(ranks, inputs, lengths, needs_labels)
+        if padded is not None:
+            without_padding = Batch.of_lengths(device, inputs, targets, document_ids, padded.tolist(), sequence_values)
+            return without_padding.as_rows(inputs.shape[1], padded.tolist(), position_ids)
     elif targets is None:
         if needs_labels:
             raise SlipstreamError("targets are missing: give step(inputs, targets), or a mapping that has 'labels'.")
@@ -263,20 +264,20 @@ def given_batch(
 
 
 def padded_as(outputs: Tensor | list[Tensor], inputs: Inputs) -> Tensor | list[Tensor]:
-    """Returns what was found of tokens in the form of the inputs: of padded ones (batch, sequence, ...), zeros at
+    """Returns the tokens' outputs in the form of the inputs: of padded ones (batch, sequence, ...), zeros at
     padding."""
-    given = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
-    if isinstance(outputs, Tensor) or not isinstance(given, Tensor):
+    ids = inputs["input_ids"] if isinstance(inputs, Mapping) else inputs
+    if isinstance(outputs, Tensor) or not isinstance(ids, Tensor):
         return outputs
-    rows = outputs[0].new_zeros(*given.shape, *outputs[0].shape[1:])
-    for row, found in zip(rows, outputs, strict=True):
-        row[: len(found)] = found
+    rows = outputs[0].new_zeros(*ids.shape, *outputs[0].shape[1:])
+    for row, output in zip(rows, outputs, strict=True):
+        row[: len(output)] = output
     return rows
 
 
 def _refuse_twice(**others: object) -> None:
-    for name, given in others.items():
-        if given is not None:
+    for name, argument in others.items():
+        if argument is not None:
             raise SlipstreamError(f"{name}=... given together with a mapping, which has its own. Give one of the two.")
 
 
@@ -285,30 +286,30 @@ def _agreed(ranks: Ranks, batch: Mapping[str, Any], lengths: Lengths, needs_labe
 
     Raises SlipstreamError on every rank where one can't take its batch.
     """
-    found = problem = None
+    collated = problem = None
     try:
-        found = CollatedBatch.of(batch, needs_labels)
-        if lengths is not None and found.lengths is not None:
+        collated = CollatedBatch.of(batch, needs_labels)
+        if lengths is not None and collated.lengths is not None:
             raise SlipstreamError(
                 "lengths=... given together with an attention_mask, which says the same. Give one of the two."
             )
     except SlipstreamError as error:
         problem = error
-    state = torch.tensor([found is not None and found.has_padding, problem is not None], device=ranks.device)
+    state = torch.tensor([collated is not None and collated.has_padding, problem is not None], device=ranks.device)
     pads, is_refused = ranks.world.max(state.int()).tolist()
     if problem is not None:
         raise problem
-    assert found is not None
+    assert collated is not None
     if is_refused:
         raise SlipstreamError("the step can't run on this rank, as another rank refused its batch: see its message.")
     if not pads:
-        return found._replace(lengths=None)
-    rows, longest = found.input_ids.shape
-    return found._replace(lengths=torch.full((rows,), longest) if found.lengths is None else found.lengths)
+        return collated._replace(lengths=None)
+    rows, longest = collated.input_ids.shape
+    return collated._replace(lengths=torch.full((rows,), longest) if collated.lengths is None else collated.lengths)
 
 
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-# What collators without padding add for attention kernels: where documents begin, which position_ids say as well.
+# Keys that collators without padding add for attention kernels: where documents begin, as in position_ids.
 _OF_DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _LABELS = (
     "For a causal LM give transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), or type "
@@ -328,8 +329,8 @@ class CollatedBatch(NamedTuple):
     def of(cls, batch: Mapping[str, Any], needs_labels: bool) -> Self:
         """Reads a mapping; without labels, those that aren't needed are the tokens.
 
-        Raises SlipstreamError, naming the key, for what a Pipeline doesn't take, or takes otherwise than the unsplit
-        model would.
+        Raises SlipstreamError, naming the key, for entries that a Pipeline doesn't take, or takes otherwise than the
+        unsplit model would.
         """
         _check_keys(batch, needs_labels)
         for key in KEYS:
@@ -383,9 +384,9 @@ def _check_tensor(key: str, given: object, ids: Any) -> None:
 
 
 def _check_documents(batch: Mapping[str, Any]) -> None:
-    """Raises SlipstreamError where what is said of documents besides isn't what position_ids say."""
-    given = [key for key in _OF_DOCUMENTS if batch.get(key) is not None]
-    if not given:
+    """Raises SlipstreamError where other keys say otherwise of documents than position_ids."""
+    keys = [key for key in _OF_DOCUMENTS if batch.get(key) is not None]
+    if not keys:
         return
     positions = batch["position_ids"].flatten()
     starts = torch.nn.functional.pad((positions == 0).nonzero()[:, 0], (0, 1), value=len(positions))
@@ -393,9 +394,9 @@ def _check_documents(batch: Mapping[str, Any]) -> None:
     expected: dict[str, Tensor] = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
     expected |= dict.fromkeys(("max_length_q", "max_length_k"), lengths.max())
     expected["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths), device=positions.device), lengths)
-    for key in given:
-        found = torch.as_tensor(batch[key], device=positions.device).flatten()
-        if not torch.equal(found.to(torch.int64), expected[key].flatten()):
+    for key in keys:
+        actual = torch.as_tensor(batch[key], device=positions.device).flatten()
+        if not torch.equal(actual.to(torch.int64), expected[key].flatten()):
             raise SlipstreamError(
                 f"batch[{key!r}] and batch['position_ids'] disagree on where documents start; position_ids are 0 "
                 f"there. Make them agree, or leave {key!r} out."

@@ -58,7 +58,7 @@ class SplitBatch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(each.num_sequences * sum(each.slices) for each in self.microbatches)
+        return sum(microbatch.num_sequences * sum(microbatch.slices) for microbatch in self.microbatches)
 
     @property
     def seed(self) -> int:
@@ -84,29 +84,29 @@ class SplitBatch:
 
     @property
     def divisor(self) -> float:
-        """What the sum of losses is divided by (rule 9); 1 where nothing counts, so that the sum is zero."""
+        """The divisor of the sum of losses (rule 9); 1 where nothing counts, so that the sum is zero."""
         return self.num_targets or self.num_valid or 1
 
     @property
     def loss_weight(self) -> float:
-        """The weight of each valid target's loss in what gradients are of: its part of the global mean."""
+        """The weight of each valid target's loss in the differentiated sum: its part of the global mean."""
         return 1.0 / (self.divisor / self.loss_scale)
 
     def part(self, rank: int, size: int) -> SplitBatch:
-        """Returns what one of `size` ranks has that share every slice of a causal LM: consecutive tokens of it, at most
-        one more than another rank.
+        """Returns the part of one of `size` ranks that share every slice of a causal LM: consecutive tokens of it, at
+        most one more than another rank.
 
         A model can't run without tokens: where a slice has fewer than there are ranks, those that get none have one
         whose target doesn't count, and that attention doesn't see.
         """
 
         slices = [[shared_slice(piece, rank, size) for piece in pieces] for pieces in self.slices]
-        targets = [[own_tokens(each, rank, size) for each in labels] for labels in self.targets]
+        targets = [[own_tokens(tensor, rank, size) for tensor in labels] for labels in self.targets]
         for pieces, own in zip(slices, targets, strict=True):
             own[:] = [t if piece.num_own else torch.full_like(t, IGNORED) for piece, t in zip(pieces, own, strict=True)]
         sequences = [
-            replace(each, numbers=[own_tokens(numbers, rank, size) for numbers in each.numbers])
-            for each in self.sequences
+            replace(sequences, numbers=[own_tokens(numbers, rank, size) for numbers in sequences.numbers])
+            for sequences in self.sequences
         ]
         return replace(self, slices=slices, targets=targets, sequences=sequences, whole_targets=self.targets)
 
@@ -119,7 +119,7 @@ class SplitBatch:
         """Returns the batch of a causal LM, each slice with its microbatch's share of the scaled loss."""
         slices = []
         for pieces, targets in zip(self.slices, self.whole_targets or self.targets, strict=True):
-            num_valid = sum(int((each != IGNORED).sum()) for each in targets)
+            num_valid = sum(int((target != IGNORED).sum()) for target in targets)
             share = self.loss_scale * num_valid / self.divisor
             slices.append([replace(piece, loss_share=share) for piece in pieces])
         return replace(self, slices=slices)
@@ -155,10 +155,10 @@ def cut_groups(
     """Packs each group of sequences into the row of a microbatch, which `cut_rows` cuts: it is given the row, its
     microbatch, the seed and the microbatch's number."""
     rows = zip(batch.packed(groups), microbatches, strict=True)
-    cut = [cut_rows(row, [each], seed, number) for number, (row, each) in enumerate(rows)]
-    pieces, labels = [each.slices[0] for each in cut], [each.targets[0] for each in cut]
-    found = SplitBatch(pieces, labels, sum(each.num_valid for each in cut), microbatches, groups)
-    return found.with_max_position(found.max_position)
+    cut = [cut_rows(row, [microbatch], seed, index) for index, (row, microbatch) in enumerate(rows)]
+    pieces, labels = [part.slices[0] for part in cut], [part.targets[0] for part in cut]
+    joined = SplitBatch(pieces, labels, sum(part.num_valid for part in cut), microbatches, groups)
+    return joined.with_max_position(joined.max_position)
 
 
 def _cut_rows(batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, first: int = 0) -> SplitBatch:
@@ -249,7 +249,7 @@ def _document_starts(inputs: Tensor, position_ids: Tensor | None, document_ids: 
 def even_microbatches(num_rows: int, num_microbatches: int, slices: Sequence[int]) -> list[SlicedMicrobatch]:
     """Returns microbatches of nearly equal numbers of rows, the larger ones first, all in the same slices."""
     rows, more = divmod(num_rows, num_microbatches)
-    return [SlicedMicrobatch(rows + (number < more), tuple(slices)) for number in range(num_microbatches)]
+    return [SlicedMicrobatch(rows + (index < more), tuple(slices)) for index in range(num_microbatches)]
 
 
 def consecutive_groups(lengths: Sequence[int], number: int) -> tuple[tuple[int, ...], ...]:
@@ -315,8 +315,8 @@ def check_sequences(loss: SequenceLoss, whole: Batch) -> None:
 
 def check_groups(loss: SequenceLoss, microbatches: Sequence[SlicedMicrobatch]) -> None:
     """Raises SlipstreamError where a microbatch's rows aren't whole groups."""
-    rows = [each.num_sequences for each in microbatches]
-    if any(number % loss.group_size for number in rows):
+    rows = [microbatch.num_sequences for microbatch in microbatches]
+    if any(index % loss.group_size for index in rows):
         raise SlipstreamError(
             f"microbatches of {rows} rows with SequenceLoss(group_size={loss.group_size}), whose sequences share a "
             f"microbatch: give batches of a multiple of {len(rows) * loss.group_size} rows, or fewer microbatches."
@@ -332,23 +332,23 @@ def grouped_lengths(loss: SequenceLoss | None, lengths: Sequence[int]) -> list[i
 def ungrouped(loss: SequenceLoss | None, groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """Returns the numbers of the sequences in each microbatch, of the numbers of its groups."""
     size = 1 if loss is None else loss.group_size
-    return [[number * size + place for number in group for place in range(size)] for group in groups]
+    return [[index * size + place for index in group for place in range(size)] for group in groups]
 
 
 def with_sequences(
     batch: SplitBatch, loss: SequenceLoss, whole: Batch, places: Sequence[slice | list[int]]
 ) -> SplitBatch:
-    """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; what
-    counts are its groups."""
+    """Returns the batch with the sequences of each microbatch, which are at these places of the whole batch; its groups
+    count."""
     values = whole.sequence_values
     sequences = []
     for slices, place in zip(batch.slices, places, strict=True):
         numbers, count = _numbered(slices)
-        own = None if values is None else values[place]
-        if loss.prompts and own is not None:
-            numbers = _with_prompts_apart(numbers, own[:, 0])
-        sequences.append(MicrobatchSequences(numbers, count, place, own, loss.num_sums))
-    return replace(batch, sequences=sequences, num_valid=sum(each.count for each in sequences) // loss.group_size)
+        of_group = None if values is None else values[place]
+        if loss.prompts and of_group is not None:
+            numbers = _with_prompts_apart(numbers, of_group[:, 0])
+        sequences.append(MicrobatchSequences(numbers, count, place, of_group, loss.num_sums))
+    return replace(batch, sequences=sequences, num_valid=sum(m.count for m in sequences) // loss.group_size)
 
 
 def _with_prompts_apart(numbers: Sequence[Tensor], num_targets: Tensor) -> list[Tensor]:
@@ -360,7 +360,7 @@ def _with_prompts_apart(numbers: Sequence[Tensor], num_targets: Tensor) -> list[
     index = torch.arange(whole.shape[1], device=whole.device)
     places = index - (index * begins).cummax(dim=1).values  # in the sequence
     parts = 2 * whole + (places >= num_targets.to(whole.device)[whole])
-    return list(torch.split(parts, [each.shape[1] for each in numbers], dim=1))
+    return list(torch.split(parts, [slice_numbers.shape[1] for slice_numbers in numbers], dim=1))
 
 
 def _numbered(slices: Sequence[TokenSlice]) -> tuple[list[Tensor], int]:
@@ -371,9 +371,9 @@ def _numbered(slices: Sequence[TokenSlice]) -> tuple[list[Tensor], int]:
     first = slices[0]
     if first.document_start is None:
         rows = torch.arange(len(first.input_ids), device=first.input_ids.device)[:, None]
-        return [rows.expand_as(each.input_ids) for each in slices], len(rows)
-    starts = torch.cat([each.document_start for each in slices if each.document_start is not None], dim=1)
+        return [rows.expand_as(piece.input_ids) for piece in slices], len(rows)
+    starts = torch.cat([piece.document_start for piece in slices if piece.document_start is not None], dim=1)
     numbers = torch.zeros_like(starts)
     numbers[:, 1:] = (starts[:, 1:] != starts[:, :-1]).cumsum(1)
-    bounds = [each.input_ids.shape[1] for each in slices]
+    bounds = [piece.input_ids.shape[1] for piece in slices]
     return list(torch.split(numbers, bounds, dim=1)), int(numbers.max()) + 1

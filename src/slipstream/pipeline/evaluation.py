@@ -1,4 +1,4 @@
-"""Forward alone: the loss of a batch, and what the model says of its tokens, over slices and ranks."""
+"""Forward alone: the loss of a batch, and the logits and log-probabilities of its tokens, over slices and ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PipelineEvaluation(PipelineFacts):
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns the log-probability of each sequence of the last step or evaluation with a SequenceLoss, (sequences,)
-        float64, in the order of the batch, on all ranks of a pipeline: what the loss's function was given, (sequences,
+        float64, in the order of the batch, on all ranks of a pipeline: the argument of the loss's function, (sequences,
         2) where that has prompts apart. Collective.
 
         Raises SlipstreamError where the loss isn't a SequenceLoss, or nothing has run yet.
@@ -63,8 +63,8 @@ class PipelineEvaluation(PipelineFacts):
         """Runs a batch of token ids forward, in evaluation mode, and returns the logits of every token. Collective.
 
         Arguments are those of `step`; labels of a mapping are left alone. All logits of the batch are held at once on
-        the rank that has the last stage, twice while they are put together; every other rank holds what `evaluate`
-        does. For the log-probabilities of some labels, `log_probabilities` needs a slice's logits at a time.
+        the rank that has the last stage, twice while they are put together; every other rank needs as much memory as in
+        `evaluate`. For the log-probabilities of some labels, `log_probabilities` needs a slice's logits at a time.
 
         Returns:
             (batch, sequence, vocabulary) in the model's dtype, of a list a list of (tokens, vocabulary); zeros at
@@ -80,8 +80,8 @@ class PipelineEvaluation(PipelineFacts):
         def gathered(logits: Tensor, targets: Tensor) -> Tensor:
             return logits if tensor is None else gather_vocabulary(logits, tensor.group, tensor.num_ids)
 
-        found = self._collected(whole, "logits", gathered)
-        return padded_as(found.joined(found.outputs), inputs) if found.outputs else None
+        collected = self._collected(whole, "logits", gathered)
+        return padded_as(collected.joined(collected.outputs), inputs) if collected.outputs else None
 
     def log_probabilities(
         self,
@@ -115,13 +115,13 @@ class PipelineEvaluation(PipelineFacts):
             losses = vocabulary_token_losses(tensor.group, tensor.first_id, IGNORED)
         found = self._collected(whole, "log_probabilities", lambda logits, targets: -losses(logits, targets).double())
         rows = found.joined(found.on_every_rank(self._runtime.ranks.pipeline))
-        # what tokens say of the labels after them goes to these labels' places
+        # the log-probabilities go to the places of the labels, one after the tokens
         if isinstance(rows, Tensor):
             return padded_as(functional.pad(rows[..., :-1], (1, 0)), inputs)
         return padded_as([functional.pad(row[:-1], (1, 0)) for row in rows], inputs)
 
     def _collected(self, whole: Batch, call: str, function: TokenOutputs) -> _CollectedTokens:
-        """Returns what the function gives of each slice's logits and targets here. Collective."""
+        """Returns the function's results on each slice's logits and targets here. Collective."""
         runtime = self._runtime
         runtime.family.check_has("what a model says of tokens", "Give evaluate(inputs, targets) a loss_fn.")
         if runtime.layout.spreads_vocabulary:
@@ -156,8 +156,8 @@ SliceOutputs = Mapping[tuple[int, int], Tensor]  # by microbatch and slice, (b, 
 
 @dataclass(frozen=True)
 class _CollectedTokens:
-    """What was collected of a batch's slices, whose tokens are in microbatches of rows next to each other, or each a
-    row of sequences."""
+    """The results on a batch's slices, whose tokens are in microbatches of rows next to each other, or each a row of
+    sequences."""
 
     outputs: SliceOutputs  # none on ranks without the last stage
     batch: SplitBatch
@@ -178,7 +178,7 @@ class _CollectedTokens:
         """Returns what the last stage's rank has, (b, T) float64 of each slice. Collective over the pipeline."""
         whole = self.batch.whole_targets or self.batch.targets
         targets = {(m, i): each for m, row in enumerate(whole) for i, each in enumerate(row)}
-        mine = [self.outputs.get(key, each.new_zeros(each.shape, dtype=torch.float64)) for key, each in targets.items()]
-        found = pipeline.sum(torch.cat([each.flatten() for each in mine]))
-        parts = torch.split(found, [each.numel() for each in mine])
-        return {key: part.view_as(each) for (key, each), part in zip(targets.items(), parts, strict=True)}
+        mine = [self.outputs.get(key, t.new_zeros(t.shape, dtype=torch.float64)) for key, t in targets.items()]
+        total = pipeline.sum(torch.cat([tensor.flatten() for tensor in mine]))
+        parts = torch.split(total, [tensor.numel() for tensor in mine])
+        return {key: part.view_as(t) for (key, t), part in zip(targets.items(), parts, strict=True)}

@@ -1,4 +1,4 @@
-"""What a Pipeline says of itself: how it is cut, what ran when, and what to call in place of what it lacks."""
+"""A Pipeline's facts: its cut, its timeline, and the calls to use in place of those that it lacks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PipelineFacts:
 
     @property
     def degrees(self) -> Degrees:
-        """By how many processes a stage's work is shared, and what those that share slices exchange, as it was given or
+        """By how many processes a stage's work is shared, and the exchange of those that share slices, as given or
         planned."""
         return self._runtime.degrees
 
@@ -93,12 +93,12 @@ class PipelineFacts:
 
     @property
     def plan(self) -> JointPlan | None:
-        """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` says what was compared."""
+        """The plan of schedule, slices and partition, where all were "auto"; `plan.table()` has the comparison."""
         return self._runtime.plan
 
     @property
     def rates(self) -> StageRates | None:
-        """What the stages cost, by which steps on sequences of different lengths are planned: in seconds where it was
+        """The stages' rates, by which steps on sequences of different lengths are planned: in seconds where it was
         measured, else in multiplications. None for an nn.Sequential."""
         return self._runtime.rates
 
@@ -114,7 +114,7 @@ class PipelineFacts:
 
     @property
     def order(self) -> Schedule:
-        """The schedule of the next step as it was given or found: `layout.training` without what lowering added."""
+        """The schedule of the next step as it was given or found: `layout.training` without messages."""
         return self.layout.order
 
     @property
@@ -166,7 +166,7 @@ class PipelineFacts:
         return self._runtime.settings.lengths(length)
 
     def timeline(self) -> Timeline:
-        """Returns what ran when in the last step or evaluation, in seconds, on all ranks. Collective."""
+        """Returns the timeline of the last step or evaluation, in seconds, on all ranks. Collective."""
         return self._runtime.timeline()
 
     def memory_table(self, inputs: Tensor, targets: Tensor, microbatch: int = 0) -> MemoryTable:
@@ -181,12 +181,12 @@ class PipelineFacts:
 
     @property
     def trained_weights(self) -> TrainedWeights:
-        """What was trained of a causal LM when the pipeline was made: all weights, all but some, or an adapter."""
+        """The trained weights of a causal LM when the pipeline was made: all, all but some, or an adapter."""
         return self._runtime.family.trained
 
 
 def summarise(runtime: PipelineRuntime) -> str:
-    """Returns the lines, of what this rank knows: it never communicates."""
+    """Returns the lines, from facts of this rank alone: it never communicates."""
     lines = {
         "layers": _layers(runtime),
         "schedule": _schedule(runtime),
@@ -200,7 +200,7 @@ def summarise(runtime: PipelineRuntime) -> str:
 
 def _layers(runtime: PipelineRuntime) -> str:
     layout = runtime.layout
-    counts = " + ".join(f"{each.stop - each.start:g}" for each in layout.layers)
+    counts = " + ".join(f"{stage_layers.stop - stage_layers.start:g}" for stage_layers in layout.layers)
     num_stages = len(layout.layers)
     numbers = ", ".join(map(str, layout.order.placement))
     ranks = f"rank {numbers}" if num_stages == 1 else f"ranks {numbers}"
@@ -210,8 +210,8 @@ def _layers(runtime: PipelineRuntime) -> str:
 
 def _schedule(runtime: PipelineRuntime) -> str:
     layout, settings = runtime.layout, runtime.settings
-    number = layout.order.num_microbatches
-    microbatches = plural(number, "microbatch")
+    num_microbatches = layout.order.num_microbatches
+    microbatches = plural(num_microbatches, "microbatch")
     slices = settings.slices if isinstance(settings.slices, int) else numbers_text(settings.slices)
     name = "slices" if isinstance(settings.slices, int) else "slices of tokens"
     still = '; "auto" is still to be planned' if settings.is_tuning else ""
@@ -229,9 +229,9 @@ def _mesh(runtime: PipelineRuntime) -> str:
 
 def _parameters(runtime: PipelineRuntime) -> str:
     parameters = [parameter for _, parameter in runtime.parameters.named()]
-    here = sum(each.numel() for each in parameters)
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    computes = _dtypes([each for stage in runtime.stages.values() for each in stage.model.parameters()])
+    here = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    computes = _dtypes([parameter for stage in runtime.stages.values() for parameter in stage.model.parameters()])
     updates = _dtypes(parameters)
     dtypes = computes if computes == updates else f"{computes}, updated in {updates}"
     which = "" if trained == here else f", of which {trained:,} are trained"
@@ -239,7 +239,7 @@ def _parameters(runtime: PipelineRuntime) -> str:
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:
-    return " and ".join(sorted({str(each.dtype).removeprefix("torch.") for each in tensors}))
+    return " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
 _PLACE = (

@@ -1,4 +1,4 @@
-"""Keeps a rank's parameters: what the optimizer updates of them, and how their gradients are reduced in a step."""
+"""Keeps a rank's parameters: the copies that the optimizer updates, and how their gradients are reduced in a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.pipeline.pipeline_options import PipelineOptions, torch_dtype
 class Parameters:
     """The parameters of a rank, whose gradients are reduced in each step.
 
-    Call `begin`, `reduce` of every stage, and `end`; then `.grad` of what `named` yields is complete.
+    Call `begin`, `reduce` of every stage, and `end`; then `.grad` of the parameters in `named` is complete.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Parameters:
         self._masters: MasterParameters | ShardedParameters
         self._gradients: GradientReduction | ShardedParameters
         if shard == "parameters" and ranks.copies.size > 1:
-            modules = {number: (stage.model, stage.layers) for number, stage in stages.items()}
+            modules = {stage_index: (stage.model, stage.layers) for stage_index, stage in stages.items()}
             self._masters = self._gradients = ShardedParameters(modules, self.copies_of, dtype)
         else:
             self._masters = MasterParameters(list(self._own()), self.copies_of, shard == "optimizer", dtype)
-            trained = {number: list(_trained_by(stage)) for number, stage in stages.items()}
+            trained = {stage_index: list(_trained_by(stage)) for stage_index, stage in stages.items()}
             self._gradients = GradientReduction(
                 trained, self.copies_of, ranks.tensor, self._added_over, self._masters, whole=self._tied.names
             )
@@ -69,9 +69,9 @@ class Parameters:
 
     def _copy_from(self, fixed: FixedGradients) -> None:
         """Copies gradients of earlier steps, but for those that are added to where they are."""
-        own = {id(parameter) for _, parameter in self._own()}
+        own_ids = {id(parameter) for _, parameter in self._own()}
         for _, master in self.named():
-            if id(master) not in own and master.grad is not None and fixed.holds(master.grad):
+            if id(master) not in own_ids and master.grad is not None and fixed.holds(master.grad):
                 master.grad = master.grad.clone()
         if isinstance(self._gradients, GradientReduction):
             self._gradients.copy_earlier(fixed.holds)
@@ -112,31 +112,31 @@ class Parameters:
             self._masters.publish()
 
     def release(self) -> None:
-        """Frees what an evaluation gathered: of sharded parameters only this replica's rows stay."""
+        """Frees an evaluation's gathered parameters: of sharded parameters only this replica's rows stay."""
         if isinstance(self._masters, ShardedParameters):
             self._masters.publish()
 
     def refresh(self) -> None:
-        """Notes that what `named` yields was changed, so that the next `publish` copies it to what computes."""
+        """Notes that the parameters in `named` were changed, so that the next `publish` copies them to the modules."""
         self._is_stale = True
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what this rank's optimizer updates, under the unsplit model's names, each once."""
+        """Yields the parameters that this rank's optimizer updates, under the unsplit model's names, each once."""
         return self._masters.named_parameters()
 
     def shards(self) -> Iterator[ParameterShard]:
-        """Yields what `named` does, each with its place in the unsplit model's parameter."""
+        """Yields the parameters of `named`, each with its place in the unsplit model's parameter."""
         for name, parameter in self.named():
             rows = self._masters.rows(name)
             yield ParameterShard(name, parameter, self.shares[name], rows.start, self._counts(name))
 
     def copies_of(self, name: str) -> RankGroup:
-        """Returns the ranks that hold what this one holds of a parameter, and see other tokens."""
+        """Returns the ranks that hold the same part of a parameter as this one, and see other tokens."""
         is_spread = self._experts is not None and self._experts.has(name)
         return self._ranks.expert_copies if is_spread else self._ranks.copies
 
     def _counts(self, name: str) -> bool:
-        """Returns whether this rank counts for what it updates of a parameter: one of those that do so alike."""
+        """Returns whether this rank counts for its part of a parameter: one of those that update it alike."""
         is_own = self.copies_of(name).rank == 0 or self._masters.is_spread(name)
         return is_own and self.shares[name].copy == 0 and name not in self._tied.copies
 
@@ -160,9 +160,9 @@ class Parameters:
         for name, gradient in named:
             if self._counts(name):
                 square += gradient.double().square().sum().to(square.device)
-        found = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
-        if found:  # of all ranks, where this process isn't alone
-            bits = torch.tensor([each.values[0] for each in found])
+        values = calls.begin("clip_grad_norm_", square.view(1).view(torch.int64))  # the bits, beside the call's number
+        if values:  # of all ranks, where this process isn't alone
+            bits = torch.tensor([value.values[0] for value in values])
             square = bits.view(torch.float64).sum().to(square.device)
         norm = square.sqrt()
         if math.isfinite(max_norm):
@@ -182,7 +182,7 @@ class Parameters:
     def _share(self, name: str, parameter: nn.Parameter) -> ParameterShare:
         for stage in self._stages.values():
             rows = stage.vocabulary
-            if rows is not None and any(parameter is each for each in rows.parameters()):
+            if rows is not None and any(parameter is row_parameter for row_parameter in rows.parameters()):
                 return ParameterShare((rows.num_ids, *parameter.shape[1:]), 0, ((rows.held.start, rows.held.stop),))
         if self._experts is not None and self._experts.has(name):
             share: ParameterShare = self._experts.share(name, parameter)
@@ -220,7 +220,7 @@ class TiedGradients:
         self._accumulators: dict[str, list[nn.Parameter]] = {name: [] for name in self._weights}
         for weight in tied:
             known = self._accumulators[weight.name]
-            known += [each for each in weight.accumulators if all(each is not other for other in known)]
+            known += [a for a in weight.accumulators if all(a is not other for other in known)]
         self.names = set(self._weights)  # of those that this rank holds
         several = {name: tuple(dict.fromkeys(places)) for name, places in sorted(holders.items())}
         # the names of weights that another rank counts
@@ -236,9 +236,9 @@ class TiedGradients:
         for name, weight in self._weights.items():
             if weight.requires_grad:
                 accumulators = self._accumulators[name]
-                present = [each.grad.to_dense() for each in accumulators if each.grad is not None]
-                for each in accumulators:
-                    each.grad = None
+                present = [accumulator.grad.to_dense() for accumulator in accumulators if accumulator.grad is not None]
+                for accumulator in accumulators:
+                    accumulator.grad = None
                 wide = accumulators[-1].grad_dtype
                 total = sum(present[1:], present[0]) if present else torch.zeros_like(weight, dtype=wide)
                 if (group := self._groups.get(name)) is not None:

@@ -50,17 +50,16 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             says how many microbatches, slices and stages there are.
         num_microbatches: the number of parts into which the rows of a batch are divided.
         slices: the number of token slices of a sequence, their lengths in tokens, or "auto": those that are
-            found as the order is. Default: 8; of an nn.Sequential 1, or with `CutTokens` in it any number, of what
-            follows that layer.
+            found as the order is. Default: 8; of an nn.Sequential 1, or with `CutTokens` in it any number, after it.
         partition: layers per stage, such as [4.5, 3.5]: .5 ends a stage between a layer's attention and its
             feed-forward half, 0 at an end makes the embedding or the head a stage by itself. Or "auto": by the
             multiplications of each layer and of the head; in halves where that makes the slowest rank at least 3%
             cheaper.
         stages_per_rank: how many stages a schedule by name puts on a rank (v): more than 1 where it interleaves.
-        seq_len: tokens of a sequence, from which partition="auto" knows what attention costs. Without it, and without
+        seq_len: tokens of a sequence, from which partition="auto" knows attention's cost. Without it, and without
             the slices' lengths, it counts weights alone. Sequences of other lengths are fine. With it, and schedule,
             slices and partition "auto", all three are planned from measured costs (see `plan`): for one sequence in a
-            microbatch, or for what an `ExpectedBatch` in its place says.
+            microbatch, or for an `ExpectedBatch` in its place.
         loss_fn: (outputs (b, T, ...), shifted targets (b, T)) -> (sum, count), where count is the number of
             targets that are not -100, or a floating-point number of the function's own, such as the sum of the weights
             of classes: the sum over all ranks and microbatches is divided by that of all counts. Or a SequenceLoss, a
@@ -70,12 +69,12 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         num_ranks: without a process group, the ranks in this process (default 1, or as many ranks as a Schedule has).
         device: default: the CPU, or with NCCL the current GPU.
         memory: recomputation, offloading, and the most that a rank may hold.
-        parallel: what ranks share in addition to the layers: tokens, the optimizer's state, parameters.
-        precision: the dtypes of parameters, and of what the optimizer updates.
+        parallel: shared between ranks in addition to the layers: tokens, the optimizer's state, parameters.
+        precision: the dtypes of parameters, and of the optimizer's copies.
         runtime: fused kernels, the self-check, and how long a rank waits for a message.
         microbatches: in place of `num_microbatches` and `slices`, the rows of each microbatch and the tokens of its
-            slices, such as [[2, [704, 688, 656]], [1, [2048]]] for batches of 3 rows of 2048 tokens; or what
-            `slice_batch` returns. Not with schedule="auto".
+            slices, such as [[2, [704, 688, 656]], [1, [2048]]] for batches of 3 rows of 2048 tokens; or
+            the result of `slice_batch`. Not with schedule="auto".
         vocabulary: "whole": the last stage has the head and the loss; "spread": every rank computes the logits of an
             equal number of the head's rows, and their part of the loss, for a head that weighs several layers (see
             docs/slicing.md). "auto": as planned where schedule, slices and partition are, else whole.
@@ -83,7 +82,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
             of each layer by itself and averaged over layers, with the configuration's router_aux_loss_coef. Its
             gradients are added; the loss that `step` returns is without it.
         layers: of an nn.Sequential, the costs of its layers and an example of its inputs.
-        rates: what the stages of a causal LM cost, by which steps on sequences of different lengths are planned: those
+        rates: of the stages of a causal LM, by which steps on sequences of different lengths are planned: those
             of another pipeline with the same cut. Default: as measured for a plan made here, else multiplications.
 
     Raises:
@@ -171,24 +170,24 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         """Runs forward and backward of one batch: adds to `.grad` and returns the global mean loss. Collective.
 
         Args:
-            inputs: (batch, sequence) token ids, int64; of an nn.Sequential what its first layer takes, rows first. Or a
+            inputs: (batch, sequence) token ids, int64; of an nn.Sequential its first layer's inputs, rows first. Or a
                 list of (tokens,) tensors, with lists of targets and document_ids: sequences of different lengths, which
                 are packed into `num_microbatches` rows of about equal cost; the row that takes longest has `slices`
                 slices, others accordingly. Of an nn.Sequential with CutTokens each sequence is a microbatch. Or a
                 mapping as a data collator of transformers makes it, with input_ids, labels and, if any, attention_mask
                 and position_ids, (batch, sequence) each. Padding at the right is left out as with `lengths`.
-            targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an nn.Sequential
-                what the loss function takes, rows first. Leave it out beside a mapping.
+            targets: (batch, sequence) labels, unshifted as in transformers; -100 counts nowhere. Of an
+                nn.Sequential the loss function's, rows first. Leave it out beside a mapping.
             position_ids: (batch, sequence); default: from 0 in every document.
             document_ids: (batch, sequence); tokens attend within runs of equal ids. Without them documents start, as in
                 transformers, where position_ids don't count on.
             lengths: the tokens of each row where sequences of different lengths are padded to one.
-            sequence_values: (sequences, ...), what the function of a SequenceLoss takes besides log-probabilities.
+            sequence_values: (sequences, ...), the second argument of a SequenceLoss's function.
             plan: which sequences of a list form which microbatch, the slices of each, and the order; default: see
                 `inputs`.
             loss_scale: a factor of the loss, so that small gradients of float16 don't vanish; they are divided by it at
                 the end. A power of two changes none of their digits.
-            num_targets: what the sum of the losses is divided by, where several steps add up one update's gradients:
+            num_targets: the divisor of the sum of the losses, where several steps add up one update's gradients:
                 the targets that count in all of their batches, on all replicas; of a `loss_fn` with a divisor of its
                 own the sum of that over them, as a float. Default: those of this batch. A batch in which no target
                 counts then adds nothing.
@@ -213,8 +212,8 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         self._runtime.prepare([int(length) for length in lengths])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what this rank's optimizer updates, under the unsplit model's names, each once: with tp its share of a
-        weight, with parallel.shard its rows of that, and with master_dtype copies."""
+        """Yields the parameters that this rank's optimizer updates, under the unsplit model's names, each once: with tp
+        its share of a weight, with parallel.shard its rows of that, and with master_dtype copies."""
         return self._runtime.parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -222,7 +221,7 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         return (parameter for _, parameter in self.named_parameters())
 
     def parameter_shards(self) -> Iterator[ParameterShard]:
-        """Yields what `named_parameters` does, each with its place in the unsplit parameter: for checkpoints."""
+        """Yields those of `named_parameters`, each with its place in the unsplit parameter: for checkpoints."""
         return self._runtime.parameters.shards()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -231,11 +230,11 @@ class Pipeline(PipelineEvaluation, PipelineSaving):
         return self._runtime.parameters.clip_(max_norm, self._runtime.calls)
 
     def refresh(self) -> None:
-        """Takes over changes of what `named_parameters` yields that training didn't make: of a loaded checkpoint."""
+        """Takes over changes of `named_parameters` that training didn't make: of a loaded checkpoint."""
         self._runtime.parameters.refresh()
 
     def add_embedding_noise(self, alpha: float, length: int) -> None:
-        """Adds noise to what the embedding gives in training: uniform, of up to alpha over the square root of `length`
+        """Adds noise to the embedding's output in training: uniform, of up to alpha over the square root of `length`
         times the model's width, where `length` is the tokens of a sequence (NEFTune, Jain et al. 2023). It is the same
         for every slicing and every split of the layers, and another in every step.
 

@@ -66,7 +66,7 @@ class ExpectedBatch:
         num_microbatches: microbatches of a step. None: as the Pipeline has.
         longest: tokens of the longest sequence, where lengths differ. None: they don't.
         dtype: in which the model computes, such as "bf16" under autocast. None: the parameters'.
-        say: gets a line about what is measured, and about what was found.
+        say: gets a line about each measurement, and about the plan.
         device_memory: bytes of each rank within which it is planned where it can be. None: not known.
         effort: of the search, as a share of a run's.
     """
@@ -83,7 +83,7 @@ class ExpectedBatch:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The arguments of the Pipeline, which says what they mean."""
+    """The arguments of the Pipeline, which explains them."""
 
     schedule: str | Schedule = "1f1b"
     num_microbatches: int = 1
@@ -155,7 +155,7 @@ def _check_order(schedule: Any, num_microbatches: Any, slices: Any) -> None:
     lengths = [slices] if isinstance(slices, Integral) else slices
     is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str)
     if slices not in (None, "auto") and not (
-        is_list and all(isinstance(each, Integral) and int(each) >= 1 for each in lengths)
+        is_list and all(isinstance(length, Integral) and int(length) >= 1 for length in lengths)
     ):
         raise SlipstreamError(
             f"slices={slices!r}: give a count from 1, such as 8, or the token lengths, such as [512, 512], or 'auto'."
@@ -163,7 +163,7 @@ def _check_order(schedule: Any, num_microbatches: Any, slices: Any) -> None:
 
 
 def _check_loss(loss_fn: Any) -> None:
-    """Raises SlipstreamError for what isn't called like a loss function, and for losses that are one number."""
+    """Raises SlipstreamError for objects that can't be loss functions, and for losses that are one number."""
     if loss_fn is None or isinstance(loss_fn, SequenceLoss):
         return
     called = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
@@ -175,7 +175,7 @@ def _check_loss(loss_fn: Any) -> None:
 
 
 def _check_place(device: Any, mesh: Any) -> None:
-    """Raises SlipstreamError for a device that isn't there, and for what is no mesh."""
+    """Raises SlipstreamError for a device that isn't there, and for objects that are no mesh."""
     if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
         raise SlipstreamError(f"mesh={mesh!r}: give one made by slipstream.make_mesh(pp=..., dp=...).")
     if device is None:

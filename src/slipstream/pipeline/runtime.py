@@ -81,7 +81,7 @@ class PipelineRuntime:
         self._agreement = BatchAgreement(self.ranks, self.calls, options.memory.limit is not None)
         watch_group(self.ranks.world, options.runtime.stall_limit)
 
-        # 2. The model's family, and the plan of what is open.
+        # 2. The model's family, and the plan of open options.
         with counted_off("loading and checking the model"):
             self.family = _family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
@@ -129,7 +129,7 @@ class PipelineRuntime:
         self._last_schedule = ""  # the name of that of the last step or evaluation
         self._last_sequences: Sequence[MicrobatchSequences] = ()
 
-        # 5. What plans steps, and keeps them within the memory limit.
+        # 5. The planner of steps, and the memory limit.
         self.step_planning = StepPlanning(
             self._plan_step, self.settings.schedule_for, self._check_and_lay_out, self.ranks, self.calls
         )
@@ -141,8 +141,8 @@ class PipelineRuntime:
         self.last_step = ExecutedStep(self.layout, [])
 
     def _plan_start(self, options: PipelineOptions, num_ranks: int) -> PipelineOptions:
-        """Returns the options with what a plan from measured costs chooses; without one, where they can't be measured,
-        order and slices stay open until steps ran. Collective.
+        """Returns the options with the choices of a plan from measured costs; without one, where they can't be
+        measured, order and slices stay open until steps ran. Collective.
 
         Raises OutOfMemoryError where nothing fits the memory limit.
         """
@@ -244,7 +244,7 @@ class PipelineRuntime:
         Raises SlipstreamError where the next step would hold more than the memory limit.
         """
         if whole.is_ragged:
-            if not self.memory_limit.knows_lengths:  # the ranks exchange what rows hold before they plan
+            if not self.memory_limit.knows_lengths:  # the ranks exchange the memory of rows before they plan
                 self.calls.start((), of_list=True)
                 self.calls.finish()
             self.memory_limit.prepare_rows(self.settings.splits)
@@ -256,7 +256,7 @@ class PipelineRuntime:
 
             first = batch.microbatches[0]
             with counted_off("planning the first step"):
-                most_rows = max(each.num_sequences for each in batch.microbatches)
+                most_rows = max(microbatch.num_sequences for microbatch in batch.microbatches)
                 self._first_steps.begin(sum(first.slices), most_rows, holds)
             batch = self._cut(whole, None, needs_targets)
         if self._has_limit:
@@ -313,9 +313,9 @@ class PipelineRuntime:
     def _run(self, schedule: Schedule, batch: SplitBatch) -> Tensor:
         """Returns the global mean loss of a step or an evaluation. The batch may be refused before anything is sent.
 
-        Raises SlipstreamError, and drops all gradients, for what is known only once all of it has run: where the loss
-        function counts other tokens than the batch does, or says a divisor that none can be, and where what was
-        computed again isn't what it was.
+        Raises SlipstreamError, and drops all gradients, for errors that are known only once all of it has run: where
+        the loss function counts other tokens than the batch does, or returns an impossible divisor, and where
+        recomputed outputs differ from the first ones.
         """
         self._last_schedule, self._last_sequences = schedule.name, batch.sequences
         graphs = self.graphs
@@ -364,8 +364,8 @@ class PipelineRuntime:
         return self._run(self.layout.evaluation, batch)
 
     def collect_outputs(self, function: TokenOutputs, batch: SplitBatch) -> Mapping[tuple[int, int], Tensor]:
-        """Runs forwards alone; returns what `function` gives of each slice's logits and targets by (microbatch, slice),
-        nothing on ranks without the last stage. Collective."""
+        """Runs forwards alone; returns the results of `function` on each slice's logits and targets by (microbatch,
+        slice), nothing on ranks without the last stage. Collective."""
         collected = CollectedOutputs(function)
         executors = self._made_executors(collected)
         self.transport.begin(self._agreement.finish)
@@ -377,34 +377,34 @@ class PipelineRuntime:
         return {key: self._gathered(collected.outputs[key], batch, *key) for key in sorted(collected.outputs)}
 
     def _gathered(self, own: Tensor, batch: SplitBatch, m: int, i: int) -> Tensor:
-        """Returns what was found of all tokens of a slice that ranks share, of this one's. Collective over these."""
+        """Returns the results on all tokens of a slice that ranks share, from this one's. Collective over these."""
         parts = batch.slices[m][i].parts
         most = max(1, *(end - begin for begin, end in parts))
         padded = own.new_zeros(own.shape[0], most, *own.shape[2:])
         padded[:, : own.shape[1]] = own
         every = zip(self.ranks.sharing.all_gather(padded), parts, strict=True)
-        return torch.cat([each[:, : end - begin] for each, (begin, end) in every], dim=1)
+        return torch.cat([rows[:, : end - begin] for rows, (begin, end) in every], dim=1)
 
     def sequence_log_probabilities(self) -> Tensor:
         """Returns that of each sequence of the last step or evaluation, (n,) float64, in the order of the batch; (n, 2)
         of a loss that has those of prompts apart. Collective."""
         self.calls.begin("sequence_log_probabilities")
         sequences = self._last_sequences
-        shape = (2,) if any(each.num_sums > 1 for each in sequences) else ()
-        found = torch.zeros(sum(each.count for each in sequences), *shape, dtype=torch.float64, device=self.device)
+        shape = (2,) if any(own.num_sums > 1 for own in sequences) else ()
+        by_sequence = torch.zeros(sum(own.count for own in sequences), *shape, dtype=torch.float64, device=self.device)
         for executor in self.executors:
             for m, sums in executor.log_probabilities.items():
-                found[sequences[m].places] = sums
-        found = self.ranks.pipeline.sum(found)
-        if not len(found):
+                by_sequence[sequences[m].places] = sums
+        by_sequence = self.ranks.pipeline.sum(by_sequence)
+        if not len(by_sequence):
             raise SlipstreamError(
                 "no log-probabilities of sequences are known: they are those of the last step or evaluation of a "
                 "Pipeline with loss_fn=slipstream.SequenceLoss(function)."
             )
-        return found
+        return by_sequence
 
     def timeline(self) -> Timeline:
-        """Returns what ran when in the last step or evaluation, on all ranks. Collective."""
+        """Returns the timeline of the last step or evaluation, on all ranks. Collective."""
         self.calls.begin("timeline")
         return self._timeline()
 
@@ -426,7 +426,7 @@ class PipelineRuntime:
             stage.model.train(training)
 
     def rehearsed_step(self, whole: Batch) -> RehearsedStep:
-        """Returns what a rehearsal of the next step needs, were the step on this batch. Collective."""
+        """Returns the next step for a rehearsal, were it on this batch. Collective."""
         self.calls.name = "memory_table"
         batch = self._cut(whole)
         self._agreement.finish()
@@ -439,11 +439,11 @@ class PipelineRuntime:
 
     @cached_property
     def rates(self) -> StageRates | None:
-        """What the stages cost: as it was given or measured for the plan, else by their multiplications."""
+        """The stages' rates: as given or measured for the plan, else by their multiplications."""
         return self.family.rates(self.layout) if self._given_rates is None else self._given_rates
 
     def _measured_rates(self, length: int, num_rows: int) -> StageRates | None:
-        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
+        """Returns the stages' rates on rows of so many tokens, so many in a microbatch; None where that can't be
         measured beside the model. Collective."""
         if self._given_rates is not None:
             return rates_of_rows(self._given_rates, num_rows)
@@ -483,7 +483,6 @@ def _family_of(model: Any, options: PipelineOptions, ranks: Ranks, device: torch
 
 
 def _with_order(layout: StageLayout, schedule: Schedule) -> StageLayout:
-    """Returns the layout of the same stages for another schedule."""
     return layout if schedule is layout.order else replace(layout, order=schedule)
 
 

@@ -75,14 +75,14 @@ class PipelineSaving(PipelineFacts):
             rule = describe_rule(optimizer, scheduler)
             return list(training_shards(_kept(runtime), optimizer)), rule, encode(dict(facts), "facts")
 
-        shards, rule, kept = ranks.world.done_by_all(prepared)
+        shards, rule, loop_state = ranks.world.done_by_all(prepared)
         _check_alike(ranks, {"step": step, **rule})
         shards += _buffers(runtime, writes=True)
         with counted_off("saving", uses_disk=True):
             checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
             checkpoints.prepare()
             ranks.decided(lambda: _check_step(folder, step, replace))
-            described = loop_facts(rule, kept, runtime.random_state)
+            described = loop_facts(rule, loop_state, runtime.random_state)
             checkpoints.save(step, shards, described | {"model": _described(runtime)})
             checkpoints.close()
 
@@ -94,8 +94,8 @@ class PipelineSaving(PipelineFacts):
         optimizer: Optimizer | None = None,
         scheduler: Scheduler | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """Loads what `save` saved: this rank's part of the model, the optimizer's state and options, the scheduler and
-        the state of dropout; returns the step and the facts. Collective.
+        """Loads a checkpoint of `save`: this rank's part of the model, the optimizer's state and options, the scheduler
+        and the state of dropout; returns the step and the facts. Collective.
 
         Args:
             folder: of checkpoints.
@@ -142,9 +142,9 @@ class PipelineSaving(PipelineFacts):
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
         """Writes the whole model as `AutoModelForCausalLM.from_pretrained` reads it; rank 0 writes. Collective.
 
-        Of a `from_pretrained` folder it has what lies beside the weights, too, such as tokenizer and chat template.
-        Of a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with
-        `merged` the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
+        Of a `from_pretrained` folder it has the files beside the weights, too, such as tokenizer and chat template. Of
+        a model with an adapter it writes the adapter alone, as `PeftModel.from_pretrained` reads it, or with `merged`
+        the model with the adapter added to its weights. Raises SlipstreamError for an nn.Sequential.
         """
         family = self._runtime.family
         family.check_has("save_pretrained")
@@ -193,8 +193,8 @@ def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard
     if runtime.family.adapter is not None:
         return []
     stages = runtime.stages.values()
-    weights = {storage_id(each) for stage in stages for _, each in stage.named_parameters()}
-    own = {
+    weights = {storage_id(tensor) for stage in stages for _, tensor in stage.named_parameters()}
+    buffers = {
         name: tensor
         for stage in stages
         for name, tensor in stage.state().items()
@@ -203,13 +203,13 @@ def _buffers(runtime: PipelineRuntime, writes: bool = False) -> list[TensorShard
         and storage_id(tensor) not in weights  # a tied weight has a second name
     }
     world = runtime.ranks.world
-    holders = world.gather(list(own)) if writes else []
+    holders = world.gather(list(buffers)) if writes else []
     first = {name: rank for rank, names in reversed([*enumerate(holders)]) for name in names}
     return [
         TensorShard(
             f"model.{name}", ParameterShare.whole(tuple(tensor.shape)), tensor, writes=first.get(name) == world.rank
         )
-        for name, tensor in own.items()
+        for name, tensor in buffers.items()
     ]
 
 
@@ -251,12 +251,12 @@ class Scheduler(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Takes over what `state_dict` returned."""
+        """Takes over the state of `state_dict`."""
         ...
 
 
 def describe_rule(optimizer: Optimizer | None, scheduler: Scheduler | None) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of both, as JSON can hold it.
+    """Returns a checkpoint's record of both, as JSON can hold it.
 
     Raises:
         SlipstreamError: for an option or progress that it can't hold.
@@ -268,7 +268,7 @@ def describe_rule(optimizer: Optimizer | None, scheduler: Scheduler | None) -> d
 
 
 def loop_facts(rule: Mapping[str, Any], facts: Any, random_state: tuple[int, int]) -> dict[str, Any]:
-    """Returns what every checkpoint keeps, by which `Pipeline.load` goes on: what `describe_rule` returned, encoded
+    """Returns the facts of every checkpoint, by which `Pipeline.load` goes on: the record of `describe_rule`, encoded
     facts of the loop, and the state of dropout."""
     return {"loop": {**rule, "facts": facts, "random_state": list(random_state)}}
 
@@ -276,7 +276,7 @@ def loop_facts(rule: Mapping[str, Any], facts: Any, random_state: tuple[int, int
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Raises SlipstreamError where the optimizer updates something that isn't among a Pipeline's parameters."""
     own = {id(parameter) for parameter in parameters}
-    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if others:
         raise SlipstreamError(
             f"the optimizer updates a tensor of shape {tuple(others[0].shape)} that isn't of pipe.parameters(): no "
@@ -285,7 +285,7 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
 
 
 def check_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: Scheduler | None) -> str:
-    """Returns why what a checkpoint keeps of them can't be taken over by these; "" where it can."""
+    """Returns why these can't take over a checkpoint's record of them; "" where they can."""
     for what, mine in (("optimizer", optimizer), ("scheduler", scheduler)):
         saved = kept[what]
         if saved is None and mine is not None:
@@ -301,7 +301,7 @@ def check_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: 
 
 
 def restore_rule(kept: Mapping[str, Any], optimizer: Optimizer | None, scheduler: Scheduler | None) -> None:
-    """Gives both what `describe_rule` returned, once `check_rule` has found nothing."""
+    """Restores both from the record of `describe_rule`, once `check_rule` has found nothing."""
     if optimizer is not None:
         for group, options in zip(optimizer.param_groups, decode(kept["optimizer"]["state"]), strict=True):
             for name, value in options.items():
@@ -337,12 +337,12 @@ def encode(value: Any, name: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
-        return [encode(each, f"{name}[{place}]") for place, each in enumerate(value)]
+        return [encode(item, f"{name}[{place}]") for place, item in enumerate(value)]
     if type(value) is _SEQUENCES.get(kind):
-        return {kind: [encode(each, f"{name}[{place}]") for place, each in enumerate(value)]}
+        return {kind: [encode(item, f"{name}[{place}]") for place, item in enumerate(value)]}
     if type(value) is _MAPPINGS.get(kind):
         return {
-            kind: [[encode(key, f"a key of {name}"), encode(each, f"{name}[{key!r}]")] for key, each in value.items()]
+            kind: [[encode(key, f"a key of {name}"), encode(item, f"{name}[{key!r}]")] for key, item in value.items()]
         }
     if type(value) is defaultdict:
         return encode(dict(value), name)
@@ -355,19 +355,19 @@ def encode(value: Any, name: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Returns what `encode` was given; tensors are on the CPU."""
+    """Returns the argument of `encode`; tensors are on the CPU."""
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
         return torch.tensor(content[0], dtype=getattr(torch, content[1]))
     if kind in _MAPPINGS:
-        return _MAPPINGS[kind]({decode(key): decode(each) for key, each in content})
-    return _SEQUENCES[kind](decode(each) for each in content)
+        return _MAPPINGS[kind]({decode(key): decode(item) for key, item in content})
+    return _SEQUENCES[kind](decode(item) for item in content)
 
 
 def describe_model(config: PretrainedConfig) -> dict[str, Any]:
-    """Returns what tells models apart: the settings that differ from the defaults of the model's class."""
+    """Returns the facts that tell models apart: the settings that differ from the defaults of the model's class."""
     return {"model_type": config.model_type, **without_origin(config.to_diff_dict())}

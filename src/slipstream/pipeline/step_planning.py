@@ -37,8 +37,8 @@ class DifferentLengthsError(RuntimeError):
 class StepPlanning:
     """Plans steps in a thread of its own, so that a step's plan is there when the step begins.
 
-    Every rank of a pipeline plans by itself. Before a plan is used the ranks compare what they have, a few numbers:
-    where machines round differently and so find different plans, all follow the first rank.
+    Every rank of a pipeline plans by itself. Before a plan is used the ranks compare theirs, by a few numbers: where
+    machines round differently and so find different plans, all follow the first rank.
     """
 
     def __init__(
@@ -111,33 +111,34 @@ class StepPlanning:
         seen = [_checksum(lengths), prepared.checksum if prepared else 0]
         self._calls.start([*seen, prepared is None, prepared.plan.schedule.checksum if prepared else 0], of_list=True)
         others = self._calls.finish()
-        mine = [each.values for each in others if each.replica == self._ranks.data.rank]
-        same = [all(values[place] == number for values in mine) for place, number in enumerate(seen)]
-        one_order = len({each.values[3] for each in others}) <= 1
-        return same[0], same[1], not any(each.values[2] for each in others), one_order
+        mine = [other.values for other in others if other.replica == self._ranks.data.rank]
+        same = [all(values[place] == value for values in mine) for place, value in enumerate(seen)]
+        one_order = len({other.values[3] for other in others}) <= 1
+        return same[0], same[1], not any(other.values[2] for other in others), one_order
 
     def _in_one_order(self, plan: StepPlan, is_given: bool) -> StepPlan:
-        """Returns the plan, or what is made of it so that all replicas run the same actions, in which they exchange
-        tokens: of each microbatch as many slices as the most of any replica has, and as its tokens allow. Collective.
+        """Returns the plan, or one changed so that all replicas run the same actions, in which they exchange tokens: of
+        each microbatch as many slices as the most of any replica has, and as its tokens allow. Collective.
 
         Raises SlipstreamError on every rank where a plan was given that would have to be changed.
         """
         mine = [(sum(slices), len(slices)) for slices in plan.slices]  # the tokens and slices of each microbatch
-        found = self._ranks.copies.gather((mine, is_given))
-        if any(given for _, given in found):
+        every = self._ranks.copies.gather((mine, is_given))
+        if any(is_given_there for _, is_given_there in every):
             raise SlipstreamError(
                 "plan=...: the replicas' plans differ in their order, or not all were given one, and all have to run "
                 "the same actions, in which they exchange tokens. Give plans with one schedule, or leave them out."
             )
-        number = min(len(microbatches) for microbatches, _ in found)
-        joined = [[(*map(sum, zip(*run, strict=True)),) for run in _runs(each, number)] for each, _ in found]
+        num_microbatches = min(len(microbatches) for microbatches, _ in every)
+        runs = (_runs(lengths, num_microbatches) for lengths, _ in every)
+        joined = [[(*map(sum, zip(*run, strict=True)),) for run in of_replica] for of_replica in runs]
         counts = tuple(
-            min(max(count for _, count in each), min(tokens for tokens, _ in each))
-            for each in zip(*joined, strict=True)
+            min(max(count for _, count in of_replicas), min(tokens for tokens, _ in of_replicas))
+            for of_replicas in zip(*joined, strict=True)
         )
-        groups = tuple(tuple(row for group in run for row in group) for run in _runs(plan.groups, number))
-        own = joined[self._ranks.copies.rank]
-        slices = tuple(tuple(slice_lengths(count, tokens)) for count, (tokens, _) in zip(counts, own, strict=True))
+        groups = tuple(tuple(row for group in run for row in group) for run in _runs(plan.groups, num_microbatches))
+        own_rows = joined[self._ranks.copies.rank]
+        slices = tuple(tuple(slice_lengths(count, tokens)) for count, (tokens, _) in zip(counts, own_rows, strict=True))
         schedule = self._order_of(counts)
         self._lay_out(schedule)
         return StepPlan(groups, slices, schedule)
@@ -151,7 +152,6 @@ class StepPlanning:
 
 
 def _runs(items: Sequence[_Item], number: int) -> list[Sequence[_Item]]:
-    """Returns so many runs of consecutive items."""
     return [items[slice(*part_bounds(len(items), number, part))] for part in range(number)]
 
 

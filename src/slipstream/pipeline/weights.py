@@ -65,7 +65,7 @@ class WeightSource(NamedTuple):
     compiled: tuple[str, ...] = ()  # modules that torch.compile runs
     trained: TrainedWeights = ALL_WEIGHTS
     given: GivenModel | None = None  # how a model in memory differs from the configuration's
-    beside: Path | None = None  # the folder of what lies beside the weights, and comes with what is saved
+    beside: Path | None = None  # the folder of files beside the weights, which come with saved ones
 
 
 def pretrained_source(
@@ -77,8 +77,8 @@ def pretrained_source(
     config: PretrainedConfig | None = None,
     base_precision: BasePrecision = "full",
 ) -> WeightSource:
-    """Returns the model of a folder or of a name on the hub as a source, as `Pipeline.from_pretrained` takes it; what
-    lies beside its weights is in that folder, or in `beside`. `config` may have more tokens than the folder's.
+    """Returns the model of a folder or of a name on the hub as a source, as `Pipeline.from_pretrained` takes it; the
+    files beside its weights are in that folder, or in `beside`. `config` may have more tokens than the folder's.
 
     Raises SlipstreamError where it can't be trained so.
     """
@@ -165,7 +165,7 @@ def in_memory(model: object) -> WeightSource:
     return WeightSource(given.config, lambda *_: model, tuple(compiled_modules(model)), trained, given)
 
 
-# Weights and their optimizers of any library, and what is written anew or would make the folder that of an adapter.
+# Weights and optimizers of any library, and files that are written anew or would make the folder an adapter's.
 _NOT_BESIDE = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.index.json"),
     *(CONFIG_NAME, GENERATION_CONFIG_NAME, "adapter_config.json", ".*"),
@@ -180,7 +180,7 @@ def write_model(
     beside: Path | None = None,
 ) -> None:
     """Writes config and safetensors of a whole model's state, as `AutoModelForCausalLM.from_pretrained` reads them, and
-    how it generates; by default what follows from the config. What lies `beside` the weights of a folder comes along.
+    how it generates; by default as follows from the config. Files `beside` the weights of a folder come along.
 
     Raises SlipstreamError where the state isn't that of the architecture, whose other weights would be random when the
     folder is loaded; then nothing is written. Also where a file can't be read back. Raises OSError where it can't be
@@ -211,10 +211,10 @@ def write_model(
 def read_generation(path: str | Path) -> GenerationConfig | None:
     """Returns how the model in a folder, or of a name on the hub, generates; None where nothing says it."""
     try:
-        found: GenerationConfig = GenerationConfig.from_pretrained(str(path))
+        generation: GenerationConfig = GenerationConfig.from_pretrained(str(path))
     except (OSError, ValueError):
         return None
-    return found
+    return generation
 
 
 def write_generation(folder: str | Path, generation: GenerationConfig) -> None:
@@ -223,13 +223,13 @@ def write_generation(folder: str | Path, generation: GenerationConfig) -> None:
 
 
 def copy_beside(source: Path, folder: Path, left_out: Callable[[str], bool] | None = None) -> None:
-    """Copies what lies beside a model's weights, such as its tokenizer, chat template, licence and code, from the
+    """Copies the files beside a model's weights, such as its tokenizer, chat template, licence and code, from the
     `source`, if that is a folder. Nothing in `folder` is replaced. `left_out` says which names to leave out."""
     if not source.is_dir():  # but a name on the hub
         return
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
-        other = any(fnmatch(file.name, each) for each in _NOT_BESIDE) or (left_out is not None and left_out(file.name))
+        other = any(fnmatch(file.name, p) for p in _NOT_BESIDE) or (left_out is not None and left_out(file.name))
         if file.is_file() and not other and not (folder / file.name).exists():
             # Without the mode: the run's own couldn't replace a file that can't be written to.
             shutil.copyfile(file, folder / file.name)
@@ -237,10 +237,10 @@ def copy_beside(source: Path, folder: Path, left_out: Callable[[str], bool] | No
 
 def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raises SlipstreamError unless a state has the names and shapes of the model's, of tied weights one name each."""
-    if found := state_misfits(model, state):
+    if misfits := state_misfits(model, state):
         raise SlipstreamError(
             f"the weights aren't those of {type(model).__name__}, which would load them with random ones in their "
-            f"place: the pipeline's model {found}. Save what was trained by torch.save(pipe.state_dict(), path) on "
+            f"place: the pipeline's model {misfits}. Save what was trained by torch.save(pipe.state_dict(), path) on "
             "rank 0 instead; merge adapters into the model before the Pipeline takes it."
         )
 
@@ -262,7 +262,7 @@ def _some(names: list[str]) -> str:
 
 
 def _check_files(folder: Path) -> None:
-    """Raises SlipstreamError where what was just written isn't whole: opening a file compares its header's sizes."""
+    """Raises SlipstreamError where a new file isn't whole: opening a file compares its header's sizes."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -282,22 +282,22 @@ class _Part(NamedTuple):
 
 def gather_state(stages: Iterable[PipelineStage], ranks: Ranks, parameters: Parameters) -> dict[str, Tensor]:
     """Returns the unsplit model's state by its names on the leader, an empty dict on the others. Collective."""
-    own = {name: parameters.whole(name, tensor) for stage in stages for name, tensor in stage.state().items()}
+    own_state = {name: parameters.whole(name, tensor) for stage in stages for name, tensor in stage.state().items()}
     mine = []
-    for name, tensor in own.items():
+    for name, tensor in own_state.items():
         share = parameters.shares.get(name) or ParameterShare.whole(tuple(tensor.shape))
         if parameters.copies_of(name).rank == 0 and share.copy == 0:
             mine.append(_Part(name, share, tensor.shape, tensor.dtype))
     others, places, group = ranks.world.gather(mine), ranks.world.global_ranks, ranks.world.process_group
     if not ranks.leads:
         for part in mine:
-            send_tensor(own[part.name].to(ranks.device).contiguous(), places[0], group)
+            send_tensor(own_state[part.name].to(ranks.device).contiguous(), places[0], group)
         return {}
     whole: dict[str, Tensor] = {}
     for source, sent in enumerate(others):
         for part in sent:
             if source == 0:
-                tensor = own[part.name]
+                tensor = own_state[part.name]
             else:
                 tensor = torch.empty(part.shape, dtype=part.dtype, device=ranks.device)
                 receive_tensor(tensor, places[source], group)
@@ -322,12 +322,12 @@ def write_adapter(folder: str | Path, config: PretrainedConfig, adapter: Adapter
     from peft.utils import get_peft_model_state_dict
 
     model = _filled(config, adapter, state)
-    own = get_peft_model_state_dict(model, adapter_name=adapter.name, save_embedding_layers=False)
-    kept = {name: tensor.detach().cpu() for name, tensor in own.items()}
+    adapter_state = get_peft_model_state_dict(model, adapter_name=adapter.name, save_embedding_layers=False)
+    on_host = {name: tensor.detach().cpu() for name, tensor in adapter_state.items()}
     try:
         model.save_pretrained(folder, selected_adapters=[adapter.name], save_embedding_layers=False)
         place = Path(folder) if adapter.name == "default" else Path(folder, adapter.name)
-        _check_file(place / "adapter_model.safetensors", kept)
+        _check_file(place / "adapter_model.safetensors", on_host)
     except SafetensorError as error:  # what it makes of the disk's errors
         raise OSError(str(error)) from error
 
@@ -346,7 +346,7 @@ def merged_state(config: PretrainedConfig, adapter: Adapter, state: Mapping[str,
 
 def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the state of a model, which it takes over, with the trained weights of an adapter merged into it; where
-    the adapter is one of weights in 4 bits, into what these stand for.
+    the adapter is one of weights in 4 bits, into the values of these.
 
     Raises SlipstreamError where these aren't the adapter's.
     """
@@ -358,7 +358,7 @@ def merged_with_base(model: PreTrainedModel, adapter: Adapter, trained: Mapping[
         adapted: Any = get_peft_model(model, copy.deepcopy(adapter.config), autocast_adapter_dtype=False)
     named = adapted.get_base_model().named_parameters()
     # with bias="all" PEFT trains biases that a copy has replaced, too
-    expected = {name for name, each in named if each.requires_grad and ".original_module." not in name}
+    expected = {name for name, parameter in named if parameter.requires_grad and ".original_module." not in name}
     if other := sorted(expected ^ trained.keys()):
         raise SlipstreamError(f"the checkpoint's weights aren't those of its adapter: {other[0]} is in one of the two.")
     adapted.get_base_model().load_state_dict(dict(trained), strict=False)
@@ -375,10 +375,10 @@ def _filled(config: PretrainedConfig, adapter: Adapter, state: Mapping[str, Tens
         filled |= dict.fromkeys(names, state[present[0]]) if present else {}
     model = adapted_model(whole, adapter)
     base = model.get_base_model()
-    found = base.load_state_dict(filled, strict=False, assign=True)
-    lacking = [name for name in found.missing_keys if base.get_parameter(name).is_meta]
-    if lacking or found.unexpected_keys:
-        what = f"lacks {lacking[0]}" if lacking else f"has in addition {found.unexpected_keys[0]}"
+    result = base.load_state_dict(filled, strict=False, assign=True)
+    lacking = [name for name in result.missing_keys if base.get_parameter(name).is_meta]
+    if lacking or result.unexpected_keys:
+        what = f"lacks {lacking[0]}" if lacking else f"has in addition {result.unexpected_keys[0]}"
         raise SlipstreamError(f"the weights aren't those of the model with its adapter {adapter.name!r}: it {what}.")
     base.tie_weights()
     return model.eval()

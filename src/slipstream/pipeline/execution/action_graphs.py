@@ -1,10 +1,10 @@
-"""Runs what actions compute: eagerly, or as CUDA graphs of a step that repeats with other numbers.
+"""Runs the computing of actions: eagerly, or as CUDA graphs of a step that repeats with other numbers.
 
 A graph repeats the kernels that one action started, on the same memory, and costs the host a few microseconds instead
-of the Python code of every layer. What a graph reads of a new step is copied to where it reads: the batch, the weight
-of the loss, and an action's inputs; what draws random numbers is seeded. All graphs of a rank have one pool of memory
-and are replayed in the order in which they were recorded, so the memory that an action frees serves the ones after it,
-as it does without graphs.
+of the Python code of every layer. A new step's inputs of a graph are copied to where it reads: the batch, the weight of
+the loss, and an action's inputs; and random draws are seeded. All graphs of a rank have one pool of memory and are
+replayed in the order in which they were recorded, so the memory that an action frees serves the ones after it, as it
+does without graphs.
 
 Lets CUDA graphs draw random numbers: those that an eager step of the same seed draws.
 
@@ -13,7 +13,7 @@ that moment. So each place of an action that seeds, such as a layer or a tile of
 generator of its own while the action is recorded, and a replay first seeds these for its step. Layers draw from the
 device's default generator, which no code of theirs names: at each place it is given the state of the place's generator.
 
-Moves what a recorded step has saved to the host and back, between the same addresses in every replay.
+Moves the saved tensors of a recorded step to the host and back, between the same addresses in every replay.
 
 Each copy is recorded like an action, in its place among them: an OFFLOAD's reads what its F left in the memory of the
 graphs, a RELOAD's fills memory of theirs that nothing else has until the backward. Replayed copies run alongside the
@@ -58,12 +58,12 @@ class Recorder(Protocol):
     def record(self, compute: Callable[[], None], num_seeds: int) -> Replay:
         """Returns a function that runs the kernels which `compute` starts, on the same memory. They haven't run yet.
 
-        `num_seeds` says how often `compute` seeds what draws random numbers.
+        `num_seeds` says how often `compute` seeds random draws.
         """
         ...
 
     def lane(self) -> CopyLane:
-        """Returns what replays copies alongside."""
+        """Returns the lane that replays copies alongside."""
         ...
 
 
@@ -116,7 +116,7 @@ class RecordedStep:
     def __init__(
         self, recorder: Recorder, batch: SplitBatch, device: torch.device, num_seeds: Mapping[Action, int]
     ) -> None:
-        """`num_seeds` says how often an action seeds what draws random numbers, where it does."""
+        """`num_seeds` says how often an action seeds random draws, where it does."""
         self.batch = _copied(batch)
         self.state = StepState.of(self.batch, device)  # with which actions are recorded
         self._recorder, self._num_seeds = recorder, num_seeds
@@ -136,7 +136,7 @@ class RecordedStep:
         outs: list[Tensor] = []
 
         def run() -> None:
-            outputs = compute(tuple(each.clone() for each in ins))
+            outputs = compute(tuple(tensor.clone() for tensor in ins))
             outs.extend(self._passages_of(outputs))
             for passage, output in zip(outs, outputs, strict=True):
                 passage.copy_(output)
@@ -146,9 +146,9 @@ class RecordedStep:
         return tuple(outs)
 
     def begin(self, batch: SplitBatch) -> StepState:
-        """Takes over the numbers of a step; returns what it holds before its first action."""
-        for own, new in zip(_tensors_of(self.batch), _tensors_of(batch), strict=True):
-            own.copy_(new)
+        """Takes over the numbers of a step; returns its state before its first action."""
+        for recorded, new in zip(_tensors_of(self.batch), _tensors_of(batch), strict=True):
+            recorded.copy_(new)
         self._seed = batch.seed
         self.moves.begin()
         self.state.loss.zero_()
@@ -160,8 +160,8 @@ class RecordedStep:
         """Replays an action with these inputs, and returns its outputs."""
         graph = self._graphs[action]
         self.moves.before(action)
-        for passage, given in zip(graph.inputs, inputs, strict=True):
-            passage.copy_(given)
+        for passage, tensor in zip(graph.inputs, inputs, strict=True):
+            passage.copy_(tensor)
         graph.replay(self._seed)
         return tuple(passage.clone() for passage in graph.outputs)
 
@@ -177,23 +177,23 @@ class RecordedStep:
 
 
 def signature(batch: SplitBatch) -> tuple[object, ...]:
-    """Returns what is equal for batches that the same graphs can run: all that isn't read from their tensors."""
+    """Returns the key that batches share if the same graphs can run them: all that isn't read from their tensors."""
     pieces = chain.from_iterable(batch.slices)
-    of_slices = ((each.start, each.length, each.max_position, each.input_ids.shape) for each in pieces)
+    of_slices = ((piece.start, piece.length, piece.max_position, piece.input_ids.shape) for piece in pieces)
     return *of_slices, *((target.shape, target.dtype) for target in chain.from_iterable(batch.targets))
 
 
 def _copied(batch: SplitBatch) -> SplitBatch:
     """Returns a batch with memory of its own."""
     slices = [
-        [replace(each, input_ids=each.input_ids.clone(), position_ids=each.position_ids.clone()) for each in pieces]
+        [replace(piece, input_ids=piece.input_ids.clone(), position_ids=piece.position_ids.clone()) for piece in pieces]
         for pieces in batch.slices
     ]
-    return replace(batch, slices=slices, targets=[[each.clone() for each in targets] for targets in batch.targets])
+    return replace(batch, slices=slices, targets=[[target.clone() for target in targets] for targets in batch.targets])
 
 
 def _tensors_of(batch: SplitBatch) -> Sequence[Tensor]:
-    of_slices = (each.tensors for each in chain.from_iterable(batch.slices))
+    of_slices = (piece.tensors for piece in chain.from_iterable(batch.slices))
     return *chain.from_iterable(of_slices), *chain.from_iterable(batch.targets)
 
 
@@ -247,7 +247,7 @@ class GraphDraws:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph, num_seeds: int) -> Iterator[Sequence[PlaceSeed]]:
-        """Surrounds the recording of a graph; yields what will be its seeds, for `prepare`."""
+        """Surrounds the recording of a graph; yields its later seeds, for `prepare`."""
         self._generators += [torch.Generator(self._device) for _ in range(num_seeds - len(self._generators))]
         for generator in self._generators[:num_seeds]:
             graph.register_generator_state(generator)
@@ -285,8 +285,8 @@ class GraphDraws:
 
     @property
     def _default(self) -> torch.Generator:
-        found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        return found
+        generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        return generator
 
     def _next(self, seed: PlaceSeed) -> torch.Generator:
         if len(self._seeds) == self._num_seeds:
@@ -302,7 +302,7 @@ class CopyLane(Protocol):
     """Runs copies alongside the actions, in order, each after the actions that were started before it."""
 
     def start(self, copy: Callable[[], None]) -> Any:
-        """Starts a copy; returns what `wait` takes."""
+        """Starts a copy; returns a handle for `wait`."""
 
     def wait(self, copy: Any) -> None:
         """Lets the actions from now on begin when a copy is done."""

@@ -1,4 +1,4 @@
-"""Interprets one rank's lowered actions with real tensors: a handler per op, and a timeline of what ran when."""
+"""Interprets one rank's lowered actions with real tensors: a handler per op, and a timeline of them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Executor:
         recompute: RecomputePolicy | None,
         reduce_gradients: Callable[[int], None],
     ) -> None:
-        """`recompute` says what the schedule's R actions recompute, None all. `reduce_gradients` is what REDUCE_GRAD
-        does to a stage."""
+        """`recompute` is the policy of the schedule's R actions, None for all. `reduce_gradients` carries out a stage's
+        REDUCE_GRAD."""
         self._rank, self._stages, self._transport, self._device = rank, stages, transport, device
         self._losses = losses
         self._saved = SavedActivations(stages, recompute, device)
@@ -89,8 +89,8 @@ class Executor:
     ) -> Generator[Action]:
         """Runs this rank's actions of a lowered schedule, and yields before each that must wait for a message.
 
-        Only where ranks share a process does what is yielded matter: then the next rank runs. `run` computes what an
-        action computes, by default eagerly; `state` is empty, of this batch; `moves` offloads, by default eagerly.
+        Only where ranks share a process do the yielded actions matter: then the next rank runs. `run` does an action's
+        computing, by default eagerly; `state` is empty, of this batch; `moves` offloads, by default eagerly.
         """
         if schedule is not self._schedule:
             self._schedule, self._program = schedule, program_of(schedule, self._rank)
@@ -188,7 +188,7 @@ class Executor:
             self._head.spread(step.action, *outputs)
 
     def _inputs(self, step: ProgramStep) -> Tensors:
-        """Returns the inputs of F; the first stage has none, or what the rows of a spread embedding give."""
+        """Returns the inputs of F; the first stage has none, or the embeddings by the rows of a spread embedding."""
         if step.action.stage == 0:
             return () if self._head is None or not self._head.embeds else (self._head.embedded(step.action),)
         inputs = self._messages.take(step, self._state.handed)
@@ -199,7 +199,7 @@ class Executor:
         return inputs
 
     def _compute_forward(self, step: ProgramStep, inputs: Tensors) -> Tensors:
-        """Returns what F hands on, nothing where it ends in the loss, and keeps the beginning of its backward."""
+        """Returns the message of F, empty where it ends in the loss, and keeps the beginning of its backward."""
         g, m, i = key = step.key
         stage, state = self._stages[g], self._state
         store = state.stores.setdefault((g, m), ContextStore(state.batch.slices[m][i].length))
@@ -221,7 +221,7 @@ class Executor:
         return () if stage.has_loss else tuple(map(Tensor.detach, outputs))
 
     def _compute(self, key: SliceKey, inputs: Tensors, store: ContextStore) -> Tensors:
-        """Runs what F runs and R repeats: returns the stage's outputs, or what the last one's loss needs of them."""
+        """Runs the code of F and R: returns the stage's outputs, or the last one's inputs of the loss."""
         g, m, i = key
         outputs: Any = self._stages[g].compute(self._state.batch.slices[m][i], inputs, store)
         if not self._stages[g].has_loss:
@@ -246,7 +246,7 @@ class Executor:
             self._transport.release(message)
 
     def _backward_input(self, step: ProgramStep) -> None:
-        """Runs I: everything but the weight gradients of linear layers. W needs what came in, so it releases that."""
+        # All but the weight gradients of linear layers. W needs the received tensors, so it releases them.
         self._state.for_weights[step.key] = self._differentiate(step, self._compute_input_gradients)
 
     def _differentiate(self, step: ProgramStep, compute: Callable[[SliceKey, Tensors], Tensors]) -> list[Message]:
@@ -276,7 +276,7 @@ class Executor:
         state.replays.pop(key, None)
         needing = [index for index, spec in enumerate(self._messages.specs(Op.SEND_F, key)) if spec.needs_gradient]
         begun = [parameter for parameter in self._parameters[g] if parameter.grad is None]
-        # with what the backward of a slice's sum of losses begins, (), or that of whole sequences' sums, (n,)
+        # the gradient with which the backward of a slice's sum of losses begins, (), or of sequences' sums, (n,)
         of_loss = {0: state.loss_gradients.get(m, state.loss_weight)}
         backward(roots, of_loss if stage.has_loss else dict(zip(needing, gradients, strict=True)))
         del roots  # their graph
@@ -285,10 +285,10 @@ class Executor:
             if stage.has_loss:
                 state.loss_gradients.pop(m, None)
         # taken out, as W may hold the graph that left them
-        found = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
+        in_place = with_zeros(state.input_gradients.pop(key, {}), self._messages.specs(Op.RECV_F, key), self._device)
         if begun:
-            keep_apart(begun, (*gradients, *found, *factors_of(deferred or ())))
-        return found
+            keep_apart(begun, (*gradients, *in_place, *factors_of(deferred or ())))
+        return in_place
 
     def _compute_input_gradients(self, key: SliceKey, gradients: Tensors) -> Tensors:
         with defer_weight_gradients() as work:

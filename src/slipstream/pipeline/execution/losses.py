@@ -1,6 +1,6 @@
 """The losses of the last stage: of every slice by itself, or of whole sequences once their last slice is there.
 
-Or, in an evaluation, what is collected of every slice instead. And the loss that a step returns.
+Or, in an evaluation, a function's results on every slice instead. And the loss that a step returns.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Losses(ABC):
 
     @abstractmethod
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
-        """Returns what F computes of a slice, and R repeats."""
+        """Returns the tensors that F computes of a slice, and R repeats."""
 
     @abstractmethod
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
-        """Adds what was computed of a slice to the step's loss; returns the root of the slice's backward."""
+        """Adds a slice's tensors to the step's loss; returns the root of the slice's backward."""
 
     def try_on(self, batch: SplitBatch, forms_of: Callable[[Any, Tensor], OutputForms], has_backward: bool) -> None:
         """Raises SlipstreamError where it can't be the loss of such a batch, before anything runs."""
@@ -57,7 +57,7 @@ class SliceLosses(Losses):
     function: LossFunction
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
-        """Returns (sum, count) of a slice: what F computes and R repeats."""
+        """Returns (sum, count) of a slice, which F computes and R repeats."""
         _, m, i = key
         return self.function(outputs, state.batch.targets[m][i])
 
@@ -75,8 +75,8 @@ class SequenceLosses(Losses):
     """A loss that is a function of sums over whole sequences.
 
     No backward of a microbatch begins on the last stage before its last forward (rule 2), and so the gradient of every
-    sum is known by then, and is what all slices' backwards begin with. Ranks that share slices add up their sums, so
-    that all have the loss, which counts on the first.
+    sum is known by then, and all slices' backwards begin with it. Ranks that share slices add up their sums, so that
+    all have the loss, which counts on the first.
     """
 
     loss: SequenceLoss
@@ -87,9 +87,9 @@ class SequenceLosses(Losses):
         """Returns a slice's sums of log-probabilities, one or two for each of the n sequences of its microbatch."""
         _, m, i = key
         sequences = state.batch.sequences[m]
-        each = -self.token_losses(outputs, state.batch.targets[m][i])
-        sums = each.new_zeros(sequences.count * self.loss.num_sums)
-        return (sums.index_add(0, sequences.numbers[i].flatten(), each.flatten()),)
+        log_probabilities = -self.token_losses(outputs, state.batch.targets[m][i])
+        sums = log_probabilities.new_zeros(sequences.count * self.loss.num_sums)
+        return (sums.index_add(0, sequences.numbers[i].flatten(), log_probabilities.flatten()),)
 
     def add(self, computed: Tensors, state: StepState, key: SliceKey, has_backward: bool) -> Tensor:
         """Adds a slice to the sums of its sequences, and after the last one their losses to the step's; returns the
@@ -103,9 +103,9 @@ class SequenceLosses(Losses):
         return sums
 
     def _finish(self, state: StepState, m: int, has_backward: bool) -> None:
-        found = self.sharing.sum(state.sequence_sums.pop(m))
-        state.log_probabilities[m] = self._by_sequence(found)
-        log_probabilities = found.clone().requires_grad_(has_backward)
+        sums = self.sharing.sum(state.sequence_sums.pop(m))
+        state.log_probabilities[m] = self._by_sequence(sums)
+        log_probabilities = sums.clone().requires_grad_(has_backward)
         with torch.set_grad_enabled(has_backward):
             losses = self._losses(self._by_sequence(log_probabilities), state.batch.sequences[m].values)
             total = losses.sum()
@@ -122,8 +122,8 @@ class SequenceLosses(Losses):
     def _losses(self, log_probabilities: Tensor, values: Tensor | None) -> Tensor:
         """Returns the loss of each group of sequences. Raises SlipstreamError where the function returns something
         else."""
-        given = (log_probabilities,) if values is None else (log_probabilities, values)
-        losses: object = self.loss.function(*given)
+        arguments = (log_probabilities,) if values is None else (log_probabilities, values)
+        losses: object = self.loss.function(*arguments)
         expected = len(log_probabilities) // self.loss.group_size
         if not isinstance(losses, Tensor) or losses.shape != (expected,):
             shape = tuple(losses.shape) if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
@@ -141,13 +141,13 @@ class SequenceLosses(Losses):
 
 @dataclass(frozen=True)
 class CollectedOutputs(Losses):
-    """What an evaluation collects of every slice in place of a loss."""
+    """The results that an evaluation collects of every slice in place of a loss."""
 
     function: TokenOutputs
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by microbatch and slice
 
     def compute(self, outputs: Tensor, state: StepState, key: SliceKey) -> Tensors:
-        """Returns what is collected of a slice."""
+        """Returns the collected tensor of a slice."""
         _, m, i = key
         return (self.function(outputs, state.batch.targets[m][i]),)
 
@@ -206,7 +206,7 @@ class GivenLosses(SliceLosses):
         that are joined aren't those of each. Not of functions that fail on made-up outputs, nor of those that return
         something else in a second call.
         """
-        shortest = min(each.shape[1] for targets in batch.targets for each in targets) if self._num_sharing > 1 else 1
+        shortest = min(t.shape[1] for targets in batch.targets for t in targets) if self._num_sharing > 1 else 1
         if shortest < self._num_sharing:
             raise SlipstreamError(
                 f"a slice of {shortest} tokens with a loss_fn, shared by {self._num_sharing} ranks: some would have "
@@ -239,7 +239,7 @@ class _Values(NamedTuple):
 
 
 class _Trial:
-    """What a loss function returns of made-up outputs, and of these joined with others."""
+    """The values of a loss function on made-up outputs, and on these joined with others."""
 
     def __init__(self, function: LossFunction, forms: OutputForms, targets: Tensor, cut: Sequence[int]) -> None:
         self._function, self._forms, self._targets, self._cut = function, forms, targets, cut
@@ -258,8 +258,8 @@ class _Trial:
         for dim, most in ((0, _MOST_ROWS), (1, _MOST_TOKENS)):
             if dim in self._dims:
                 is_number = self._targets.is_floating_point()
-                number = 0 if is_number else int((self._targets != IGNORED).nonzero()[0, dim])
-                self._targets = self._targets.narrow(dim, number, min(most, self._targets.shape[dim] - number))
+                start = 0 if is_number else int((self._targets != IGNORED).nonzero()[0, dim])
+                self._targets = self._targets.narrow(dim, start, min(most, self._targets.shape[dim] - start))
                 for shape, place in zip(self._shapes, self._dims[dim], strict=True):
                     shape[place] = self._targets.shape[dim]
 
@@ -276,7 +276,7 @@ class _Trial:
         return math.isfinite(self._first.total)
 
     def check(self, has_backward: bool, adds_router_loss: bool) -> None:
-        """Raises SlipstreamError for what the values show that can't be right."""
+        """Raises SlipstreamError for errors that the values show."""
         first, expected = self._first, counted(self._targets)
         if first.is_divisor and not math.isfinite(first.number):
             raise SlipstreamError(no_divisor(first.number))
@@ -339,10 +339,10 @@ class _Trial:
         )
 
     def _values(self, outputs: Tensors, targets: Tensor) -> _Values:
-        leaves = [each.clone().requires_grad_(each.is_floating_point() or each.is_complex()) for each in outputs]
+        leaves = [o.clone().requires_grad_(o.is_floating_point() or o.is_complex()) for o in outputs]
         with torch.enable_grad():
-            given = tuple(leaf.clone() for leaf in leaves)  # which it may change in place
-            total, count = _pair_of(self._function(given if self._forms.is_tuple else given[0], targets))
+            copies = tuple(leaf.clone() for leaf in leaves)  # which it may change in place
+            total, count = _pair_of(self._function(copies if self._forms.is_tuple else copies[0], targets))
             gradients: list[Tensor] = []
             if total.requires_grad:
                 wanted = [
@@ -358,7 +358,7 @@ class _Trial:
         return self._values(outputs, torch.cat([self._targets] * 2, dim))
 
 
-_DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # logits, or what else a loss function may want
+_DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # logits, or other outputs that a loss function may want
     torch.randn,
     lambda shape: torch.rand(shape) * 0.9 + 0.05,
     lambda shape: torch.randn(shape).softmax(-1),
@@ -367,7 +367,7 @@ _DRAWS: Sequence[Callable[[Sequence[int]], Tensor]] = (  # logits, or what else 
 
 
 def miscounted(count: int, expected: int) -> str:
-    """Returns what is said of a count that isn't the number of targets."""
+    """Returns an error's text on a count that isn't the number of targets."""
     return (
         f"loss_fn counted {count} tokens, but {expected} targets are not -100. Its second value must be that number "
         "(of float targets, that of the rows): gradients are divided by it before the loss is known. A divisor of the "
@@ -376,7 +376,7 @@ def miscounted(count: int, expected: int) -> str:
 
 
 def no_divisor(count: float) -> str:
-    """Returns what is said of a divisor that none can be."""
+    """Returns an error's text on an impossible divisor."""
     return (
         f"loss_fn's second values add up to {count}, by which the loss of the whole batch is divided: they must add up "
         "to a positive number, as where the weight of some target isn't zero."
@@ -384,7 +384,7 @@ def no_divisor(count: float) -> str:
 
 
 def _pair_of(returned: Any) -> tuple[Tensor, Tensor]:
-    """Returns the sum and the count of a loss function. Raises SlipstreamError where that isn't what it returned."""
+    """Returns the sum and the count of a loss function. Raises SlipstreamError where it returned something else."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         raise SlipstreamError(f"loss_fn returned {_described(returned)}. {PAIR}")
     total, count = returned
@@ -406,7 +406,7 @@ def _described(value: object) -> str:
 
 
 class LossDivisor:
-    """Finds what the sum of a step's losses is divided by: the targets that count, or what a given function says."""
+    """Finds the divisor of the sum of a step's losses: the targets that count, or a given function's sum."""
 
     def __init__(self, losses: Losses) -> None:
         self.may_be_own = losses.may_say_divisor
@@ -434,19 +434,19 @@ class LossDivisor:
                 "the second value of loss_fn was an integer in earlier steps, and is a floating-point number now: a "
                 "divisor of the function's own must be one from the first step on."
             )
-        given = batch.num_targets
-        if given is None:
+        asked = batch.num_targets
+        if asked is None:
             if not 0 < count < math.inf:
                 raise SlipstreamError(no_divisor(count))
-        elif isinstance(given, int) and count != batch.num_valid:
+        elif isinstance(asked, int) and count != batch.num_valid:
             raise SlipstreamError(
-                f"num_targets={given} with a loss_fn that says its own divisor, {count:.6g} for the "
+                f"num_targets={asked} with a loss_fn that says its own divisor, {count:.6g} for the "
                 f"{batch.num_valid} targets of this batch: give the sum of its second values over all batches, as a "
                 "float. A SlipstreamTrainer can't: give gradient_accumulation_steps=1."
             )
-        elif not -math.inf < count <= given * (1 + 1e-5):
+        elif not -math.inf < count <= asked * (1 + 1e-5):
             raise SlipstreamError(
-                f"num_targets={given}, but loss_fn's second values add up to {count:.6g} in this batch alone: give "
+                f"num_targets={asked}, but loss_fn's second values add up to {count:.6g} in this batch alone: give "
                 "their sum over all batches whose gradients add up."
             )
 
@@ -457,7 +457,7 @@ _SCALERS = "torch.amp.grad_scaler"
 class StepLoss(Tensor):
     """A scalar without a graph, that answers what would be done to a loss whose backward is still to come.
 
-    What is computed from it is a StepLoss too, as scaled or averaged losses must be refused likewise; whatever needs a
+    Tensors computed from it are StepLosses too, as scaled or averaged losses must be refused as well; whatever needs a
     gradient of its own may have its backward.
     """
 
@@ -486,7 +486,7 @@ class StepLoss(Tensor):
         return deepcopy(self.as_subclass(Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a plain tensor, so that what is saved needs no Slipstream."""
+        """Pickles a plain tensor, so that saved files need no Slipstream."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __format__(self, spec: str) -> str:
@@ -506,18 +506,18 @@ def checked_num_targets(batch: SplitBatch, num_targets: Any) -> float | None:
         return None
     if batch.sequences:
         raise SlipstreamError("num_targets with a SequenceLoss, which is a mean over sequences: leave it out.")
-    found: float = num_targets.item() if hasattr(num_targets, "item") else num_targets  # of a tensor
-    if not 0 < found < math.inf:
+    count: float = num_targets.item() if hasattr(num_targets, "item") else num_targets  # of a tensor
+    if not 0 < count < math.inf:
         raise SlipstreamError(
-            f"num_targets={found}: give the number of all batches' labels that count. Where none does in any, leave "
+            f"num_targets={count}: give the number of all batches' labels that count. Where none does in any, leave "
             "these batches out."
         )
-    if isinstance(found, int) and found < batch.num_valid:
+    if isinstance(count, int) and count < batch.num_valid:
         raise SlipstreamError(
-            f"num_targets={found}, but {batch.num_valid} targets of this batch alone count: give the number of "
+            f"num_targets={count}, but {batch.num_valid} targets of this batch alone count: give the number of "
             "all batches' labels that aren't -100, of a causal LM without each row's first, on all replicas."
         )
-    return found
+    return count
 
 
 def _refuse_scaler() -> Never:

@@ -23,12 +23,12 @@ def key_of(action: Action) -> SliceKey:
 
 
 class ProgramStep(NamedTuple):
-    """An action, and what its schedule says of it."""
+    """An action, and its properties in its schedule."""
 
     action: Action
     key: SliceKey
     trains: bool  # whether the stage has backwards
-    awaited: Action | None  # the SEND with what the action works on, where that comes from another rank
+    awaited: Action | None  # the SEND of the action's input, where that comes from another rank
     forward_awaited: Action | None  # likewise of the slice's F
     result: Action  # the SEND with which the result of F, B or I would go to another rank
     neighbour: SliceKey | None  # the slice on the stage that gets the result; None where no stage does
@@ -41,7 +41,7 @@ class ProgramStep(NamedTuple):
 
 
 def program_of(schedule: Schedule, rank: int) -> list[ProgramStep]:
-    """Returns what a rank does in a step, action by action."""
+    """Returns a rank's steps, action by action."""
     return [_step(action, schedule, rank) for action in schedule.actions[rank]]
 
 

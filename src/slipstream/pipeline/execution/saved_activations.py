@@ -1,4 +1,4 @@
-"""Keeps what forwards save for a later R or OFFLOAD, and moves it to the host and back."""
+"""Keeps the saved tensors of forwards for a later R or OFFLOAD, and moves them to the host and back."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PinnedBlocks:
     def __init__(self, blocks: list[Tensor], stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._device = stream.device
-        stream.wait_stream(torch.cuda.current_stream(self._device))  # what is copied must have been computed
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # the copied tensors must have been computed
         with torch.cuda.stream(stream):
             self._pinned = [torch.empty(block.shape, dtype=block.dtype, pin_memory=True) for block in blocks]
             for block, pinned in zip(blocks, self._pinned, strict=True):
@@ -84,10 +84,10 @@ class BlockMoves(Protocol):
     """Moves blocks to the host and back in one step of a rank, by stage, microbatch and slice."""
 
     def offload(self, key: SliceKey, take_out: Callable[[], list[Tensor]]) -> None:
-        """Begins to move to the host what `take_out` returns and nobody else holds."""
+        """Begins to move to the host the blocks that `take_out` returns and nobody else holds."""
 
     def reload(self, key: SliceKey, put_back: Callable[[list[Tensor]], None]) -> None:
-        """Begins to bring blocks back, and calls `put_back` with what may be used after `await_reload`."""
+        """Begins to bring blocks back, and calls `put_back` with blocks that may be used after `await_reload`."""
 
     def await_reload(self, key: SliceKey) -> None:
         """Makes whatever the device does from now on wait for blocks, if they were offloaded."""
@@ -98,7 +98,7 @@ class EagerMoves:
 
     Args:
         to_host: begins to move blocks.
-        offloaded: holds what is on the host.
+        offloaded: holds the blocks on the host.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SavedActivations:
     def begin(self, state: StepState, moves: BlockMoves | None) -> None:
         """Begins a step; without `moves` they are eager."""
         self._moves, self._state = moves or EagerMoves(self._to_host, state.offloaded), state
-        self._storages = {number: model_storages(stage.model) for number, stage in self._stages.items()}
+        self._storages = {stage_index: model_storages(stage.model) for stage_index, stage in self._stages.items()}
 
     def around_forward(
         self, step: ProgramStep, inputs: Tensors, specs: Sequence[TensorSpec], store: ContextStore

@@ -21,7 +21,7 @@ from slipstream.schedule import BACKWARDS, Action, Op, Schedule
 
 
 class PartOfSlice(NamedTuple):
-    """What V keeps of a slice for VW, and the message in which the head's input came."""
+    """A slice's softmax, kept by V for VW, and the message in which the head's input came."""
 
     hidden: Tensor
     softmax: RowSoftmax
@@ -29,7 +29,7 @@ class PartOfSlice(NamedTuple):
 
 
 class SpreadHeadActions:
-    """What one rank's rows do in a step, and what the two ends of the model exchange with all ranks' rows."""
+    """The actions of one rank's rows in a step, and the exchanges of the model's two ends with all ranks' rows."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class SpreadHeadActions:
         rules.get(action.op, self._add_lookups)(action)
 
     def leftovers(self) -> list[str]:
-        kept = [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
-        return kept + self.messages.leftovers()
+        leftovers = [f"parts of the vocabulary: {list(self._parts)}"] if self._parts else []
+        return leftovers + self.messages.leftovers()
 
     def spread(self, action: Action, hidden: Tensor) -> None:
         """Sends to every rank the output of the last stage's F, or the gradient of the first stage's input."""
@@ -64,12 +64,12 @@ class SpreadHeadActions:
     def _look_up(self, action: Action) -> None:
         """Runs E."""
         began = self._stopwatch.mark()
-        found = self._rows(action.stage).look_up(self._ids(action))
+        embeddings = self._rows(action.stage).look_up(self._ids(action))
         self._stopwatch.record(action, began)
-        self.messages.hand_on(action, (found,))
+        self.messages.hand_on(action, (embeddings,))
 
     def embedded(self, forward: Action) -> Tensor:
-        """Returns the first stage's input: the sum of what all ranks looked up."""
+        """Returns the first stage's input: the sum of all ranks' embeddings."""
         total: Tensor | None = None
         for message in self.messages.incoming(forward):
             (part,) = self.messages.take(message)
@@ -96,26 +96,26 @@ class SpreadHeadActions:
         part = self._rows(action.stage).softmax(hidden, targets, self._schedule.has_backward)
         self._stopwatch.record(action, began)
         if self._schedule.has_backward:
-            kept = part._replace(mean=None, target=None)  # which go to the last stage
-            self._parts[key_of(action)] = PartOfSlice(hidden, kept, message)
+            statistics = part._replace(mean=None, target=None)  # which go to the last stage
+            self._parts[key_of(action)] = PartOfSlice(hidden, statistics, message)
         else:
             self.messages.release(message)
-        self.messages.hand_on(action, tuple(each for each in part[:3] if each is not None))
+        self.messages.hand_on(action, tuple(tensor for tensor in part[:3] if tensor is not None))
 
     def _loss(self, action: Action) -> None:
         """Runs L: adds the slice's loss to the step's, and leaves the gradient for the last stage's backward."""
         incoming = self.messages.incoming(action)
         parts = [RowSoftmax(*self.messages.take(message)) for message in incoming]
         began = self._stopwatch.mark()
-        found = combine(parts, self._targets(action), self._scale)
-        self._state.loss += found.total
-        self._state.count += found.num_valid
+        combined = combine(parts, self._targets(action), self._scale)
+        self._state.loss += combined.total
+        self._state.count += combined.num_valid
         self._stopwatch.record(action, began)
         for message in incoming:
             self.messages.release(message)
-        if found.gradient is not None:
-            self._state.gradients[key_of(action)] = (found.gradient,)
-            self.messages.hand_on(action, (found.logsumexp,))
+        if combined.gradient is not None:
+            self._state.gradients[key_of(action)] = (combined.gradient,)
+            self.messages.hand_on(action, (combined.logsumexp,))
 
     def _weights(self, action: Action) -> None:
         """Runs VW."""
@@ -130,7 +130,6 @@ class SpreadHeadActions:
 
     @property
     def _scale(self) -> float:
-        """The factor of a token's loss in the global mean (rule 9)."""
         return self._state.batch.loss_scale / self._state.batch.divisor
 
     def _rows(self, stage: int) -> HeadRows:
@@ -149,7 +148,7 @@ class SpreadHeadActions:
 def vocabulary_specs(
     stages: Mapping[int, PipelineStage], state: StepState, has_backward: bool, message: SkipSend
 ) -> list[TensorSpec]:
-    """Returns what a message has: the head's input; statistics, and in training two gradients; or the sums."""
+    """Returns the specs of a message: the head's input; statistics, and in training two gradients; or the sums."""
     stage = next(iter(stages.values()))
     assert isinstance(stage, CausalLMStage)
     piece = state.batch.slices[message.microbatch][message.slice]

@@ -36,7 +36,7 @@ MakeExecutor = Callable[[int, Transport, Callable[[int], None]], Executor]
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """Returns what records the kernels of a device; None where nothing can."""
+    """Returns the recorder of a device's kernels; None where there is none."""
     return CUDAGraphs(device) if device.type == "cuda" else None
 
 
@@ -71,7 +71,7 @@ class StepGraphs:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            # what was built on another stream meets this one in the first step, where autograd waits as it must
+            # graphs built on another stream meet this one in the first step, where autograd waits as it must
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
     @property
@@ -134,7 +134,7 @@ class StepGraphs:
         except RuntimeError as error:
             self._recorded = []
             self._give_up(next(iter(str(error).splitlines()), type(error).__name__))
-        torch.clear_autocast_cache()  # nobody else may take what graphs have cast
+        torch.clear_autocast_cache()  # nobody else may take the graphs' casts
 
     def _recorded_rank(self, rank: int, schedule: Schedule, batch: SplitBatch) -> RecordedStep:
         recorder = recorder_of(self._device)  # of this rank alone: others' actions may come between its own
@@ -147,20 +147,20 @@ class StepGraphs:
         return step
 
     def _watched(self, action: Action, inputs: Tensors, compute: Computation) -> Tensors:
-        """Runs an action, and gives graphs up where it waits for the GPU or draws on the host: what it finds there may
-        be another number in another step."""
+        """Runs an action, and gives graphs up where it waits for the GPU or draws on the host: the value there may be
+        another one in another step."""
         before = self._draws.num_seeds
-        with drawing(self._draws), _synchronizations(self._device) as found:
+        with drawing(self._draws), _synchronizations(self._device) as places:
             outputs = compute(inputs)
         self._num_seeds[action] = self._draws.num_seeds - before
-        if found and self.refusal is None:
-            self._give_up(f"the model waits for the GPU ({found[0]})")
+        if places and self.refusal is None:
+            self._give_up(f"the model waits for the GPU ({places[0]})")
         if self._draws.are_on_host and self.refusal is None:
             self._give_up("the model draws random numbers on the host")
         return outputs
 
     def _modes(self) -> tuple[object, ...]:
-        """Returns what else a graph depends on: modes, and where parameters and buffers lie."""
+        """Returns the further state that a graph depends on: modes, and where parameters and buffers lie."""
         models = [stage.model for stage in self._stages.values()]
         tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
         kind = self._device.type
@@ -209,17 +209,17 @@ def _refusal_of_step(schedule: Schedule, batch: SplitBatch) -> str | None:
 @contextmanager
 def _synchronizations(device: torch.device) -> Iterator[list[str]]:
     """Collects where calls wait for the GPU, as file:line."""
-    found: list[str] = []
+    places: list[str] = []
     if device.type != "cuda":
-        yield found
+        yield places
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield places
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    waits = (each for each in caught if "called a synchronizing" in str(each.message))
-    found += [f"{each.filename}:{each.lineno}" for each in waits]
+    waits = (warning for warning in caught if "called a synchronizing" in str(warning.message))
+    places += [f"{warning.filename}:{warning.lineno}" for warning in waits]

@@ -1,4 +1,4 @@
-"""What a rank holds between the actions of a step, such as autograd graphs, and what its stages get from others."""
+"""The state of a rank between the actions of a step, such as autograd graphs, and its stages' messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.timeline import Span
 
 
 class OffloadedBlocks(Protocol):
-    """Blocks of bytes on the host. The device's memory is free as soon as the caller drops what was offloaded."""
+    """Blocks of bytes on the host. The device's memory is free as soon as the caller drops the offloaded tensors."""
 
     def load(self) -> list[Tensor]:
         """Begins to copy the blocks into new memory of the device. Use them after `wait`."""
@@ -47,7 +47,7 @@ class StepState:
     batch: SplitBatch
     loss: Tensor  # sum over this rank's slices so far, float64
     count: Tensor
-    loss_weight: Tensor  # of each valid token's loss in what gradients are of, float64
+    loss_weight: Tensor  # of each valid token's loss in the differentiated sum, float64
     # By the input, for the stages before
     input_gradients: dict[SliceKey, dict[int, Tensor]] = field(default_factory=dict)
     roots: dict[SliceKey, Roots] = field(default_factory=dict)  # of the backward; none: all frozen
@@ -65,7 +65,7 @@ class StepState:
 
     @classmethod
     def of(cls, batch: SplitBatch, device: torch.device) -> StepState:
-        """Returns what a step holds before its first action."""
+        """Returns the state of a step before its first action."""
         weight = torch.full((), batch.loss_weight, dtype=torch.float64, device=device)
         return cls(batch, torch.zeros_like(weight), torch.zeros_like(weight), weight)
 
@@ -78,7 +78,7 @@ class StepState:
 
 
 class Observer(Protocol):
-    """The interface of what an executor calls around every action, with what the step holds."""
+    """The interface that an executor calls around every action, with the state of the step."""
 
     def before(self, action: Action, state: StepState) -> None: ...
 
@@ -92,9 +92,9 @@ def stage_inputs(inputs: Tensors, specs: Sequence[TensorSpec], on_gradient: Call
     """
     begin: Any = _StageInput.apply
     begun, token = [*inputs], torch.empty(0, requires_grad=True)
-    for number, (tensor, spec) in enumerate(zip(inputs, specs, strict=True)):
+    for index, (tensor, spec) in enumerate(zip(inputs, specs, strict=True)):
         if spec.needs_gradient:
-            begun[number] = begin(token, tensor, partial(on_gradient, number))
+            begun[index] = begin(token, tensor, partial(on_gradient, index))
     return tuple(begun)
 
 
@@ -116,16 +116,16 @@ class _StageInput(torch.autograd.Function):
 def roots_of(outputs: Tensors) -> Roots:
     """Returns where the backward of a forward's outputs begins: not the tensors, whose memory the next stage needs."""
     roots: Roots = {}
-    for number, output in enumerate(outputs):
+    for index, output in enumerate(outputs):
         if output.requires_grad:
-            roots[number] = output if output.dim() == 0 else get_gradient_edge(output)
+            roots[index] = output if output.dim() == 0 else get_gradient_edge(output)
     return roots
 
 
 def keep_apart(parameters: Iterable[Tensor], others: Tensors) -> None:
-    """Copies gradients that autograd has left in the memory of a message, received or to be sent, of what W multiplies,
-    or of one another, as later gradients are added to them in place: the first of a sparse embedding, or of a parameter
-    that was viewed, may be what a layer's output or input gets too."""
+    """Copies gradients that autograd has left in the memory of a message, received or to be sent, of W's factors, or of
+    one another, as later gradients are added to them in place: the first of a sparse embedding, or of a parameter that
+    was viewed, may be what a layer's output or input gets too."""
     used = set(storage_ids(others))
     for parameter in parameters:
         gradient = parameter.grad
@@ -145,10 +145,10 @@ def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
     """
     chosen: list[Any] = []
     begun: list[Tensor | None] = []
-    for number in sorted(roots, reverse=True):
-        if number in gradients:
-            chosen.append(roots[number])
-            begun.append(gradients[number])
+    for index in sorted(roots, reverse=True):
+        if index in gradients:
+            chosen.append(roots[index])
+            begun.append(gradients[index])
     if chosen:
         torch.autograd.backward(chosen, begun)
 
@@ -156,9 +156,9 @@ def backward(roots: Roots, gradients: Mapping[int, Tensor | None]) -> None:
 def with_zeros(gradients: dict[int, Tensor], specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
     """Takes out and returns the gradients of the inputs that need one, zeros for those on which nothing depends."""
     complete = []
-    for number, spec in enumerate(specs):
+    for index, spec in enumerate(specs):
         if spec.needs_gradient:
-            gradient = gradients.pop(number, None)
+            gradient = gradients.pop(index, None)
             if gradient is None:
                 gradient = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
             complete.append(gradient)
@@ -169,11 +169,11 @@ class StageMessages:
     """The inputs, outputs and gradients of one rank's stages in one step, with the skips past others.
 
     Args:
-        rank: whose they are.
+        rank: the one whose they are.
         schedule: lowered.
         stages: of the rank.
         transport: sends and receives.
-        state: holds what waits to be sent, and what stages of this rank left for each other.
+        state: holds messages to be sent, and those that stages of this rank left for each other.
         stopwatch: records how long messages were under way.
     """
 
@@ -197,7 +197,7 @@ class StageMessages:
                 self._skips = SkipMessages(rank, schedule, transport, self.specs)
 
     def take(self, step: ProgramStep, local: dict[SliceKey, Tensors]) -> Tensors:
-        """Returns what F or a backward works on: received, or left in `local` by stages of this rank."""
+        """Returns the input of F or a backward: received, or left in `local` by stages of this rank."""
         if step.awaited is None:
             regular = local.pop(step.key)
         else:
@@ -251,7 +251,7 @@ class StageMessages:
 def _specs(
     schedule: Schedule, stages: Mapping[int, PipelineStage], state: StepState, op: Op, key: SliceKey
 ) -> Sequence[TensorSpec]:
-    """Returns the specs of what a stage receives or sends in such a message, with skips for SEND_F and SEND_B."""
+    """Returns the specs of a stage's tensors in such a message, with skips for SEND_F and SEND_B."""
     g, m, i = key
     stage, piece = stages[g], state.batch.slices[m][i]
     inwards = op in (Op.RECV_F, Op.SEND_B)  # of its forward

@@ -126,7 +126,7 @@ class CausalLMFamily(ModelFamily):
         self._stages: dict[int, CausalLMStage] = {}
 
     def _tried(self, source: WeightSource, given: GivenModel) -> ChangedModel:
-        """Returns what the changes of a model in memory keep from being computed apart. Collective."""
+        """Returns the parts that the changes of a model in memory keep from being computed apart. Collective."""
         model = source.load(self._anatomy, [], None)
         layers = model.get_submodule(self._anatomy.layers)
         if given.shared:
@@ -153,11 +153,11 @@ class CausalLMFamily(ModelFamily):
     def planned_vocabulary(self, num_ranks: int) -> Vocabulary:
         """Returns how a plan may have the head. Raises SlipstreamError for a head that can't be as the options say."""
         asked = self.config, self._anatomy, num_ranks, self._ranks.tensor.size, self._options
-        found: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
-        return found
+        vocabulary: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
+        return vocabulary
 
     def start_request(self, num_ranks: int, seq_len: int, microbatch_size: int = 1) -> StartRequest:
-        """Returns what a plan is to be for. Collective, as `planned_vocabulary`."""
+        """Returns the request of a plan. Collective, as `planned_vocabulary`."""
         options = self._options
         is_autocast = torch.is_autocast_enabled(self._device.type)
         wide = "bf16" if is_autocast else str(self.config.dtype or torch.float32).removeprefix("torch.")
@@ -182,7 +182,7 @@ class CausalLMFamily(ModelFamily):
         return plan_start(self.config, self.expected_request(num_ranks), self._ranks, self._device, say)
 
     def expected_request(self, num_ranks: int) -> StartRequest:
-        """Returns what the plan before the first step is to be for. Collective."""
+        """Returns the request of the plan before the first step. Collective."""
         expected = self._options.expected
         assert expected is not None
         request = self.start_request(num_ranks, expected.seq_len, expected.microbatch_size)
@@ -229,8 +229,8 @@ class CausalLMFamily(ModelFamily):
         return layout
 
     def _check_layers_run_alone(self, recompute: RecomputePolicy) -> None:
-        """Raises SlipstreamError, the same on every rank, for whole layers that torch.compile runs: what keeps a
-        layer's input would be compiled with it."""
+        """Raises SlipstreamError, the same on every rank, for whole layers that torch.compile runs: the hooks that keep
+        a layer's input would be compiled with it."""
         for name in self.compiled:
             inside = name.removeprefix(self._anatomy.layers).lstrip(".")
             if name == "the model" or "." not in inside:
@@ -283,16 +283,16 @@ class CausalLMFamily(ModelFamily):
     def losses(self, tensor: TensorParallel | None) -> Losses:
         """Returns how the last stage computes its loss: the one given, or cross-entropy over the whole vocabulary, of
         which a rank may have a part."""
-        given = self._options.loss_fn
+        loss_fn = self._options.loss_fn
         part = None if tensor is None else (self._ranks.tensor, tensor.first_id, IGNORED)
-        if isinstance(given, SequenceLoss):
+        if isinstance(loss_fn, SequenceLoss):
             of_tokens = token_cross_entropy if part is None else vocabulary_token_losses(*part)
-            return SequenceLosses(given, of_tokens, self._ranks.sharing)
+            return SequenceLosses(loss_fn, of_tokens, self._ranks.sharing)
         if part is not None:
             return SliceLosses(vocabulary_cross_entropy(*part))
-        if given is not None:
+        if loss_fn is not None:
             num_replicas, num_sharing = self._ranks.data.size, self._ranks.sharing.size
-            return GivenLosses(given, num_replicas, self._options.router_loss != "none", num_sharing)
+            return GivenLosses(loss_fn, num_replicas, self._options.router_loss != "none", num_sharing)
         return SliceLosses(causal_cross_entropy)
 
     def output_forms(self, piece: TokenSlice, targets: Tensor) -> OutputForms:
@@ -333,27 +333,28 @@ class CausalLMFamily(ModelFamily):
     def split(
         self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
     ) -> SplitBatch:
-        """Returns the microbatches and slices of a batch; of one whose sequences differ in length these groups of what
-        a step plans as one sequence are a row each. Raises SlipstreamError where slices or documents can't be exact."""
+        """Returns the microbatches and slices of a batch; of one whose sequences differ in length each of these groups,
+        planned as one sequence, is a row. Raises SlipstreamError where slices or documents can't be
+        exact."""
         loss = self._sequence_loss
         groups = ungrouped(loss, groups) if groups else ()
-        found = cut_batch(batch, microbatches, seed, groups)
+        cut = cut_batch(batch, microbatches, seed, groups)
         if self._changed is not None and self._restricts_pieces:
-            self._changed.check_batch(found)
-        for first, *others in found.slices:
+            self._changed.check_batch(cut)
+        for first, *others in cut.slices:
             has_documents = first.document_start is not None
             if not self._may_cut and (others or has_documents):
                 self._check_cut()
             if self._self_check is not None and has_documents:
                 self._self_check.check_packed(first.length)
         if loss is None:
-            return found
+            return cut
         if not groups:
             check_groups(loss, microbatches)
-        return with_sequences(found, loss, batch, groups or rows_of(microbatches))
+        return with_sequences(cut, loss, batch, groups or rows_of(microbatches))
 
     def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the tokens of what a step plans as one sequence: those that have one loss together."""
+        """Returns the tokens of sequences that a step plans as one: those that have one loss together."""
         return grouped_lengths(self._sequence_loss, lengths)
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
@@ -365,7 +366,7 @@ class CausalLMFamily(ModelFamily):
         return flop_rates(model, self._anatomy.halves, layout.layers, layout.recompute)
 
     def _check_positions(self, inputs: Tensor) -> None:
-        """Raises SlipstreamError for tokens (b, T) whose positions a slice can't know."""
+        # Of tokens (b, T): a slice may not know their positions.
         check_counted_positions(self.config, inputs, self._anatomy.first_position(self.config))
 
     def _check_cut(self) -> None:

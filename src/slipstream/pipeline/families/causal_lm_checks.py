@@ -1,4 +1,4 @@
-"""Checks before training what can't be done with a model that was changed."""
+"""Refuses before training all that can't be done with a model that was changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE_STAGE = "Train it on one rank with one stage, or make the change inside of 
 
 @dataclass(frozen=True)
 class ChangedModel:
-    """How a model was changed, and what its changes keep from being computed apart."""
+    """The changes of a model, and the parts that they keep from being computed apart."""
 
     given: GivenModel
     result: TrialResult
@@ -47,11 +47,11 @@ class ChangedModel:
         is_shared = [f"{' and '.join(names[:2])} are one weight" for names in given.shared]
         if changed := [*given.changes, *is_shared]:
             first = changed[0]
-            for each in SHARED_WORK:
-                if each.splits_weights and getattr(ranks.degrees, each.degree) > 1:
+            for axis in SHARED_WORK:
+                if axis.splits_weights and getattr(ranks.degrees, axis.degree) > 1:
                     raise SlipstreamError(
-                        f"{first}: {each.meaning} cut the weights that the configuration describes, by code of their "
-                        f"own. Use {each.axis}=1, or undo the change."
+                        f"{first}: {axis.meaning} cut the weights that the configuration describes, by code of their "
+                        f"own. Use {axis.axis}=1, or undo the change."
                     )
             if options.parallel.shard == "parameters":
                 raise SlipstreamError(
@@ -68,25 +68,25 @@ class ChangedModel:
         return cls(given, result, anatomy.layers, ranks.data.size, bool(ranks.token_axes))
 
     def outlined(self, anatomy: ModelAnatomy) -> ModelAnatomy:
-        """Returns the anatomy with the weights that layers share, and with what mustn't be cut in this model."""
-        kept: dict[str, str] = {}
+        """Returns the anatomy with the weights that layers share, and the parts that mustn't be cut in this model."""
+        whole_parts: dict[str, str] = {}
         for change in self.given.changes:
             child = change.module.removeprefix(f"{anatomy.layers}.").split(".")
             is_inside = len(child) > 2 or (len(child) == 2 and not change.replaces)
             if change.module.startswith(f"{anatomy.layers}."):
                 if self.result.halves or not is_inside:
-                    kept.setdefault(f"{anatomy.layers}.{child[0]}", self.result.halves or str(change))
+                    whole_parts.setdefault(f"{anatomy.layers}.{child[0]}", self.result.halves or str(change))
             else:
-                kept.setdefault(change.module, str(change))
+                whole_parts.setdefault(change.module, str(change))
         for name in (name for names in self.given.shared for name in names):
             module = name.rpartition(".")[0]
             if module.startswith(f"{anatomy.layers}."):
                 module = f"{anatomy.layers}.{module.removeprefix(f'{anatomy.layers}.').partition('.')[0]}"
-            kept.setdefault(module, f"{name} is a weight of several modules")
-        return replace(anatomy, shared=self.given.shared, kept_whole=tuple(kept.items()))
+            whole_parts.setdefault(module, f"{name} is a weight of several modules")
+        return replace(anatomy, shared=self.given.shared, kept_whole=tuple(whole_parts.items()))
 
     def check_layout(self, layout: StageLayout, options: PipelineOptions) -> None:
-        """Raises SlipstreamError where the stages can't be exact, or a schedule always cuts what can't be."""
+        """Raises SlipstreamError where the stages can't be exact, or a schedule always cuts a part that can't be."""
         around = self.given.changes_around(self.layers)
         if len(layout.layers) > 1 and around:
             raise SlipstreamError(
@@ -110,7 +110,7 @@ class ChangedModel:
 
     def check_batch(self, batch: SplitBatch) -> None:
         """Raises SlipstreamError where slices, documents or microbatches of this batch can't be exact."""
-        has_documents = any(each.document_start is not None for slices in batch.slices for each in slices)
+        has_documents = any(piece.document_start is not None for slices in batch.slices for piece in slices)
         cut = batch.groups or has_documents or any(len(slices) > 1 for slices in batch.slices)
         self._check_pieces(2 if cut else 1, 2 if batch.groups else len(batch.slices))
 

@@ -58,7 +58,8 @@ def plan_layout(
     With `draws` an adapter has dropout; `whole` is the model on the meta device, with its adapter and its frozen
     parameters, where not all of it is trained.
 
-    Raises SlipstreamError, with what was given, allowed, and to type, where the options don't fit together.
+    Raises SlipstreamError, with the given and the allowed values, and the ones to type, where the options don't fit
+    together.
     """
     check_lengths(schedule, slices)
     seq_len = options.row_length
@@ -78,14 +79,14 @@ def plan_layout(
     layers, anatomy = assign_layers(model, options.partition, schedule.placement)
     memory, most = options.memory, max(len(stage.layers) for stage in layers)
     recompute = RecomputePolicy.parse(memory.recompute, most, is_checked=memory.check_recompute)
-    embeds = spreads and bool(anatomy.tied)  # an untied embedding is faster whole: what it gives has not to travel
+    embeds = spreads and bool(anatomy.tied)  # an untied embedding is faster whole: its output has not to travel
     layout = StageLayout(schedule, layers, recompute, options.memory.offload, reduces, spreads, embeds)
     _check_sharding(anatomy, tensor_ranks, options)
     return layout, anatomy
 
 
 def check_spread(config: PretrainedConfig, tensor_ranks: int, num_ranks: int, options: PipelineOptions) -> None:
-    """Raises SlipstreamError, the same on every rank, for what a spread head can't do."""
+    """Raises SlipstreamError, the same on every rank, for options that a spread head doesn't allow."""
     problems = {
         "loss_fn=...": (options.loss_fn is not None, "no rank has all logits"),
         f"tp={tensor_ranks} in the mesh": (tensor_ranks > 1, "tensor ranks share the vocabulary already"),
@@ -117,7 +118,7 @@ def _check_spread_embedding(anatomy: ModelAnatomy, schedule: Schedule) -> None:
 
 
 def _check_sharding(anatomy: ModelAnatomy, tensor_ranks: int, options: PipelineOptions) -> None:
-    """Raises SlipstreamError, the same on every rank, for what can't be exact where replicas shard parameters."""
+    """Raises SlipstreamError, the same on every rank, for options that sharded parameters would make inexact."""
     if options.parallel.shard != "parameters":
         return
     if tensor_ranks > 1:
@@ -203,7 +204,7 @@ def load_layers(
 def spread_heads(
     model: PreTrainedModel, names: HeadNames, schedule: Schedule, here: Sequence[int]
 ) -> dict[int, SpreadHead]:
-    """Returns what each of these stages has of the head: an equal number of rows on every rank, or nothing."""
+    """Returns the part of the head of each of these stages: an equal number of rows on every rank, or nothing."""
     name, tied = names
     head = model.get_submodule(name)
     if is_wrapper(head):
@@ -221,7 +222,7 @@ def spread_heads(
 def planned_vocabulary(
     config: PretrainedConfig, anatomy: ModelAnatomy, num_ranks: int, tensor_ranks: int, options: PipelineOptions
 ) -> Vocabulary:
-    """Returns how a plan may have the head: "whole", "spread", or "auto" for either, by what the options say.
+    """Returns how a plan may have the head: "whole", "spread", or "auto" for either, by the options.
 
     Raises SlipstreamError where they ask for "spread" and it can't be.
     """
@@ -241,7 +242,7 @@ def planned_vocabulary(
 def find_router_loss(
     config: PretrainedConfig, asked: str, tensor_ranks: int, setting: str = "router_loss"
 ) -> RouterLoss | None:
-    """Returns what routers add to the loss, None where nothing is asked for; users ask for it by `setting`.
+    """Returns the routers' part of the loss, None where it isn't asked for; users ask for it by `setting`.
 
     Raises SlipstreamError where the configuration asks for the loss of all layers together, where the architecture has
     none, and with ranks that share layers.

@@ -100,7 +100,7 @@ class SequenceFamily(ModelFamily):
         return is_free(options, None, 1, "auto") and not self.compiled and len(self._layers) > 1
 
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, None]:
-        """Returns the plan of schedule, slices and partition, from what the layers take on the example. Collective."""
+        """Returns the plan of schedule, slices and partition, from the layers' times on the example. Collective."""
         options = self._options
         whole = BatchSlice(options.layers.example)
         trace, length, cut = self._tracer.trace(whole, training=True), 1, None
@@ -162,7 +162,7 @@ class SequenceFamily(ModelFamily):
                 raise SlipstreamError(
                     f"inputs[{number}] or targets[{number}] is a number: give a tensor for each sequence."
                 )
-        return [self._length(row) for row in batch.packed([[number] for number in range(batch.num_sequences)])]
+        return [self._length(row) for row in batch.packed([[row] for row in range(batch.num_sequences)])]
 
     def _length(self, rows: Batch) -> int:
         if not self._is_sliced:
@@ -192,20 +192,20 @@ class SequenceFamily(ModelFamily):
             what = RecomputePolicy(is_checked=self._options.memory.check_recompute)
         model = _ranges(layout), self._routes, self._tracer, self._has_segments, what
         here = layout.stages_of(self._ranks.here(layout.num_ranks))
-        self._stages = {number: SequentialStage(number, *model) for number in here}
-        kept = {module for stage in self._stages.values() for layer in stage.layers for module in layer.modules()}
-        for module in {module for layer in self._layers for module in layer.module.modules()} - kept:
+        self._stages = {stage_index: SequentialStage(stage_index, *model) for stage_index in here}
+        held = {module for stage in self._stages.values() for layer in stage.layers for module in layer.modules()}
+        for module in {module for layer in self._layers for module in layer.module.modules()} - held:
             # Another rank has its weights.
             nn.Module._apply(module, partial(torch.Tensor.to, device="meta"), recurse=False)  # type: ignore[no-untyped-call]
         return self._stages, None
 
     def losses(self, tensor: object) -> Losses:
-        given = self._options.loss_fn
-        assert not isinstance(given, SequenceLoss)
-        return SliceLosses(cross_entropy) if given is None else GivenLosses(given, self._ranks.data.size)
+        loss_fn = self._options.loss_fn
+        assert not isinstance(loss_fn, SequenceLoss)
+        return SliceLosses(cross_entropy) if loss_fn is None else GivenLosses(loss_fn, self._ranks.data.size)
 
     def routes(self, layout: StageLayout) -> list[tuple[int, int]]:
-        place = {index: number for number, owned in enumerate(_ranges(layout)) for index in owned}
+        place = {index: stage_index for stage_index, owned in enumerate(_ranges(layout)) for index in owned}
         ends = {(place[route.stash], place[route.pop]) for route in self._routes}
         return sorted((stash, pop) for stash, pop in ends if pop > stash + 1)
 
@@ -245,10 +245,10 @@ class SequenceFamily(ModelFamily):
             check_sliced_targets(targets, length)
         rows = rows_of(microbatches)
         values = [as_value(tuple(tensor[row] for tensor in inputs), batch.is_tuple) for row in rows]
-        bounds = [self._tokens_of(each) for each in microbatches]
+        bounds = [self._tokens_of(microbatch) for microbatch in microbatches]
         pieces = [
-            [BatchSlice(value, first + number, index, seed, tokens, length) for index, tokens in enumerate(cuts)]
-            for number, (value, cuts) in enumerate(zip(values, bounds, strict=True))
+            [BatchSlice(value, first + row, index, seed, tokens, length) for index, tokens in enumerate(cuts)]
+            for row, (value, cuts) in enumerate(zip(values, bounds, strict=True))
         ]
         labels = [
             [targets[row] if t is None else targets[row, t.start : t.stop] for t in cuts]
@@ -266,16 +266,16 @@ class SequenceFamily(ModelFamily):
         if piece.tokens is not None and len(piece.tokens) > 1:
             shorter = replace(piece, tokens=piece.tokens[:-1])
             traced.append(self._tracer.trace(shorter, self._is_training()).boundaries[-1])
-        shapes, *others = [[each.shape for each in boundary.specs] for boundary in traced]
+        shapes, *others = [[spec.shape for spec in boundary.specs] for boundary in traced]
         dims = [
             next((dim for dim, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b), None)
             for shape, other in zip(shapes, *(others or [shapes]), strict=True)
         ]
-        return OutputForms(shapes, [each.dtype for each in traced[0].specs], dims, traced[0].is_tuple)
+        return OutputForms(shapes, [spec.dtype for spec in traced[0].specs], dims, traced[0].is_tuple)
 
     def groups(self, lengths: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
         """Returns each sequence as a microbatch: layers may look at anything in a row."""
-        return tuple((number,) for number in range(len(lengths)))
+        return tuple((index,) for index in range(len(lengths)))
 
     def _tokens_of(self, microbatch: SlicedMicrobatch) -> list[range] | list[None]:
         """Returns the tokens of each slice; None for the one slice of a sequence that isn't cut."""
@@ -325,17 +325,17 @@ class SequenceFamily(ModelFamily):
             compare_slices(self._layers, self._cut, self._options.layers.example)
 
     def _find_costs(self) -> list[float] | None:
-        given = self._options.layers
-        if given.costs is not None:
-            check_costs(given.costs, self._layers)
-            return list(given.costs)
-        if given.example is None:
+        layers = self._options.layers
+        if layers.costs is not None:
+            check_costs(layers.costs, self._layers)
+            return list(layers.costs)
+        if layers.example is None:
             return None
-        return counted_costs(self._tracer.trace(BatchSlice(given.example), training=True))
+        return counted_costs(self._tracer.trace(BatchSlice(layers.example), training=True))
 
 
 def _or_error(measure: Callable[[], MeasuredLayers]) -> MeasuredLayers | SlipstreamError:
-    """Returns what is measured, or why it isn't."""
+    """Returns the measurements, or why there are none."""
     try:
         return measure()
     except SlipstreamError as error:
@@ -346,7 +346,7 @@ def _ranges(layout: StageLayout) -> list[range]:
     return [stage.layers for stage in layout.layers]
 
 
-FLOPS_PER_BYTE = 10  # what memory holds up a layer that computes little with what it reads: about that of a CPU's core
+FLOPS_PER_BYTE = 10  # memory holds up a layer that computes less with its input: about that of a CPU's core
 
 
 def counted_costs(trace: ShapeTrace) -> list[float]:
@@ -416,11 +416,11 @@ def balance_of(
 def check_options(model: nn.Sequential, options: PipelineOptions, ranks: Ranks) -> None:
     """Raises SlipstreamError for options that an nn.Sequential doesn't have, and for a model without weights."""
     _check_options_of_causal_lms(options)
-    for each in SHARED_WORK:
-        if (size := getattr(ranks.degrees, each.degree)) > 1:
+    for axis in SHARED_WORK:
+        if (size := getattr(ranks.degrees, axis.degree)) > 1:
             raise SlipstreamError(
-                f"an nn.Sequential on a mesh with {each.axis}={size}: nothing says how its layers could be shared, "
-                f"which of them mix tokens, or which weights are experts. Use {each.axis}=1; CutTokens() cuts "
+                f"an nn.Sequential on a mesh with {axis.axis}={size}: nothing says how its layers could be shared, "
+                f"which of them mix tokens, or which weights are experts. Use {axis.axis}=1; CutTokens() cuts "
                 "sequences into slices, and dp gives ranks other rows."
             )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):

@@ -1,4 +1,4 @@
-"""What a Pipeline asks of the family of the model that it was given: of a causal LM, or of a sequence of layers."""
+"""The protocol of a model's family in a Pipeline: of a causal LM, or of a sequence of layers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class ModelFamily(ABC):
     """Makes the stages of a rank and their loss, and cuts every batch.
 
     Attributes:
-        name: what a Pipeline of it is called.
+        name: of a Pipeline of it.
         compiled: the modules that torch.compile runs.
         default_slices: the number of slices where the options have none.
-        leaves_out_frozen: whether stages of which nothing is trained may have no backwards.
+        leaves_out_frozen: whether stages whose parameters are all frozen may have no backwards.
         config: the configuration; None of a sequence of layers.
-        beside: the folder of what lies beside the weights.
-        trained: what of it is trained.
+        beside: the folder of files beside the weights.
+        trained: its trained weights.
         adapter: the adapter that is trained.
     """
 
@@ -48,11 +48,11 @@ class ModelFamily(ABC):
     _options: PipelineOptions
 
     def check_has(self, wanted: str, instead: str = "") -> None:
-        """Raises SlipstreamError for what is `wanted` and only causal LMs have, with what to do `instead`."""
+        """Raises SlipstreamError for a feature that is `wanted` and only causal LMs have, with the remedy `instead`."""
         return
 
     def add_embedding_noise(self, alpha: float, length: int) -> None:
-        """Adds noise to what the embedding gives, as `Pipeline.add_embedding_noise` says. Only causal LMs have one."""
+        """Adds noise to the embedding's output, as `Pipeline.add_embedding_noise` says. Only causal LMs have one."""
         self.check_has("noise on embeddings", "Let your first layer add it.")
 
     @abstractmethod
@@ -61,10 +61,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def plan(self, num_ranks: int, say: Callable[[str], None]) -> tuple[JointPlan, StageRates | None]:
-        """Returns the plan of schedule, slices and partition, and what its stages cost. Collective."""
+        """Returns the plan of schedule, slices and partition, and its stages' rates. Collective."""
 
     def adopt(self, options: PipelineOptions) -> None:
-        """Lays out and makes stages by these options from now on: those given, with what a plan chose."""
+        """Lays out and makes stages by these options from now on: those given, with a plan's choices."""
         self._options = options
 
     @abstractmethod
@@ -78,12 +78,12 @@ class ModelFamily(ABC):
     def measured_rates(
         self, layout: StageLayout, length: int, num_rows: int, say: Callable[[str], None]
     ) -> StageRates | None:
-        """Returns what the stages cost on rows of so many tokens, so many in a microbatch; None where that can't be
+        """Returns the stages' rates on rows of so many tokens, so many in a microbatch; None where that can't be
         measured beside the model. Collective."""
         return None
 
     def rates(self, layout: StageLayout) -> StageRates | None:
-        """Returns what the stages cost, by their multiplications; None where nothing says it of slices."""
+        """Returns the stages' rates, by their multiplications; None where slices' aren't known."""
         return None
 
     @abstractmethod
@@ -92,7 +92,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def lay_out(self, schedule: Schedule, slices: int | Sequence[int]) -> StageLayout:
-        """Returns which layers each stage has. Raises SlipstreamError for what can't be exact."""
+        """Returns which layers each stage has. Raises SlipstreamError for a layout that can't be exact."""
 
     @abstractmethod
     def make_stages(self, layout: StageLayout) -> tuple[Mapping[int, PipelineStage], TensorParallel | None]:
@@ -119,7 +119,7 @@ class ModelFamily(ABC):
         """Returns the tokens of each sequence. Raises SlipstreamError for tensors that don't fit the model."""
 
     def planned_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the tokens of what a step plans as one sequence, of the tokens of each."""
+        """Returns the tokens of sequences that a step plans as one, of the tokens of each."""
         return [*lengths]
 
     @abstractmethod
@@ -131,7 +131,7 @@ class ModelFamily(ABC):
         self, batch: Batch, microbatches: Sequence[SlicedMicrobatch], seed: int, groups: Sequence[Sequence[int]] = ()
     ) -> SplitBatch:
         """Returns the microbatches and slices of a batch, whose `lengths` were checked; where these differ, `groups`
-        has the numbers of what a step plans as one sequence that are packed into each microbatch's row."""
+        has the numbers of sequences planned as one that are packed into each microbatch's row."""
 
 
 @dataclass(frozen=True)

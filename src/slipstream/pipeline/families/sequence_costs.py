@@ -1,6 +1,6 @@
-"""What the layers of a sequence cost here: measured on an example, so that a plan can be made before the first step.
+"""The costs of a sequence's layers here: measured on an example, so that a plan can be made before the first step.
 
-Copies of the layers run one after the other, each on what the layer before returns: whole, and after CutTokens on
+Copies of the layers run one after the other, each on the output of the layer before: whole, and after CutTokens on
 slices of a few lengths after a few contexts, to which times are fitted.
 """
 
@@ -61,7 +61,7 @@ def measure_layers(
     device: torch.device,
     budget: float = 60.0,
 ) -> MeasuredLayers:
-    """Returns what the layers take on a microbatch, with tokens that are cut from the layer `cut` on. None: not at all.
+    """Returns the layers' times on a microbatch, with tokens that are cut from the layer `cut` on. None: not at all.
 
     Raises SlipstreamError where that takes longer than the budget, in seconds.
     """
@@ -71,25 +71,25 @@ def measure_layers(
         step = granularity_for(piece.length)
         longest = max(step, piece.length // 2 // step * step)
         points += [point for point in make_short_grid(piece.length, longest, step).points if point not in points]
-    given: list[Tensors] = [tuple(tensor.to(device) for tensor in piece.tensors)]
+    inputs: list[Tensors] = [tuple(tensor.to(device) for tensor in piece.tensors)]
     skips: list[dict[str, Tensor]] = [{}]
-    found: list[_Times] = []
+    times: list[_Times] = []
     fork = torch.random.fork_rng() if device.type == "cuda" else nullcontext()
     with kept_random_states(), fork:
         for index, layer in enumerate(layers):
             if index == first + 1:  # after CutTokens
-                hidden, *others = given[0]
-                given = [(hidden[:, j : j + i], *others) for i, j in points]
+                hidden, *others = inputs[0]
+                inputs = [(hidden[:, j : j + i], *others) for i, j in points]
                 skips = [{} for _ in points]
             bench = _LayerBench(layer, index, piece, device, trace.boundaries[index].is_tuple)
             tokens = [range(j, j + i) for i, j in points] if index > first else [None]
-            found.append(bench.run(given, tokens, skips))
+            times.append(bench.run(inputs, tokens, skips))
             if time.perf_counter() - begins > budget:
                 raise SlipstreamError(
                     f"measuring the layers took longer than {budget:.0f} s by {layer}, the {index + 1}th of "
                     f"{len(layers)}."
                 )
-    return MeasuredLayers(tuple(found), points, first + 1)
+    return MeasuredLayers(tuple(times), points, first + 1)
 
 
 class _LayerBench:
@@ -103,22 +103,22 @@ class _LayerBench:
         self._store = PrefilledStore(piece.length)
 
     def run(self, given: list[Tensors], tokens: Sequence[range | None], skips: list[dict[str, Tensor]]) -> _Times:
-        """Returns the seconds of each op on what is given, and puts in its place what the layer returns."""
+        """Returns the seconds of each op on the given inputs, and replaces them by the layer's outputs."""
         times: _Times = {op: [0.0] * len(given) for op in OPS}
         if isinstance(self._original, SkipStash):
-            for each, left in zip(given, skips, strict=True):
-                left[self._original.skip.name] = each[self._original.index]
+            for inputs, left in zip(given, skips, strict=True):
+                left[self._original.skip.name] = inputs[self._original.index]
             return times
         if isinstance(self._original, SkipPop):
-            given[:] = [(*each, left[self._original.skip.name]) for each, left in zip(given, skips, strict=True)]
+            given[:] = [(*inputs, left[self._original.skip.name]) for inputs, left in zip(given, skips, strict=True)]
             return times
         self._module = nn.ModuleList(copy_modules([self._original], {}, partial(_copied, self._device))).train()
         add_weight_gradients_in_place(self._module)
         with torch.no_grad():  # keys and values of all tokens
-            outputs = [as_tuple(self._call(each, own)) for each, own in zip(given, tokens, strict=True)]
-        for number, (each, own) in enumerate(zip(given, tokens, strict=True)):
-            for op, seconds in self._shortest(each, own).items():
-                times[op][number] = seconds
+            outputs = [as_tuple(self._call(inputs, span)) for inputs, span in zip(given, tokens, strict=True)]
+        for point, (inputs, span) in enumerate(zip(given, tokens, strict=True)):
+            for op, seconds in self._shortest(inputs, span).items():
+                times[op][point] = seconds
         given[:] = outputs
         return times
 
@@ -248,14 +248,14 @@ def units_between(num_layers: int, may_cut: Callable[[int], bool]) -> tuple[rang
 
 
 def bytes_between(trace: ShapeTrace, cut: int | None) -> float:
-    """Returns the mean bytes of a message between two layers: of a microbatch, or of what is cut after the cut."""
+    """Returns the mean bytes of a message between two layers: of a microbatch, or of its cut part after the cut."""
     inner = trace.boundaries[1:-1] if cut is None else trace.boundaries[cut + 1 : -1]
     sizes = [
         sum(
             float(np.prod(spec.shape)) * spec.dtype.itemsize
-            for spec, is_shared in zip(each.specs, each.is_shared, strict=True)
+            for spec, is_shared in zip(boundary.specs, boundary.is_shared, strict=True)
             if cut is None or not is_shared
         )
-        for each in inner
+        for boundary in inner
     ]
     return sum(sizes) / max(len(sizes), 1)

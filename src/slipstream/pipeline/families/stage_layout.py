@@ -1,4 +1,4 @@
-"""What runs where: a lowered schedule, its evaluation, and the layers of every stage."""
+"""The layout of stages: a lowered schedule, its evaluation, and the layers of every stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StageLayout:
 
     order: Schedule
     layers: tuple[LayerRange, ...]
-    recompute: RecomputePolicy | None  # what backwards recompute, and the R's of `training`
+    recompute: RecomputePolicy | None  # of backwards, and of the R's of `training`
     offload: float  # the share of slices that wait in host memory
     reduces: bool  # whether gradients are summed over replicas, or over ranks that share layers
     spreads_vocabulary: bool = False  # whether every rank has some rows of the head
@@ -57,8 +57,8 @@ class StageLayout:
 
     @cached_property
     def with_all_backwards(self) -> StageLayout:
-        """The same with backwards of frozen stages, which hold at least as much: what memory of rows in any order is
-        counted by."""
+        """The same with backwards of frozen stages, which hold at least as much: by which memory of rows in any order
+        is counted."""
         return replace(self, num_frozen_stages=0) if self.num_frozen_stages else self
 
     @cached_property
@@ -90,7 +90,7 @@ class ExecutedStep(NamedTuple):
     @property
     def slices(self) -> list[int]:
         """The tokens of each slice of a sequence; where microbatches differ, of the one with the most slices."""
-        return [*max((each.slices for each in self.microbatches), key=len, default=())]
+        return [*max((microbatch.slices for microbatch in self.microbatches), key=len, default=())]
 
 
 def check_lengths(schedule: Schedule, slices: int | Sequence[int]) -> None:
@@ -146,8 +146,8 @@ def _with_less_memory(schedule: Schedule, recompute: RecomputePolicy | None, off
 def count_frozen(stages: Mapping[int, PipelineStage], ranks: Ranks, schedule: Schedule) -> int:
     """Returns how many of the first stages have no trained parameter. Collective. `schedule` may have frozen stages by
     itself; raises SlipstreamError where these are trained."""
-    trained = [number for number, stage in stages.items() if _is_trained(stage)]
-    every = [number for numbers in ranks.pipeline.gather(trained) for number in numbers]
+    trained = [stage_index for stage_index, stage in stages.items() if _is_trained(stage)]
+    every = [stage_index for numbers in ranks.pipeline.gather(trained) for stage_index in numbers]
     first = min(every, default=0)
     if schedule.num_frozen_stages > first:
         raise SlipstreamError(
@@ -159,12 +159,12 @@ def count_frozen(stages: Mapping[int, PipelineStage], ranks: Ranks, schedule: Sc
 
 def check_frozen(stages: Mapping[int, PipelineStage], layout: StageLayout) -> None:
     """Raises SlipstreamError where a parameter is trained now of a stage whose backwards are left out."""
-    for number in range(layout.num_frozen_stages):
-        if number in stages and _is_trained(stages[number]):
-            names = [name for name, parameter in stages[number].named_parameters() if parameter.requires_grad]
+    for stage_index in range(layout.num_frozen_stages):
+        if stage_index in stages and _is_trained(stages[stage_index]):
+            names = [name for name, parameter in stages[stage_index].named_parameters() if parameter.requires_grad]
             raise SlipstreamError(
                 f"requires_grad of {names[0]} was False when the Pipeline was made, so no gradient comes to stage "
-                f"{number}; now it is True. Let every parameter that is ever trained have requires_grad=True "
+                f"{stage_index}; now it is True. Let every parameter that is ever trained have requires_grad=True "
                 "before the Pipeline is made, and freeze it afterwards."
             )
 

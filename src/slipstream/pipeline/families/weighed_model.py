@@ -57,7 +57,7 @@ class FlopEstimate:
     def halves_or_none(self) -> tuple[LayerPart, ...]:
         """Returns the parts of half layers, none where the architecture has none: nobody asked for them.
 
-        What a toy of the same configuration and code has shown in this process isn't tried again.
+        A toy of the same configuration and code isn't tried again in this process.
         """
         key = architecture_key(self.config, self.anatomy, self._module)
         if key not in _found_halves:
@@ -94,7 +94,6 @@ class FlopEstimate:
 
     @property
     def _after(self) -> list[nn.Module]:
-        """What follows the layers."""
         return [self._module.get_submodule(name) for name in self.anatomy.after]
 
     def _products(self, parts: Sequence[nn.Module]) -> tuple[float, float, float]:
@@ -105,22 +104,22 @@ class FlopEstimate:
         return forward, forward if self.has_gradient(parts) else 0.0, trained
 
     def _step_share(self, parts: Sequence[nn.Module], attended: float) -> float:
-        """Returns a third of a step's multiplications of a token with these modules and with what it attends to."""
+        """Returns a third of a step's multiplications of a token, with these modules and in attention."""
         forward, inputs, weights = self._products(parts)
         return (forward + inputs + weights + attended * (3 if inputs or weights else 1)) / 3
 
     def has_backward(self, layer: int) -> bool:
-        """Returns whether gradients go through what a layer attends with."""
+        """Returns whether gradients go through a layer's queries, keys and values."""
         return self.trains_all or any(self._products([self.layers[layer]])[1:])
 
     def has_gradient(self, parts: Sequence[nn.Module]) -> bool:
         """Returns whether anything before a layer, or these parts of it, is trained."""
-        own = {id(parameter) for part in parts for parameter in part.parameters()}
+        ids = {id(parameter) for part in parts for parameter in part.parameters()}
         ends = [self._module.get_submodule(name) for name in self.anatomy.before]
         if any(parameter.requires_grad for end in ends for parameter in end.parameters()):
             return True
         inside = (parameter for layer in self.layers for parameter in layer.parameters())
-        before = takewhile(lambda parameter: id(parameter) not in own, inside)
+        before = takewhile(lambda parameter: id(parameter) not in ids, inside)
         return any(parameter.requires_grad for parameter in before)
 
     def score_products(self, layer: int) -> float:
@@ -157,7 +156,7 @@ class FlopEstimate:
     def _multiplications(self, module: nn.Module, trained: bool = False) -> float:
         """Returns a token's multiplications: one per element of a matrix; of experts (3-D), those it is sent to.
 
-        With `trained`, those that lead to weight gradients. What a trained copy has replaced doesn't count.
+        With `trained`, those that lead to weight gradients. Weights that a trained copy has replaced don't count.
         """
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         experts = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
@@ -170,7 +169,7 @@ class FlopEstimate:
         return sum(p.numel() * (used if p.dim() == 3 else 1.0) for p in matrices)
 
 
-_FIXED = 32  # tokens' work: what a slice costs besides its own, such as launches and messages
+_FIXED = 32  # tokens' work: the constant cost of a slice, such as launches and messages
 _AGAIN = 2.5  # attention's products in the backward, which computes scores again, over those in the forward
 
 
@@ -184,13 +183,13 @@ def flop_rates(
     longer, but not how long.
 
     Gradients of inputs and of weights each take as many products with weights as a forward, where they are computed.
-    What is recomputed is computed once more before a backward.
+    Recomputed parts are computed once more before a backward.
 
     Args:
         model: whose layers are weighed, without the length of a sequence; with the head where one stage has it.
         halves: the parts of half a layer, where stages end inside layers.
         layers: of each stage.
-        recompute: what a backward recomputes.
+        recompute: the policy of backwards.
     """
     windows = tuple(dict.fromkeys(map(model.window, range(len(model.layers)))))
     per_layer, units = 2 if halves else 1, np.array(model.products(halves))
@@ -206,11 +205,11 @@ def flop_rates(
             scores[:2, windows.index(model.window(layer))] += attended, _AGAIN * attended * model.has_backward(layer)
         return np.concatenate([np.stack([_FIXED * products, products], axis=1), scores], axis=1)
 
-    found = np.array([rates(each.start, each.stop, stage == last) for stage, each in enumerate(layers)])
-    forward, inputs, weights = found.swapaxes(0, 1)
+    operations = np.array([rates(r.start, r.stop, stage == last) for stage, r in enumerate(layers)])
+    forward, inputs, weights = operations.swapaxes(0, 1)
     if recompute is not None and not recompute.keeps_products:
-        ends = [min(each.stop, int(each.start) + recompute.num_layers) for each in layers]
-        again = np.array([rates(each.start, end, False)[0] for each, end in zip(layers, ends, strict=True)])
+        ends = [min(r.stop, int(r.start) + recompute.num_layers) for r in layers]
+        again = np.array([rates(r.start, end, False)[0] for r, end in zip(layers, ends, strict=True)])
         again *= recompute.num_layers > 0
         again += forward * recompute.by_stage
         inputs = inputs + again * (inputs + weights).any(axis=1, keepdims=True)

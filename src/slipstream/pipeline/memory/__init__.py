@@ -1,4 +1,4 @@
-"""Measures what a rank holds, and keeps schedules within a memory limit."""
+"""Measures a rank's memory, and keeps schedules within a memory limit."""
 
 from slipstream.pipeline.memory.memory_limit import MemoryLimit
 from slipstream.pipeline.memory.rehearsal import RehearsedStep, rehearse

@@ -1,4 +1,4 @@
-"""Keeps steps within the memory limit: rehearses what isn't known, adds it up, and refuses or plans by it."""
+"""Keeps steps within the memory limit: rehearses unknown actions, adds their bytes up, and refuses or plans by them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from slipstream.schedule import Op, Schedule, SlicedMicrobatch, add_reductions
 from slipstream.simulator import MemoryTable, RankMemory, StageSlice, memory_of
 from slipstream.units import bytes_text
 
-_ROUNDED_UP = 1 + 1e-9  # peaks, and what is held by kind, add the same numbers in another order
+_ROUNDED_UP = 1 + 1e-9  # peaks, and sums by kind, add the same numbers in another order
 _MOST_TABLES = 256  # of different microbatches, as sequences of any lengths make them
 
 
 class MemoryLimit:
-    """Knows what the ranks of a pipeline would hold in a step, and refuses or plans by it; what isn't known yet is
-    rehearsed, on all ranks at the same time.
+    """Knows the memory of a pipeline's ranks in a step, and refuses or plans by it; unknown actions are rehearsed, on
+    all ranks at the same time.
 
     Args:
         limit: bytes that each rank may hold. None: any number.
-        records: whether steps may be recorded as CUDA graphs, which free what is offloaded an action later.
+        records: whether steps may be recorded as CUDA graphs, which free offloaded tensors an action later.
         ranks: of the pipeline.
         family: splits batches.
         layout: of some step; others differ in their order alone.
@@ -104,16 +104,16 @@ class MemoryLimit:
 
     def _memory(self, step: RehearsedStep, has_lengths: bool = False) -> tuple[RankMemory, ...]:
         if has_lengths and self.rows is not None:
-            slices = [each.slices for each in step.microbatches]
+            slices = [part.slices for part in step.microbatches]
             with suppress(SlipstreamError):  # an action that wasn't rehearsed with other rows
                 return self.rows.order_bytes(step.schedule, slices).memory(self._frees_late)
         alike = len(step.microbatches) == 1
-        for number, each in enumerate(step.microbatches):
-            table = self._tables.get(_key(each))
-            if table is None or not _covers(table, step.schedule, None if alike else number):
+        for index, part in enumerate(step.microbatches):
+            table = self._tables.get(_key(part))
+            if table is None or not _covers(table, step.schedule, None if alike else index):
                 earlier = [] if table is None else [table]
-                self._tables[_key(each)] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, number))])
-        tables = [self._tables[_key(each)] for each in step.microbatches]
+                self._tables[_key(part)] = _merged([*earlier, *self._ranks.pipeline.gather(rehearse(step, index))])
+        tables = [self._tables[_key(part)] for part in step.microbatches]
         _forget_oldest(self._tables, _MOST_TABLES)
         return memory_of(step.schedule, tables[0] if alike else tables, self._frees_late)
 
@@ -134,12 +134,12 @@ class MemoryLimit:
         return self.limit is None or self.rows is not None
 
     def prepare_rows(self, splits: bool) -> None:
-        """Makes known what rows of any length hold, where that isn't yet and follows from others. Collective."""
+        """Learns the memory of rows of any length, where it isn't known and follows from others. Collective."""
         if not self.knows_lengths and not self._counts_by_shape:
             self._rehearse_rows(splits)
 
     def _rehearse_rows(self, splits: bool) -> None:
-        """Rehearses a few short rows, so that what any rows hold is known; not of a model whose rows can't be cut.
+        """Rehearses a few short rows, so that any rows' memory is known; not of a model whose rows can't be cut.
         `splits` is whether weight gradients may be computed apart. Collective."""
         config, device = self._family.config.get_text_config(), self._device
         steps = []
@@ -154,13 +154,13 @@ class MemoryLimit:
                 batch = self._family.split(whole, microbatches, 0)
             except SlipstreamError:
                 return
-            for each in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
-                every = each.with_all_backwards  # rows of a step may run in any order
+            for variant in (layout, replace(layout, recompute=None)) if layout.recompute else (layout,):
+                every = variant.with_all_backwards  # rows of a step may run in any order
                 steps.append((slices, self.rehearsed(every, batch, microbatches)))
-        found: dict[tuple[int, ...], list[MemoryTable]] = {}
+        measured: dict[tuple[int, ...], list[MemoryTable]] = {}
         for slices, step in steps:
-            found.setdefault(slices, []).extend(self._ranks.pipeline.gather(rehearse(step)))
-        self.rows = LinearMemoryModel(tuple((slices, _merged(tables)) for slices, tables in found.items()))
+            measured.setdefault(slices, []).extend(self._ranks.pipeline.gather(rehearse(step)))
+        self.rows = LinearMemoryModel(tuple((slices, _merged(tables)) for slices, tables in measured.items()))
 
     def find_plan(self, problem: StepProblem) -> StepPlan:
         """Returns the fastest plan that is found for sequences of some lengths; where known rows let it, within the
@@ -181,7 +181,7 @@ class MemoryLimit:
 
     @property
     def _counts_by_shape(self) -> bool:
-        """Whether what rows hold doesn't follow from others."""
+        """Whether rows' memory doesn't follow from others."""
         by_layer = self._layout.recompute is not None and self._layout.recompute.num_layers > 0
         return bool(self._layout.offload) or by_layer
 
@@ -191,7 +191,7 @@ def _key(microbatch: SlicedMicrobatch) -> tuple[int, ...]:
 
 
 def _forget_oldest(kept: dict[Any, Any], most: int) -> None:
-    """Removes what was put in first until no more than `most` are left: on every rank the same."""
+    """Removes the oldest entries until no more than `most` are left: on every rank the same."""
     while len(kept) > most:
         del kept[next(iter(kept))]
 
@@ -239,12 +239,12 @@ def _too_much(step: RehearsedStep, rank: int, held: RankMemory, limit: float) ->
     most = {str(kind): size for kind, size in held.worst.during.items() if size > 0} | {"tokens": _token_bytes(step)}
     parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in sorted(most.items(), key=lambda pair: -pair[1]))
     total = held.peak + _token_bytes(step)
-    slices = ", ".join(str([*each.slices]) for each in step.microbatches)
+    slices = ", ".join(str([*microbatch.slices]) for microbatch in step.microbatches)
     setting = "none" if step.recompute is None else step.recompute.setting
     waits = any(
         before.op is Op.F and (before.microbatch, before.slice) != (action.microbatch, action.slice)
         for row in step.schedule.actions
-        for before, action in pairwise(each for each in row if each.op in (Op.F, Op.B, Op.I))
+        for before, action in pairwise(action for action in row if action.op in (Op.F, Op.B, Op.I))
     )
     return (
         f"memory.limit={limit:.6g} ({bytes_text(limit)}), but rank {rank} would hold {bytes_text(total)}, "

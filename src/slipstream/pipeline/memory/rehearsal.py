@@ -1,4 +1,4 @@
-"""Measures what each action holds, by running every stage of this process alone on two equal microbatches."""
+"""Measures the memory of each action, by running every stage of this process alone on two equal microbatches."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class RehearsedStep:
 
 
 def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
-    """Measures the bytes of this process's stages in a step, with all that its schedule does to microbatch `number`.
+    """Measures the bytes of this process's stages in a step, with all of its schedule's actions on microbatch `number`.
 
-    Every stage runs the microbatch's slices forward and backward, from a made-up input, without weight gradients
-    to begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted,
-    on CUDA what its allocator has allocated. Not for rows of several documents.
+    Every stage runs the microbatch's slices forward and backward, from a made-up input, without weight gradients to
+    begin with, and then again with those. Parameters and `.grad` end as they were. On the CPU tensors are counted, on
+    CUDA the allocator's bytes. Not for rows of several documents.
     """
     batch, transport = step.batch, step.scatter(FakeTransport(step.device))
     step = replace(step, batch=batch.twice(number))
     with running_alone():
-        runs = [run for number in step.stages for run in _rehearse_stage(step, number, transport)]
+        runs = [run for g in step.stages for run in _rehearse_stage(step, g, transport)]
     owned = _owned_tensors(step.stages)
-    updated = {number: step.parameters.bytes_of(tensors) for number, tensors in owned.items()}
+    updated = {g: step.parameters.bytes_of(tensors) for g, tensors in owned.items()}
     table = MemoryTable(
-        footprints={key: found for run in runs for key, found in run.footprints().items()},
+        footprints={key: footprint for run in runs for key, footprint in run.footprints().items()},
         first={key: peak for run in runs for key, peak in run.first_peaks().items()},
         context={run.like.stage: run.context for run in runs},
         context_gradients={run.like.stage: run.context_gradients for run in runs},
@@ -65,27 +65,27 @@ def rehearse(step: RehearsedStep, number: int = 0) -> MemoryTable:
         header_bytes=HEADER_BYTES,
         vocabulary_bytes=_vocabulary_bytes(step),
         w_shares={index: shares for run in runs for index, shares in run.w_shares().items() if run.like.stage == 0},
-        parameters={number: storage_bytes(tensors) + updated[number][0] for number, tensors in owned.items()},
+        parameters={g: storage_bytes(tensors) + updated[g][0] for g, tensors in owned.items()},
         gradients={key: size for run in runs for key, size in run.gradients().items()},
-        optimizer={number: ADAMW_STATES * size for number, (_, size) in updated.items()},
+        optimizer={g: ADAMW_STATES * size for g, (_, size) in updated.items()},
     )
     return _with_divided_head(table, step)
 
 
 def _with_divided_head(table: MemoryTable, step: RehearsedStep) -> MemoryTable:
     """Returns the table in which each rank has its own rows of a spread head, where ranks of one process share them."""
-    rows = {number: rows for number, stage in step.stages.items() if (rows := stage.vocabulary) is not None}
+    rows = {stage_index: rows for stage_index, stage in step.stages.items() if (rows := stage.vocabulary) is not None}
     parameters, optimizer = dict(table.parameters), dict(table.optimizer)
     gradients, first = dict(table.gradients), dict(table.first)
-    for number, head in rows.items():
+    for stage_index, head in rows.items():
         weights = [*head.parameters()]
         copies, updated = step.parameters.bytes_of(weights)
-        counted = head.share - (number == min(rows))  # the first stage's have all of it so far
-        parameters[number] += counted * (storage_bytes(weights) + copies)
-        optimizer[number] += counted * ADAMW_STATES * updated
-        made = gradients[number, Op.VW] * (1 - head.share)
-        gradients[number, Op.VW] -= made
-        first |= {key: peak - made for key, peak in first.items() if (key[0].stage, key[1]) == (number, Op.VW)}
+        counted = head.share - (stage_index == min(rows))  # the first stage's have all of it so far
+        parameters[stage_index] += counted * (storage_bytes(weights) + copies)
+        optimizer[stage_index] += counted * ADAMW_STATES * updated
+        made = gradients[stage_index, Op.VW] * (1 - head.share)
+        gradients[stage_index, Op.VW] -= made
+        first |= {key: peak - made for key, peak in first.items() if (key[0].stage, key[1]) == (stage_index, Op.VW)}
     return replace(table, parameters=parameters, optimizer=optimizer, gradients=gradients, first=first)
 
 
@@ -95,8 +95,8 @@ class _Change(NamedTuple):
     total: int
     context: int
     gradients: int
-    peak: int  # above what was there
-    is_shared: bool  # whether W will work on what it made, too
+    peak: int  # above the bytes there before
+    is_shared: bool  # whether W will work on its gradient, too
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class _Run:
 
     def footprints(self) -> dict[tuple[StageSlice, Op], Footprint]:
         """Returns the footprints in the second microbatch, which adds to weight gradients that exist."""
-        found = {}
+        footprints = {}
         for action, change in self.changes.items():
             if action.microbatch == 1 and action.op not in SENDS:
                 leaves = change.total - change.context - change.gradients + self._freed_by_send(action)
                 leaves += self._looked_up(action)
-                found[self._unit(action), action.op] = Footprint(leaves, change.peak)
-        return found
+                footprints[self._unit(action), action.op] = Footprint(leaves, change.peak)
+        return footprints
 
     def first_peaks(self) -> dict[tuple[StageSlice, Op], float]:
         """Returns the peaks of the first microbatch's first backward, which makes the weight gradients."""
@@ -136,15 +136,15 @@ class _Run:
         }
 
     def _looked_up(self, action: Action) -> int:
-        """Returns the bytes of what rows look up for the stage next to them, which are counted with the messages: below
-        0 for the action that leaves them, or their gradient, above 0 for the one that takes them."""
+        """Returns the bytes of embeddings by rows for the stage next to them, which are counted with the messages:
+        below 0 for the action that leaves them, or their gradient, above 0 for the one that takes them."""
         lookup = self.changes.get(action.with_op(Op.E))
-        leaves = Op.W if self.w_shares().get(action.slice, False) else Op.I  # W frees its own part of what both keep
+        leaves = Op.W if self.w_shares().get(action.slice, False) else Op.I  # W frees its own part of the bytes of both
         sign = {Op.E: -1, Op.F: 1, Op.B: -1, leaves: -1, Op.EW: 1}.get(action.op, 0)
         return 0 if lookup is None else sign * lookup.total
 
     def w_shares(self) -> dict[int, bool]:
-        """Returns whether W works on what I hands on, by slice; nothing where backwards are whole."""
+        """Returns whether W works on I's message, by slice; nothing where backwards are whole."""
         return {action.slice: change.is_shared for action, change in self.changes.items() if action.op is Op.I}
 
     def gradients(self) -> dict[tuple[int, Op], float]:
@@ -159,11 +159,9 @@ class _Run:
         return self.like._replace(slice=action.slice)
 
     def _is_first_backward(self, action: Action, microbatch: int) -> bool:
-        """Returns whether this is the microbatch's first backward; they run from the last slice to the first."""
         return action.op in (Op.B, Op.I) and (action.microbatch, action.slice) == (microbatch, self.num_slices - 1)
 
     def _makes_weights_first(self, action: Action) -> bool:
-        """Returns whether this is the first weight gradient of the first microbatch."""
         return action.op in (Op.W, Op.VW) and (action.microbatch, action.slice) == (0, self.num_slices - 1)
 
     def _freed_by_send(self, action: Action) -> int:
@@ -198,9 +196,8 @@ def _vocabulary_bytes(step: RehearsedStep) -> dict[tuple[Op, int], float]:
 
 
 def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> Iterator[_Run]:
-    """Runs a stage alone: all that is done to some slice of it in the schedule, each of it to all its slices.
-
-    What other ranks send is made up, what they receive is dropped.
+    """Runs a stage alone: all actions on some slice of it in the schedule, each on all its slices. Other ranks'
+    messages are made up, those to them dropped.
     """
     actions = [action for action in step.schedule.positions if action.stage == number]
     ops = {action.op for action in actions}
@@ -208,12 +205,12 @@ def _rehearse_stage(step: RehearsedStep, number: int, transport: Transport) -> I
         for like in {StageSlice.of(action, step.schedule)._replace(slice=0) for action in actions}:
             for split in (False, True):
                 if (Op.I if split else Op.B) in ops or (not split and not step.schedule.trains(number)):
-                    _run(step, like, split, transport)  # fills what is cached from one step to the next
+                    _run(step, like, split, transport)  # fills caches that last from one step to the next
                     yield _Run(like, len(step.batch.slices[0]), _run(step, like, split, transport))
 
 
 def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transport) -> dict[Action, _Change]:
-    """Returns what each action changed."""
+    """Returns each action's change of memory."""
     stage, schedule = step.stages[like.stage], alone(like, split, step.schedule, len(step.batch.slices[0]))
     options = step.losses, step.device, step.recompute, step.parameters.reduce
     executor = Executor(schedule.placement[like.stage], {like.stage: stage}, transport, *options)
@@ -226,15 +223,15 @@ def _run(step: RehearsedStep, like: StageSlice, split: bool, transport: Transpor
 
 
 class _MemoryWatch:
-    """An executor's observer that notes what each action changes; receives cost nothing here."""
+    """An executor's observer that notes each action's change of memory; receives cost nothing here."""
 
     def __init__(self, stage: PipelineStage, memory: MemoryMeter) -> None:
         self.changes: dict[Action, _Change] = {}
         self._parameters, self._memory = list(stage.model.parameters()), memory
-        self._made: set[int] = set()  # the storages of what was computed last
+        self._made: set[int] = set()  # the storages of the last results
 
     def run(self, _: Action, inputs: Tensors, compute: Callable[[Tensors], Tensors]) -> Tensors:
-        """Runs what an action computes."""
+        """Runs an action's computing."""
         outputs = compute(inputs)
         self._made = storage_ids(outputs) - storage_ids(inputs)
         return outputs
@@ -271,35 +268,36 @@ def _without_gradients(stage: PipelineStage) -> Iterator[None]:
 
 
 def _owned_tensors(stages: Mapping[int, PipelineStage]) -> dict[int, list[Tensor]]:
-    """Returns the parameters and buffers of each stage; what several stages share counts for the first of them."""
+    """Returns the parameters and buffers of each stage; a shared one counts for the first of them."""
     owners: dict[int, tuple[int, Tensor]] = {}
-    for number, stage in stages.items():
+    for g, stage in stages.items():
         for tensor in (*stage.model.parameters(), *stage.model.buffers()):
-            owners.setdefault(storage_id(tensor), (number, tensor))
-    return {number: [tensor for owner, tensor in owners.values() if owner == number] for number in stages}
+            owners.setdefault(storage_id(tensor), (g, tensor))
+    return {g: [tensor for owner, tensor in owners.values() if owner == g] for g in stages}
 
 
 def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) -> Schedule:
     """Returns the schedule of two microbatches on one stage of `schedule`, alone on its rank.
 
-    All slices are treated as `like` is, with backwards whole or split. What the first stage embeds comes from other
-    ranks, and from its own rows where these are next to it. A stage of which nothing is trained runs forwards alone.
+    All slices are treated as `like` is, with backwards whole or split. The first stage's embeddings come from other
+    ranks, and from its own rows where these are next to it. A stage whose parameters are all frozen runs forwards
+    alone.
     """
     placement = _apart(like.stage, schedule) if schedule.spreads_vocabulary else tuple(range(schedule.num_stages))
     last, has_rows = len(placement) - 1, schedule.spreads_vocabulary and like.stage in schedule.vocabulary_stages
-    embeds, own = schedule.spreads_embedding, placement[like.stage]
+    embeds, rank_here = schedule.spreads_embedding, placement[like.stage]
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     for microbatch in range(2):
         parts = last, num_slices, has_rows, has_rows and embeds, schedule.num_frozen_stages
-        rows[own] += _microbatch(like, split, microbatch, *parts)
+        rows[rank_here] += _microbatch(like, split, microbatch, *parts)
         if has_rows or (embeds and like.stage == 0):
             for rank, stage in {placement[g]: g for g in range(last + 1)}.items():  # the last of each rank
-                if rank != own:
+                if rank != rank_here:
                     rows[rank] += _sending(stage, microbatch, last, num_slices, embeds)
         if has_rows and embeds and like.stage > 0:
             rows[placement[0]] += (Action(Op.B, 0, microbatch, index) for index in reversed(range(num_slices)))
     if like.stage < schedule.num_frozen_stages and len(rows) > 1:  # others say that it is a step, not an evaluation
-        rows[(own + 1) % len(rows)].append(Action(Op.B, last, 0, 0))
+        rows[(rank_here + 1) % len(rows)].append(Action(Op.B, last, 0, 0))
     frozen = schedule.num_frozen_stages
     return Schedule(
         "rehearsal",
@@ -312,7 +310,7 @@ def alone(like: StageSlice, split: bool, schedule: Schedule, num_slices: int) ->
 
 
 def _sending(stage: int, microbatch: int, last: int, num_slices: int, embeds: bool) -> Iterator[Action]:
-    """Yields what another rank would run of a spread head: it doesn't run, but says what is sent, in which order."""
+    """Yields another rank's actions of a spread head: they don't run, but determine the messages and their order."""
     order = range(num_slices)
     if embeds:
         yield from (Action(Op.E, stage, microbatch, index) for index in order)
@@ -325,10 +323,10 @@ def _sending(stage: int, microbatch: int, last: int, num_slices: int, embeds: bo
 def _apart(stage: int, schedule: Schedule) -> tuple[int, ...]:
     """Returns the placement with the rank's other stages on the next rank, or where it is the only one, on others."""
     placement, num_ranks = schedule.placement, schedule.num_ranks
-    own = placement[stage]
+    here = placement[stage]
     if num_ranks == 1:
         return tuple(range(schedule.num_stages))
-    return tuple((own + 1) % num_ranks if there == own and g != stage else there for g, there in enumerate(placement))
+    return tuple((here + 1) % num_ranks if there == here and g != stage else there for g, there in enumerate(placement))
 
 
 def _microbatch(

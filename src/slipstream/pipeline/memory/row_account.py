@@ -24,11 +24,11 @@ Slices = tuple[int, ...]
 class LinearMemoryModel:
     """The bytes of all actions on a row of a batch whose sequences differ in length, cut into any slices.
 
-    What a slice's action keeps has a constant and a part for each of its tokens. While it runs it holds more, and a
-    part for each token up to the slice's end, which attention reads. Keys, values and their gradients are allocated for
-    the whole row. So a few rows determine all. A peak is the largest of several such sums, so it isn't quite one
-    itself: each is raised by what some row differs from the fit, which between the shortest and the longest row is
-    rather too much than too little.
+    The bytes that a slice's action keeps have a constant and a part for each of its tokens. While it runs it needs
+    more, and a part for each token up to the slice's end, which attention reads. Keys, values and their gradients are
+    allocated for the whole row. So a few rows determine all. A peak is the largest of several such sums, so it isn't
+    quite one itself: each is raised by the largest difference of a row from the fit, which between the shortest and the
+    longest row is rather too much than too little.
 
     Args:
         rehearsed: the slices of each row that was rehearsed, and its table; three rows or more.
@@ -37,14 +37,14 @@ class LinearMemoryModel:
     rehearsed: tuple[tuple[Slices, MemoryTable], ...]
 
     def activation_bytes(self, num_stages: int) -> Floats:
-        """Returns what a slice holds from its F to the end of its backward, a constant and for each of its tokens,
+        """Returns a slice's bytes from its F to the end of its backward, a constant and for each of its tokens,
         (stages, 2), with its part of keys, values and their gradients."""
-        found = np.zeros((num_stages, 2))
+        coefficients = np.zeros((num_stages, 2))
         for stage in range(num_stages):
-            kept = [leaves[:2] for key, (leaves, _) in self._fits.items() if (key[0], key[3]) == (stage, Op.F)]
-            found[stage] = np.max(kept, axis=0)
-            found[stage, 1] += self._context.get(stage, 0.0) + self._context_gradients.get(stage, 0.0)
-        return np.maximum(found, 0.0)
+            forwards = [leaves[:2] for key, (leaves, _) in self._fits.items() if (key[0], key[3]) == (stage, Op.F)]
+            coefficients[stage] = np.max(forwards, axis=0)
+            coefficients[stage, 1] += self._context.get(stage, 0.0) + self._context_gradients.get(stage, 0.0)
+        return np.maximum(coefficients, 0.0)
 
     def state_bytes(self, placement: Sequence[int]) -> list[float]:
         """Returns the bytes of each rank's parameters, gradients and optimizer state."""
@@ -68,11 +68,11 @@ class LinearMemoryModel:
         shape = schedule.num_stages, 2, 2, len(OPS)
         different, like = np.unique(np.ravel_multi_index((stage, *saved, op), shape), return_inverse=True)
         fits, firsts = list[tuple[Floats, Floats]](), list[Floats]()
-        for g, again, away, number in np.transpose(np.unravel_index(different, shape)).tolist():
-            key = g, bool(again), bool(away), OPS[number]
-            if key not in self._fits and OPS[number] is not Op.REDUCE_GRAD:
+        for g, again, away, op_index in np.transpose(np.unravel_index(different, shape)).tolist():
+            key = g, bool(again), bool(away), OPS[op_index]
+            if key not in self._fits and OPS[op_index] is not Op.REDUCE_GRAD:
                 raise SlipstreamError(
-                    f"what {OPS[number]} of stage {g} holds was never rehearsed: give rows of one length."
+                    f"what {OPS[op_index]} of stage {g} holds was never rehearsed: give rows of one length."
                 )
             fits.append(self._fits.get(key, (np.zeros(3), np.array([NO_MOMENT.peak, 0.0, 0.0]))))
             firsts.append(self._firsts.get(key, np.full(3, np.nan)))
@@ -131,10 +131,10 @@ class LinearMemoryModel:
             for index, length in enumerate(slices):
                 for op, of_op in points.items():
                     of_op.append((length, 0.0, table.buffer(op, index), 0.0))
-        return {op: _affine(found, 2) for op, found in points.items()}
+        return {op: _affine(rows, 2) for op, rows in points.items()}
 
     def _allocated(self, op: Op, stage: int, index: int, slices: Slices) -> float:
-        """Returns what the first forward and the first backward of a row allocate for all of it."""
+        """Returns the bytes that the first forward and the first backward of a row allocate for all of it."""
         if op is Op.F and index == 0:
             return self._context.get(stage, 0.0) * sum(slices)
         if op in (Op.B, Op.I) and index == len(slices) - 1:
@@ -143,16 +143,16 @@ class LinearMemoryModel:
 
     @cached_property
     def _fits(self) -> Mapping[tuple[int, bool, bool, Op], tuple[Floats, Floats]]:
-        """What each action leaves, and its peak: of a constant, a token of the slice, and a token up to its end."""
+        """The bytes each action leaves, and its peak: of a constant, a token of the slice, a token up to its end."""
         points = defaultdict(list)
         for slices, table in self.rehearsed:
-            for (unit, op), each in table.footprints.items():
+            for (unit, op), footprint in table.footprints.items():
                 end = sum(slices[: unit.slice + 1])
-                peak = each.peak - self._allocated(op, unit.stage, unit.slice, slices)
+                peak = footprint.peak - self._allocated(op, unit.stage, unit.slice, slices)
                 points[unit.stage, unit.recomputed, unit.offloaded, op].append(
-                    (slices[unit.slice], end, each.leaves, peak)
+                    (slices[unit.slice], end, footprint.leaves, peak)
                 )
-        return {key: (_affine(found, 2), _raised(found, 3)) for key, found in points.items()}
+        return {key: (_affine(rows, 2), _raised(rows, 3)) for key, rows in points.items()}
 
     @cached_property
     def _firsts(self) -> Mapping[tuple[int, bool, bool, Op], Floats]:
@@ -164,15 +164,15 @@ class LinearMemoryModel:
                 points[unit.stage, unit.recomputed, unit.offloaded, op].append(
                     (slices[unit.slice], sum(slices[: unit.slice + 1]), 0.0, peak)
                 )
-        return {key: _raised(found, 3) for key, found in points.items()}
+        return {key: _raised(rows, 3) for key, rows in points.items()}
 
 
 def rows_to_rehearse(num_positions: int | None) -> list[Slices]:
     """Returns the slices of the rows that are rehearsed, for a model of so many positions, at least 6."""
-    each = max(1, min(num_positions or _LONGEST_ROW, _LONGEST_ROW) // 6)
-    short = max(1, each // 32)  # where what doesn't depend on the tokens counts most
-    whole = [(short,), (each,), (6 * each,)]
-    return [*whole, (short,) * 3, (each,) * 3, (2 * each,) * 3, (each, 4 * each, each)]
+    length = max(1, min(num_positions or _LONGEST_ROW, _LONGEST_ROW) // 6)
+    short = max(1, length // 32)  # where the constant part counts most
+    whole = [(short,), (length,), (6 * length,)]
+    return [*whole, (short,) * 3, (length,) * 3, (2 * length,) * 3, (length, 4 * length, length)]
 
 
 def both_backwards(placement: Sequence[int], num_slices: int, splits: bool) -> Schedule:
@@ -193,8 +193,8 @@ def _affine(points: Sequence[tuple[float, float, float, float]], value: int) -> 
     """Returns the least-squares constant and rate for each token of a slice, and 0 for those before it."""
     values = np.array([point[value] for point in points])
     features = np.array([(1.0, point[0]) for point in points])
-    found = np.linalg.lstsq(features, values, rcond=None)[0]
-    return np.append(found, 0.0)
+    solution = np.linalg.lstsq(features, values, rcond=None)[0]
+    return np.append(solution, 0.0)
 
 
 def _raised(points: Sequence[tuple[float, float, float, float]], value: int) -> Floats:
@@ -202,6 +202,6 @@ def _raised(points: Sequence[tuple[float, float, float, float]], value: int) -> 
     point."""
     values = np.array([point[value] for point in points])
     features = np.array([(1.0, point[0], point[1]) for point in points])
-    found: Floats = np.linalg.lstsq(features, values, rcond=None)[0]
-    found[0] += max(0.0, float((values - features @ found).max()))
-    return found
+    solution: Floats = np.linalg.lstsq(features, values, rcond=None)[0]
+    solution[0] += max(0.0, float((values - features @ solution).max()))
+    return solution

@@ -1,4 +1,4 @@
-"""What "auto" leaves open: planned before the first step, or once the steps that ran have shown what they cost."""
+"""The plans of "auto": before the first step, or once the steps that ran have shown their costs."""
 
 from slipstream.pipeline.tuning.first_steps import FirstSteps, HeldBytes
 from slipstream.pipeline.tuning.row_plan import rates_of_rows

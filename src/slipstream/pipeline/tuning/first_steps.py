@@ -1,5 +1,5 @@
-"""Plans what is open in the first steps on rows of one length: before the first one where costs can be measured, else
-once the steps that ran have shown them."""
+"""Plans the open options in the first steps on rows of one length: before the first one where costs can be measured,
+else once the steps that ran have shown them."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class FirstSteps:
     """Finds the order and the slices that are open, for rows of the length that the first steps have.
 
     Args:
-        settings: what the next step runs, which this changes.
+        settings: of the next step, which this changes.
         ranks: of the pipeline.
-        measure: returns what the stages cost, or None where that can't be measured.
+        measure: returns the stages' rates, or None where they can't be measured.
         limit: bytes that each rank may hold. None: any number.
     """
 
@@ -62,7 +62,7 @@ class FirstSteps:
         self._length = 0  # of the rows that are planned for
 
     def begin(self, length: int, num_rows: int, holds: Holds) -> None:
-        """Plans the next step, on rows of `length` tokens, `num_rows` in a microbatch, or says what it runs to be
+        """Plans the next step, on rows of `length` tokens, `num_rows` in a microbatch, or chooses the one to be
         observed. Collective; all replicas follow the leader's numbers.
 
         Raises SlipstreamError where nothing keeps to the memory limit.
@@ -105,10 +105,10 @@ class FirstSteps:
         self._observed = None
 
     def _within_limit(self, problem: RowProblem, rates: StageRates, holds: Holds) -> RowPlan:
-        """Returns the fastest plan that is found of those in which no rank holds more than it may.
+        """Returns the fastest plan that is found of those in which no rank needs more memory than it may.
 
-        Everything but activations is taken to be what it is in the plan that holds least; the room that this leaves
-        over one microbatch is halved, and halved again towards the most that keeps to the limit.
+        Everything but activations is taken from the plan with the least memory; the room that this leaves over one
+        microbatch is halved, and halved again towards the most that keeps to the limit.
         """
         plan = self._found(problem, rates, None)
         if self._limit is None or max(self._held(plan, holds).peaks) <= self._limit:
@@ -128,7 +128,7 @@ class FirstSteps:
             if low == 1:
                 break
             share = (low + high) / 2
-        return min(fitting, key=lambda each: each.seconds)
+        return min(fitting, key=lambda row_plan: row_plan.seconds)
 
     def _holding_little(
         self, problem: RowProblem, rates: StageRates, slices: tuple[int, ...], holds: Holds
@@ -136,8 +136,8 @@ class FirstSteps:
         """Returns a plan that keeps to the limit by its order alone, in these slices or in equal ones. Collective."""
         assert self._limit is not None
         peaks: list[tuple[float, ...]] = []
-        for each in dict.fromkeys([slices, *map(problem.fixed_slices, _FRUGAL)]):
-            plan: RowPlan = self._ranks.decided(partial(frugal_plan, problem, rates, each))
+        for lengths in dict.fromkeys([slices, *map(problem.fixed_slices, _FRUGAL)]):
+            plan: RowPlan = self._ranks.decided(partial(frugal_plan, problem, rates, lengths))
             held = self._held(plan, holds)
             if max(held.peaks) <= self._limit:
                 return plan, held
@@ -146,11 +146,11 @@ class FirstSteps:
 
     def _found(self, problem: RowProblem, rates: StageRates, room: Sequence[float] | None) -> RowPlan:
         """Returns the leader's plan. Collective."""
-        found: RowPlan = self._ranks.decided(lambda: find_row_plan(problem, rates, room))
-        return found
+        row_plan: RowPlan = self._ranks.decided(lambda: find_row_plan(problem, rates, room))
+        return row_plan
 
     def _held(self, plan: RowPlan, holds: Holds) -> HeldBytes:
-        """Returns what the leader's ranks would hold in a step of the plan. Collective."""
+        """Returns the memory of the leader's ranks in a step of the plan. Collective."""
         self._settings.run(plan.schedule, plan.slices)
         held: HeldBytes = self._ranks.follow(holds())
         return held

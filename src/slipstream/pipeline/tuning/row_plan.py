@@ -1,7 +1,7 @@
-"""The order and the slices of rows of one length on stages that stay where they are, by what the stages cost.
+"""The order and the slices of rows of one length on stages that stay where they are, by the stages' rates.
 
-What is given is kept and what is open is searched: slices by local search with the simulator, orders by `find_order`.
-The costs are those of a `StageRates`: measured before the first step, or fitted to the timelines of steps that ran.
+Given settings are kept and open ones searched: slices by local search with the simulator, orders by `find_order`. The
+costs are those of a `StageRates`: measured before the first step, or fitted to the timelines of steps that ran.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def granularity_for(length: int) -> int:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """What is to be found for rows of one length.
+    """The search for rows of one length.
 
     Args:
         length: tokens of a row.
@@ -94,14 +94,14 @@ class RowPlan:
 def find_row_plan(problem: RowProblem, rates: StageRates, room: Sequence[float] | None = None) -> RowPlan:
     """Returns the plan with the shortest simulated step that is found. The same arguments give the same plan.
 
-    `room` are the bytes of activations that each rank may hold. Where nothing that is found keeps to it, what holds
-    least is returned.
+    `room` are the bytes of activations that each rank may hold. Where no plan keeps to it, the one with the least
+    memory is returned.
     """
     search = _RowSearch(problem, rates, room)
-    found = [plan for slices in search.slicings() if (plan := search.plan(slices, _QUICK))]
-    if not found:
+    plans = [plan for slices in search.slicings() if (plan := search.plan(slices, _QUICK))]
+    if not plans:
         return frugal_plan(problem, rates, problem.fixed_slices(max(_OBSERVED)))
-    best = min(found, key=lambda plan: plan.seconds)
+    best = min(plans, key=lambda plan: plan.seconds)
     better = search.plan(best.slices, _EFFORT) if problem.reorders else None
     return better if better and better.seconds < best.seconds else best
 
@@ -126,13 +126,13 @@ class _RowSearch:
         step = granularity_for(problem.length)
         simulations = min(_SIMULATIONS, _SIMULATED // (problem.num_microbatches * len(problem.placement)))
         counts = [count for count in _COUNTS if count <= problem.length // step]
-        found = {equal_time_slices(problem.length, count, share, step) for count in counts for share in _SHARES}
-        found |= set(map(problem.fixed_slices, _OBSERVED))
+        tried = {equal_time_slices(problem.length, count, share, step) for count in counts for share in _SHARES}
+        tried |= set(map(problem.fixed_slices, _OBSERVED))
         if simulations >= _FEWEST_SIMULATIONS:
             for most in _MOST_SLICES:
                 limits: dict[str, int] = {"max_slices": most, "max_simulations": simulations}
-                found.add(tuple(slice_for_schedule(self._started, problem.length, granularity=step, **limits).slices))
-        return sorted(found, key=lambda slices: (simulate(*self._started(slices)).makespan, slices))[:_ORDERED]
+                tried.add(tuple(slice_for_schedule(self._started, problem.length, granularity=step, **limits).slices))
+        return sorted(tried, key=lambda slices: (simulate(*self._started(slices)).makespan, slices))[:_ORDERED]
 
     def _started(self, slices: tuple[int, ...]) -> tuple[Schedule, TableCost]:
         return self._problem.start(slices), cost_of(self._rates, slices)
@@ -170,14 +170,14 @@ class ObservedSteps:
     def __init__(self, problem: RowProblem, is_limited: bool) -> None:
         """`is_limited` is whether ranks have a memory limit, so that only orders that hold least are run."""
         slicings = dict.fromkeys(problem.fixed_slices(count) for count in _OBSERVED)
-        orders = [(problem.frugal if is_limited else problem.start)(each) for each in slicings]
+        orders = [(problem.frugal if is_limited else problem.start)(lengths) for lengths in slicings]
         whole = [join_backwards(order) if problem.reorders or problem.splits else order for order in orders]
         pairs = [*zip(whole, slicings, strict=True)]
         if problem.splits:
             pairs = [
-                each
+                variant
                 for order, slices in pairs
-                for each in ((split_backwards(order, everywhere=True), slices), (order, slices))
+                for variant in ((split_backwards(order, everywhere=True), slices), (order, slices))
             ]
         self._left = [pairs[0], *pairs]  # the first step warms up
         self._points: defaultdict[tuple[int, Op], list[tuple[int, int, float]]] = defaultdict(list)
@@ -186,11 +186,11 @@ class ObservedSteps:
 
     @property
     def next(self) -> tuple[Schedule, tuple[int, ...]] | None:
-        """What the next step is to run; None once all have been observed."""
+        """The schedule and slices of the next step; None once all have been observed."""
         return self._left[0] if self._left else None
 
     def add(self, timeline: Timeline) -> None:
-        """Notes how long the actions took of the step that ran what was next."""
+        """Notes the seconds of the actions of the step that was next."""
         _, slices = self._left.pop(0)
         if not self._is_warm:
             self._is_warm = True
@@ -232,13 +232,13 @@ def fit_slice_times(points: Sequence[tuple[int, int, float]]) -> Floats:
 def microbatch_bytes(problem: RowProblem, rates: StageRates) -> list[float]:
     """Returns the bytes of one microbatch's activations on each rank: the least that any order holds."""
     of_stages = rates.held_bytes(np.array([problem.length], np.int64))[:, 0]
-    return [float(each) for each in np.bincount(problem.placement, of_stages)]
+    return [float(num_bytes) for num_bytes in np.bincount(problem.placement, of_stages)]
 
 
 def rates_of_rows(rates: StageRates, num_rows: int) -> StageRates:
     """Returns the rates of microbatches of so many rows, given those of one row."""
     more = np.array([1.0, *(num_rows for _ in rates.windows), num_rows])
-    seconds = {op: each * more for op, each in rates.seconds.items()}
+    seconds = {op: seconds * more for op, seconds in rates.seconds.items()}
     held = rates.activation_bytes * np.array([1.0, num_rows])
     return replace(rates, seconds=seconds, activation_bytes=held, message_bytes=num_rows * rates.message_bytes)
 

@@ -1,6 +1,6 @@
 """schedule, slices and partition "auto" together: a plan from measured costs, made before the stages are.
 
-What it costs to train a part of a model, from measured costs of training all of it and counts of both.
+The costs of training a part of a model, from measured costs of training all of it and counts of both.
 
 A run measures a model once, with all weights trained, and keeps that. Where some are frozen, or an adapter is trained
 beside them, a unit's F, I and W take as much of the measured time as their counted products are of those with all
@@ -61,12 +61,12 @@ from slipstream.units import seconds_text
 
 _BUDGET = 60.0  # seconds of measuring, at most
 _REPEATS = 6  # of a point, at most
-_UNSEEN = 0.01  # of what is counted: what parts that were measured alone hold only together
+_UNSEEN = 0.01  # of the counted bytes: those that parts measured alone hold only together
 
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What a plan before the first step is for.
+    """The request of a plan before the first step.
 
     Args:
         seq_len: tokens of a sequence.
@@ -106,7 +106,7 @@ class StartRequest:
 
     @property
     def profile(self) -> ProfileSettings:
-        """What is measured for the plan."""
+        """The settings of the measurement for the plan."""
         seq_len, step = self.longest or self.seq_len, self.granularity
         return ProfileSettings(
             seq_len=seq_len,
@@ -133,9 +133,9 @@ def plan_start(
     stages cost. Collective.
 
     The leader searches, and all ranks follow. `say` gets a line, on the leader, about each measuring that has to be
-    repeated, `every` so many seconds about what has been done, and about why layers aren't cut in half where they
-    can't be. Where ranks share slices, and what they exchange is "auto", it is what makes the step shortest: heads for
-    tokens or keys, of which each is measured.
+    repeated, `every` so many seconds about the progress, and about why layers aren't cut in half where they can't be.
+    Where ranks share slices, and their exchange is "auto", it is the one with the shortest step: heads for tokens or
+    keys, of which each is measured.
 
     Raises:
         SlipstreamError: where nothing fits the memory limit, or the model can't be measured.
@@ -149,8 +149,9 @@ def plan_start(
         except OutOfMemoryError as error:
             refusal = error
     if len(plans) > 1 and ranks.leads:
-        each = zip(kinds, plans, strict=True)
-        say(f"ranks that share slices: {', '.join(f'{kind} {seconds_text(plan.seconds)}' for kind, (plan, _) in each)}")
+        named = zip(kinds, plans, strict=True)
+        texts = (f"{kind} {seconds_text(plan.seconds)}" for kind, (plan, _) in named)
+        say(f"ranks that share slices: {', '.join(texts)}")
     if refusal is not None and not plans:
         raise refusal
     return min(plans, key=lambda found: found[0].seconds)
@@ -164,7 +165,7 @@ def _plan(
     say: Callable[[str], None],
     every: float,
 ) -> tuple[JointPlan, StageRates]:
-    """Returns the plan with what ranks exchange as it is given. Collective."""
+    """Returns the plan with the ranks' exchange as given. Collective."""
     told = _Told(say, every)
     profile = find_costs(config, request.profile, device, ranks, say, told.measured)
     units = _units(profile, config, request, ranks, say)
@@ -206,7 +207,8 @@ def measure_rates(
     say: Callable[[str], None] = lambda text: None,
     recompute: str = "none",
 ) -> StageRates | None:
-    """Returns what stages with so many layers cost, from costs that are kept, or measured here beside them. Collective.
+    """Returns the rates of stages with so many layers, from costs that are kept, or measured here beside them.
+    Collective.
 
     None, after saying why, where costs can't be measured, and where there may be no memory beside the stages: on a GPU
     and with a memory limit.
@@ -236,7 +238,7 @@ def measure_rates(
 def _units(
     profile: Profile, config: PretrainedConfig, request: StartRequest, ranks: Ranks, say: Callable[[str], None]
 ) -> ProfileUnits:
-    """Returns what the units of the model cost, as it is trained. Collective."""
+    """Returns the costs of the model's units, as it is trained. Collective."""
     measured = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
     units: ProfileUnits = ranks.decided(lambda: _of_what_is_trained(measured, config, request, say))
     return units
@@ -245,11 +247,11 @@ def _units(
 def _of_what_is_trained(
     units: ProfileUnits, config: PretrainedConfig, request: StartRequest, say: Callable[[str], None]
 ) -> ProfileUnits:
-    """Returns the costs of the units for what is trained, as far as the model's operations can be counted."""
+    """Returns the costs of the units with the trained weights, as far as the model's operations can be counted."""
     if request.trained.are_all:
         return units
     try:
-        whole, part = (count_model(config, request.seq_len, trained=each) for each in (ALL_WEIGHTS, request.trained))
+        whole, part = (count_model(config, request.seq_len, trained=kind) for kind in (ALL_WEIGHTS, request.trained))
     except SlipstreamError as error:
         say(f"it is planned as if all weights were trained: {error}")
         return units
@@ -317,7 +319,7 @@ class _Told:
 
 
 def is_free(options: PipelineOptions, *slices: object) -> bool:
-    """Returns whether everything that a start plan decides is left to it, and it knows what it has to.
+    """Returns whether all of a start plan's choices are left to it, and it has the facts.
 
     `slices` are the settings of slices of a sequence of layers that leave it, which has an example to measure; a causal
     LM needs seq_len.
@@ -362,12 +364,12 @@ def _trained_in_experts(part: PartCount) -> _Counted:
 class PartlyTrained(Profile):
     """A profile whose bytes are those of training a part of the model.
 
-    What a frozen layer keeps less for its backward isn't known, so that above the lowest trained part activations count
-    as measured.
+    The smaller memory of a frozen layer isn't known, so that above the lowest trained part activations count as
+    measured.
 
     Args:
         whole: the counted model with all weights trained.
-        part: the same with what is trained.
+        part: the same with the trained weights.
     """
 
     whole: ModelCount
@@ -375,9 +377,9 @@ class PartlyTrained(Profile):
 
     @classmethod
     def of(cls, profile: Profile, whole: ModelCount, part: ModelCount) -> PartlyTrained:
-        """Returns the profile for what is trained in `part`."""
-        own = {each.name: getattr(profile, each.name) for each in fields(Profile)}
-        return cls(**own, whole=whole, part=part)
+        """Returns the profile for the trained weights of `part`."""
+        values = {field.name: getattr(profile, field.name) for field in fields(Profile)}
+        return cls(**values, whole=whole, part=part)
 
     def has_backward(self, stage: Stage) -> bool:
         return self.parts_of(stage).stop > self.part.num_frozen_parts
@@ -411,18 +413,18 @@ class PartlyTrained(Profile):
         return super().context_gradient_bytes(self._with_backward(layers), length) if self.has_backward(layers) else 0.0
 
     def _held(self, layers: Stage, value: Callable[[PartCount], _Counted], count: ModelCount | None = None) -> float:
-        """Returns what a rank holds of what parts have in all, and in experts."""
+        """Returns a rank's share of the parts' sum, in all and in experts."""
         counted = (count or self.part).counted(self._parts(layers))
-        return sum(number * self.degrees.held(*value(part)) for number, part in counted)
+        return sum(times * self.degrees.held(*value(part)) for times, part in counted)
 
     def _parts(self, layers: Stage) -> StageParts:
-        own = self.parts_of(layers)
-        return StageParts(own.start, own.stop)
+        parts = self.parts_of(layers)
+        return StageParts(parts.start, parts.stop)
 
     def _with_backward(self, layers: Stage) -> StageParts:
         """Returns the parts of a stage from the lowest trained one on."""
-        own = self.parts_of(layers)
-        return StageParts(max(own.start, self.part.num_frozen_parts), own.stop)
+        parts = self.parts_of(layers)
+        return StageParts(max(parts.start, self.part.num_frozen_parts), parts.stop)
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,7 @@ class PartlyTrainedUnits(ProfileUnits):
         units, fixed = super().seconds(op, lengths, contexts)
         if op is not Op.B:
             return units * self._shares[op][:, None], fixed
-        inputs, weights = (super(PartlyTrainedUnits, self).seconds(each, lengths, contexts)[0] for each in (Op.I, Op.W))
+        inputs, weights = (super(PartlyTrainedUnits, self).seconds(half, lengths, contexts)[0] for half in (Op.I, Op.W))
         computed = inputs * self._shares[Op.I][:, None] + weights * self._shares[Op.W][:, None]
         both = inputs + weights
         return units * np.divide(computed, both, out=np.zeros_like(both), where=both > 0), fixed
@@ -456,11 +458,11 @@ class PartlyTrainedUnits(ProfileUnits):
         parts = [StageParts(part, part + 1) for part in range(len(self.profile.parts))]
         weights = np.array([self.profile.weight_bytes(part, self.state.weights) for part in parts], float)
         trained = np.array([self.profile.num_trained(part) for part in parts], float)
-        found: Floats = weights + (self.state.gradients + self.state.optimizer) * trained
-        return found
+        state_bytes: Floats = weights + (self.state.gradients + self.state.optimizer) * trained
+        return state_bytes
 
     def _above(self, units: Floats) -> Floats:
-        """Returns what the units have, nothing for those that have no backward."""
+        # Nothing for units without a backward.
         return units * (np.arange(len(units)) >= self.num_frozen_units)[:, None]
 
     @cached_property
@@ -475,10 +477,10 @@ def _share(op: Op, whole: PartCount, part: PartCount) -> float:
     """Returns the products of an op in relation to those with all weights trained; of a part without products whether
     the op runs."""
     runs = {Op.F: True, Op.I: part.has_backward, Op.W: part.num_trained > 0}[op]
-    before, now = (each.ops[op].flops.per_token for each in (whole, part))
+    before, now = (count.ops[op].flops.per_token for count in (whole, part))
     return float(runs) if not before else now / before * runs
 
 
 def trains_a_part(units: ProfileUnits, whole: ModelCount, part: ModelCount) -> ProfileUnits:
-    """Returns the units' costs where what `part` says is trained."""
+    """Returns the units' costs with the trained weights of `part`."""
     return PartlyTrainedUnits(PartlyTrained.of(units.profile, whole, part), units.state)

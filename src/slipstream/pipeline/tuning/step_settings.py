@@ -1,4 +1,4 @@
-"""What the next step runs: the schedule and the slices that were given, or those that were planned."""
+"""The schedule and the slices of the next step: those that were given, or those that were planned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_RAGGED = 32  # schedules for batches of different lengths that are kept
 
 
 class StepSettings:
-    """What the next step runs: always the same, or where "auto" leaves it open what was planned last.
+    """The settings of the next step: always the same, or where "auto" leaves them open the last plan's.
 
     Raises SlipstreamError for settings that don't fit together.
     """
@@ -42,14 +42,14 @@ class StepSettings:
         piece, so that none is split."""
         schedule, slices = options.schedule, default_slices if options.slices is None else options.slices
         num_flushes, self._given = options.memory.num_flushes, options.given_microbatches
-        counts = [len(each.slices) for each in self._given]
+        counts = [len(microbatch.slices) for microbatch in self._given]
         if self._given:
-            slices = max((each.slices for each in self._given), key=len)
+            slices = max((microbatch.slices for microbatch in self._given), key=len)
         self.reorders, self._reslices = schedule in AUTOMATIC, slices == "auto"
         self.is_open = self.reorders or self._reslices
         """Whether the order or the slices are to be found."""
         self.recompute = options.memory.recompute
-        # Whether backwards may be split: W would hold what all layers or segments recompute.
+        # Whether backwards may be split: W would hold all that layers or segments recompute.
         self.splits = not compiled and options.memory.recompute in ("none", "selective", "stage")
         _check(schedule, slices, options.num_microbatches, num_flushes)
         self.slices: int | Sequence[int] = _SLICES if isinstance(slices, str) else slices
@@ -67,7 +67,7 @@ class StepSettings:
             self._num_in_flush = len(counts) or options.num_microbatches // num_flushes
             self.schedule = in_flushes(self._named(self._num_in_flush, counts or self._count), num_flushes)
         self._num_flushes, self._num_microbatches = num_flushes, options.num_microbatches
-        self.is_given = isinstance(schedule, Schedule)  # what each rank runs in which order
+        self.is_given = isinstance(schedule, Schedule)  # each rank's order
         self._ragged: dict[tuple[int, ...], Schedule] = {}  # for other numbers of slices than the schedule's
         _check_fits(self.schedule, num_ranks, compiled)
         if options.rates is not None and options.rates.num_stages != self.schedule.num_stages:
@@ -76,7 +76,7 @@ class StepSettings:
                 "of one with the same stages, or leave them out."
             )
         self._compiled = tuple(compiled)
-        self._asked: tuple[object, ...] = ()  # of what the microbatches were formed last
+        self._asked: tuple[object, ...] = ()  # from which the microbatches were formed last
         self._even: list[SlicedMicrobatch] = []
         self._unplanned = self.schedule, self.slices
         self.is_resting = False
@@ -89,7 +89,7 @@ class StepSettings:
         return self.is_open and not self.is_planned and not self.is_resting
 
     def row_problem(self, length: int) -> RowProblem:
-        """Returns what is to be found for rows of `length` tokens."""
+        """Returns the search for rows of `length` tokens."""
         return RowProblem(
             length=length,
             placement=self.schedule.placement,
@@ -101,15 +101,15 @@ class StepSettings:
         )
 
     def run(self, schedule: Schedule, slices: tuple[int, ...], is_planned: bool = False) -> None:
-        """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether these are what was
-        to be found."""
+        """Lets the next step run this schedule of a flush in these slices; `is_planned` is whether the search has found
+        these."""
         self.schedule = in_flushes(schedule, self._num_flushes)
         if self._reslices:
             self.slices = slices
         self.is_planned = is_planned
 
     def forget(self) -> None:
-        """Lets the next step run what steps run before anything is planned."""
+        """Lets the next step run as steps do before anything is planned."""
         self.schedule, self.slices = self._unplanned
         self.is_planned = False
 
@@ -137,7 +137,7 @@ class StepSettings:
         return self._even
 
     def step_problem(self, lengths: tuple[int, ...], rates: StageRates) -> StepProblem:
-        """Returns what is to be found for sequences of these lengths: what was given by a name or as a number is kept.
+        """Returns the search for sequences of these lengths: settings given by a name or as a number are kept.
 
         Fewer sequences than microbatches were given are a microbatch each. Raises SlipstreamError for settings that are
         for rows of one length.
@@ -163,7 +163,7 @@ class StepSettings:
         longer. Raises SlipstreamError for settings that are for rows of one length.
         """
         self._check_lengths_may_differ()
-        rows = [sum(lengths[number] for number in group) for group in groups]
+        rows = [sum(lengths[index] for index in group) for group in groups]
         counts = self.schedule.slice_counts
         if not self.is_given:
             longest = -(-max(rows) // self._count)
