@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Returns `function.apply` without what it does for torch.func, unless a transform of that is active."""
+    """Returns `function.apply` without its steps for torch.func, unless a transform of that is active."""
     direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     wrapped: Callable[..., Any] = function.apply
 
@@ -25,7 +25,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Does what `once_differentiable` does, and nothing in a backward that records no graph, which is the usual one."""
+    """Acts as `once_differentiable`, but not at all in a backward that records no graph, which is the usual one."""
     guarded: Callable[..., Any] = once_differentiable(backward)
 
     @wraps(backward)

@@ -46,7 +46,7 @@ class InterruptedRunError(RuntimeError):
 
 
 class LostRankError(RankFailedError):
-    """Another rank ended, or doesn't answer; the message says what this one waited for."""
+    """Another rank ended, or doesn't answer; the message names the one that this rank waited for."""
 
 
 def syntax_text(error: Exception) -> str:
@@ -65,7 +65,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Returns the end of a sentence that says `name` is unknown: "; did you mean 'gpipe'?", or "." if none is similar.
 
     Args:
-        name: what was given.
+        name: the given one.
         known: the allowed names, in lower case.
         prefix: written before the suggested name, such as the section of a configuration key.
     """

@@ -39,7 +39,7 @@ class PlaceSeed:
         return replace(self, step=step)
 
 
-NO_PLACE = PlaceSeed(0)  # of what draws nothing
+NO_PLACE = PlaceSeed(0)  # of code that draws nothing
 
 
 @contextmanager
@@ -56,13 +56,13 @@ def kept_random_states() -> Iterator[None]:
 
 
 class Draws(Protocol):
-    """A way to seed what draws from here on: at once, or whenever what is being recorded is repeated."""
+    """A way to seed the draws from here on: at once, or at every repetition of a recording."""
 
     def forked(self) -> AbstractContextManager[None]:
         """Surrounds calls of `seed`; afterwards the random state is the caller's."""
 
     def seed(self, seed: PlaceSeed) -> None:
-        """Seeds what code draws that names no generator."""
+        """Seeds the draws of code that names no generator."""
 
     def generator(self, device: torch.device, seed: PlaceSeed) -> torch.Generator:
         """Returns a generator that is seeded."""
@@ -95,7 +95,7 @@ def current_draws() -> Draws:
 
 @contextmanager
 def drawing(draws: Draws) -> Iterator[None]:
-    """Makes `draws` what is current."""
+    """Makes `draws` the current ones."""
     token = _current.set(draws)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Says what is wrong with options in our own words: what was given, what is allowed, and the nearest name."""
+"""Describes wrong options in our own words: the given value, the allowed ones, and the nearest name."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ _ALIKE = 0.6  # how alike two names must be, of 1
 
 
 def describe_problems(error: ValidationError, record: Any) -> list[str]:
-    """Returns one line for each option that is wrong: its name, its value, and what is allowed.
+    """Returns one line for each option that is wrong: its name, its value, and the allowed ones.
 
-    `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of
-    another library, and what is to be minded; `other_values` say so of an option's values.
+    `record` is the class that refused. Where it has `other_names`, they say which option is meant by a name of another
+    library, and a caution; `other_values` say so of an option's values.
     """
     lines: dict[str, str] = {}
     for problem in error.errors():
         place = _Place.of(record, problem["loc"])
-        kind, given = problem["type"], problem["input"]
+        kind, value = problem["type"], problem["input"]
         if kind == "extra_forbidden":
             lines[place.name] = _unknown(place, record)
         elif kind == "missing" and place.is_whole:
             lines[place.name] = _missing(place)
         elif kind == "missing" and place.is_nested:
-            lines.setdefault(place.parent().name, _wrong(place.parent(), given, record))
+            lines.setdefault(place.parent().name, _wrong(place.parent(), value, record))
         elif kind == "value_error":
             reason = str(problem["ctx"]["error"])  # of a whole section it names the options by itself
             is_section = place.option is None or records_in(place.option.annotation)
-            lines[place.name or reason] = reason if is_section else f"{place.name}={given!r}: {reason}"
+            lines[place.name or reason] = reason if is_section else f"{place.name}={value!r}: {reason}"
         elif place.name.partition("[")[0] not in lines:  # of several types that were tried, the first says it
-            lines.setdefault(place.name, _wrong(place, given, record))
+            lines.setdefault(place.name, _wrong(place, value, record))
     return list(lines.values())
 
 
 def refuses_bool(option: FieldInfo) -> bool:
     """Returns whether an option isn't for true and false, which pydantic would take for 1 and 0."""
-    return not any(each in (bool, Any) for each in _alternatives(option.annotation))
+    return not any(kind in (bool, Any) for kind in _alternatives(option.annotation))
 
 
 def as_whole_number(value: Any, option: FieldInfo) -> Any:
     """Returns the number that `1e3` is, which YAML takes for a text, for an option of whole numbers; else `value`."""
-    kinds = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _alternatives(option.annotation)]
+    kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in _alternatives(option.annotation)]
     is_power = isinstance(value, str) and _POWER.fullmatch(value) is not None
     return int(float(value)) if is_power and int in kinds and float(value).is_integer() else value
 
 
 def allowed_text(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """Returns what an option of this type may be: `'auto', a whole number from 1, or a list of whole numbers`."""
+    """Returns an option's allowed values: `'auto', a whole number from 1, or a list of whole numbers`."""
     choices, texts = [], []
-    for each in _alternatives(annotation):
-        if get_origin(each) is Literal:
-            choices += [repr(value) for value in get_args(each)]
-        elif each is not types.NoneType:
-            texts.append(_type_text(each, limits))
+    for kind in _alternatives(annotation):
+        if get_origin(kind) is Literal:
+            choices += [repr(value) for value in get_args(kind)]
+        elif kind is not types.NoneType:
+            texts.append(_type_text(kind, limits))
     *first, last = [*choices, *dict.fromkeys(texts)]
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -116,12 +116,12 @@ class _Place:
     @property
     def annotation(self) -> Any:
         """The type of the option; of a value in lists that of the value, which the option has once."""
-        found = None if self.option is None else self.option.annotation
+        hint = None if self.option is None else self.option.annotation
         for element in self.elements if self.is_nested else ():
-            several = next((each for each in _alternatives(found) if get_origin(each) in _SEVERAL), None)
+            several = next((kind for kind in _alternatives(hint) if get_origin(kind) in _SEVERAL), None)
             inner = get_args(several)
-            found = inner[min(element, len(inner) - 1)] if inner else found
-        return found
+            hint = inner[min(element, len(inner) - 1)] if inner else hint
+        return hint
 
 
 def _wrong(place: _Place, given: Any, record: type[BaseModel]) -> str:
@@ -186,36 +186,36 @@ def _missing(place: _Place) -> str:
     needed = [
         name for inner in records_in(annotation) for name, option in inner.model_fields.items() if option.is_required()
     ]
-    given = [f"--{place.name}.{name}=..." for name in needed] or [f"--{place.name}=..."]
-    return f"{place.name} is missing; add it to the configuration or give {' and '.join(given)}"
+    settings = [f"--{place.name}.{name}=..." for name in needed] or [f"--{place.name}=..."]
+    return f"{place.name} is missing; add it to the configuration or give {' and '.join(settings)}"
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Returns the types that a union allows, without what is said about them besides."""
+    """Returns the types that a union allows, without their annotations."""
     origin = get_origin(annotation)
     if origin is Annotated:
         first, *metadata = get_args(annotation)
         inner = _alternatives(first)
-        return [Annotated[each, *metadata] if each in (int, float) else each for each in inner]
+        return [Annotated[kind, *metadata] if kind in (int, float) else kind for kind in inner]
     if origin in (Union, types.UnionType):
-        return [each for part in get_args(annotation) for each in _alternatives(part)]
+        return [kind for part in get_args(annotation) for kind in _alternatives(part)]
     return [annotation]
 
 
 def _is_nested(annotation: Any) -> bool:
     """Returns whether a type has lists in a list, and no section."""
-    inner = [get_args(each) for each in _alternatives(annotation) if get_origin(each) in _SEVERAL]
-    return any(get_origin(one) in _SEVERAL for several in inner for each in several for one in _alternatives(each))
+    inner = [get_args(kind) for kind in _alternatives(annotation) if get_origin(kind) in _SEVERAL]
+    return any(get_origin(one) in _SEVERAL for several in inner for part in several for one in _alternatives(part))
 
 
 def records_in(annotation: Any) -> list[type[BaseModel]]:
     """Returns the sections that an option's type has, alone or in a list."""
-    found = []
-    for each in _alternatives(annotation):
-        inner = get_args(each)[0] if get_origin(each) in _SEVERAL else each
+    records = []
+    for kind in _alternatives(annotation):
+        inner = get_args(kind)[0] if get_origin(kind) in _SEVERAL else kind
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found.append(inner)
-    return found
+            records.append(inner)
+    return records
 
 
 def _type_text(kind: Any, limits: Sequence[Any]) -> str:
@@ -225,13 +225,13 @@ def _type_text(kind: Any, limits: Sequence[Any]) -> str:
     if kind in (int, float):
         return _number_text(kind, limits)
     if origin is list:
-        elements = [get_args(each)[0] if get_origin(each) is Annotated else each for each in _alternatives(inner[0])]
-        what = next((_PLURALS[each] for each in reversed(elements) if each in _PLURALS), "values")
+        elements = [get_args(part)[0] if get_origin(part) is Annotated else part for part in _alternatives(inner[0])]
+        what = next((_PLURALS[element] for element in reversed(elements) if element in _PLURALS), "values")
         if get_origin(inner[0]) is tuple:
-            what = f"lists [{', '.join(allowed_text(each) for each in get_args(inner[0]))}]"
+            what = f"lists [{', '.join(allowed_text(argument) for argument in get_args(inner[0]))}]"
         return f"a list of {what}"
-    if origin is tuple and len({str(each) for each in inner}) > 1:
-        return f"a list [{', '.join(allowed_text(each) for each in inner)}]"
+    if origin is tuple and len({str(value) for value in inner}) > 1:
+        return f"a list [{', '.join(allowed_text(value) for value in inner)}]"
     if origin is tuple:
         return f"a list of {len(inner)} {_PLURALS.get(inner[0], 'values')}"
     if kind is dict or origin in (dict, Mapping):
@@ -262,5 +262,5 @@ def _number_text(kind: Any, limits: Sequence[Any]) -> str:
 def _number_marks(limit: Any) -> Iterator[tuple[str, Any]]:
     """Yields the limits of a `Field` within an annotation."""
     if isinstance(limit, FieldInfo):
-        for each in limit.metadata:
-            yield from ((name, getattr(each, name)) for name in ("gt", "ge", "lt", "le") if hasattr(each, name))
+        for mark in limit.metadata:
+            yield from ((name, getattr(mark, name)) for name in ("gt", "ge", "lt", "le") if hasattr(mark, name))

@@ -72,7 +72,7 @@ class Record(BaseModel, metaclass=_RecordType):
 
 
 class Memory(Record):
-    """The memory that a rank may use, and what it recomputes or offloads to use less."""
+    """The memory that a rank may use, and recomputation and offloading, by which it uses less."""
 
     section: ClassVar[str] = "memory"
     recompute: Literal["none", "selective", "full", "stage", "stage+full", "segments"] | PositiveInt = "none"

@@ -1,4 +1,4 @@
-"""What commands write to a terminal: how much of it, where spinners are shown, and when there are colours.
+"""The output of commands on a terminal: how much of it, where spinners are shown, and when there are colours.
 
 How much is said is an environment variable, so that every rank that is started knows it. Colours follow NO_COLOR and
 FORCE_COLOR; a pipe gets lines and no bars in either case.
@@ -68,7 +68,7 @@ def at_level(level: Level | None) -> Iterator[None]:
 def log_details(speaker: str = "") -> None:
     """Writes what the package logs to standard error, where messages of level debug are shown; `speaker` is a rank."""
     logger = logging.getLogger(_PACKAGE)
-    for handler in [each for each in logger.handlers if isinstance(each, _Details)]:
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Details)]:
         logger.removeHandler(handler)
     if shows("debug"):
         logger.addHandler(_Details(speaker))
@@ -76,7 +76,7 @@ def log_details(speaker: str = "") -> None:
 
 
 class _Details(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes what is logged as lines that say who said it."""
+    """Writes the log as lines that name the speaker."""
 
     def __init__(self, speaker: str) -> None:
         super().__init__(sys.stderr)
@@ -102,7 +102,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is left; see the class."""
+        """Writes the rest; see the class."""
         with self._kept():
             self._stream.flush()
 
@@ -133,7 +133,7 @@ class LastingStream:
 
 
 def outlast_readers() -> None:
-    """Lets this process go on for good where nobody reads what it writes any more."""
+    """Lets this process go on for good where nobody reads its output any more."""
     if sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__:  # nobody else has put something there
         streams: Any = sys
         streams.stdout, streams.stderr = LastingStream(sys.stdout), LastingStream(sys.stderr)
@@ -160,7 +160,7 @@ def make_console(stderr: bool = False) -> Console:
 
 @contextmanager
 def spinner(description: str) -> Iterator[Callable[[str], None]]:
-    """Shows a spinner on standard error while the body runs, if that is a terminal; yields what changes its text."""
+    """Shows a spinner on standard error while the body runs, if that is a terminal; yields a setter of its text."""
     console = make_console(stderr=True)
     if not (console.is_interactive and shows("info")):
         yield lambda _text: None

@@ -18,8 +18,8 @@ def seconds_text(seconds: float) -> str:
 def long_duration_text(seconds: float) -> str:
     """Returns a duration in the largest unit of which there are two: 34 days, 3.5 hours, 0.2 seconds."""
     size, unit = next(((size, unit) for size, unit in _LONG_DURATIONS if seconds >= 2 * size), _LONG_DURATIONS[-1])
-    number = seconds / size
-    return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.1f} {unit}"
+    amount = seconds / size
+    return f"{amount:,.0f} {unit}" if amount >= 10 else f"{amount:.1f} {unit}"
 
 
 def duration_unit(seconds: float) -> tuple[float, str]:
@@ -46,7 +46,7 @@ def plural(number: int, noun: str) -> str:
 
 def numbers_text(numbers: Sequence[float], between: str = ", ") -> str:
     """Returns numbers one after the other; of more than eight the first and the last ones."""
-    words = [f"{number:g}" if number < 1e6 else f"{number:.0f}" for number in numbers]
+    words = [f"{value:g}" if value < 1e6 else f"{value:.0f}" for value in numbers]
     return between.join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
 
 
