@@ -50,6 +50,7 @@ def _room(*names: str) -> tuple[str, ...]:
 
 
 _PLANNER = _room("cost", "planner", "profile", "schedule", "simulator")
+_PAPERS = (*_PLANNER, "benchmarks/papers")
 _PIPELINE = ("src/slipstream", "benchmarks/isolated.py", "benchmarks/peers.py", "benchmarks/contenders.py")
 _GPIPE = ("src/slipstream", "benchmarks/gpipe", "examples/gpipe")
 _HOST_TIME = ("src/slipstream", "benchmarks/gpu_layers.py")
@@ -176,7 +177,7 @@ SUBJECTS = {
     "schedule_search": Subject("found orders against their lower bound", "schedule_search", sources=_PLANNER),
     "slicing": Subject("exact slicing against TeraPipe's Algorithm 1", "slicing", sources=_PLANNER),
     "papers": Subject("the papers' tables, predicted", "papers", sources=_PLANNER),
-    "measured_steps": Subject("published steps on clusters, predicted", "papers.measured_steps", sources=_PLANNER),
+    "measured_steps": Subject("published steps on clusters, predicted", "papers.measured_steps", sources=_PAPERS),
     "zero3": Subject("bytes and seconds next to ZeRO-3", "zero3"),
     "gpu_layers": Subject("Llama-3-8B's layers on a GPU, in slices", "gpu_layers"),
     "gpu_layers_fused": Subject("the same with fused kernels", "gpu_layers", "--fused --repeats 1"),

@@ -80,9 +80,16 @@ class KorthikantiCosts(UnfusedCosts):
         return sum(n * self.attention_seconds(c, Op.F, length, context) for n, part in counted for c in part.attentions)
 
 
+FLASH_2 = 1.65  # times as long as cuDNN's attention on a Hopper (benchmarks/results/gpu_attention.json)
+
+
 @dataclass(frozen=True)
 class TorchtitanCosts(MeasuredCosts):
-    """Costs of selective recomputation that computes every second matrix product again."""
+    """Costs of FlashAttention-2, the only kernel that torchtitan took on a Hopper (its pull request 1196), and of
+    selective recomputation that computes every second matrix product again."""
+
+    def attention_seconds(self, call: AttentionCall, op: Op, length: Any, context: Any) -> Any:
+        return FLASH_2 * super().attention_seconds(call, op, length, context)
 
     def replay_seconds(self, layers: Stage, recompute: str, length: Any, context: Any) -> Any:
         if recompute != "selective":

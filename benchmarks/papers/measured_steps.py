@@ -6,8 +6,9 @@ A row is a configuration with its measured step. What the systems that were meas
 here and in `measured_costs`: Megatron reduces gradients behind the last microbatch's backward and gathers weights
 behind the first one's forward, FSDP both in every microbatch; kernels are fused, ranks of tensor parallelism share
 tokens, and where the system overlaps their exchanges with products, only what can't be hidden counts. Eight and four
-bits have the data sheets' rates for products of layers, attention and head not, and what products read is cast.
-Products of weight gradients add them up, but torchtitan's; Seq1F1B's timers wait for the device around each action.
+bits have the data sheets' rates for products of layers, or measured ones, attention and head not, and what products
+read is cast. Products of weight gradients add them up, but torchtitan's; Seq1F1B's timers wait for the device around
+each action.
 Models with experts have the shapes of their published configurations, and run by their published recipes
 (`megatron_experts`); tokens choose all experts alike, as in the measured runs. Fitted are, on every second row, one
 factor of the rates for each device, number of bits, and models with experts or without; and for "as described" the
@@ -36,26 +37,17 @@ from benchmarks.papers.measured_costs import (
     TimedCosts,
     TorchtitanCosts,
 )
+from benchmarks.papers.measured_models import counted, narrowed, with_adapters, with_rotations, with_sums_in_products
 from benchmarks.papers.megatron_experts import EXPERTS, Recipe, counted_experts
 from benchmarks.papers.paper_plans import PaperSource, PaperSpace
-from benchmarks.papers.tables import read
-from slipstream.cost import (
-    Amount,
-    AnalyticCosts,
-    Cluster,
-    Degrees,
-    ModelCount,
-    PartCount,
-    StageParts,
-    load_cluster,
-)
+from benchmarks.papers.tables import read, with_dropout
+from slipstream.cost import AnalyticCosts, Cluster, Degrees, ModelCount, StageParts, load_cluster
 from slipstream.planner.partition import partition_layers
 from slipstream.planner.plans import Configuration
 from slipstream.planner.search.bounds import PlacedPartition
 from slipstream.planner.search.plan_options import PlanOptions
 from slipstream.planner.search.plan_space import sequence_seconds
 from slipstream.planner.search.simulated_configuration import SimulatedConfiguration
-from slipstream.schedule import Op
 
 CLUSTERS = {
     "A100-80GB": "a100-selene",
@@ -71,14 +63,15 @@ CLUSTERS = {
 }
 NODES_OF_A_RACK = 16  # of 18: jobs of 2^n devices take 64 of a rack's 72
 BITS = {"BF16": 16, "FP16": 16, "NVFP4": 4}  # all others have 8
-# dense teraFLOP/s of 8 and of 4 bits, of the data sheets that the descriptions name
+# Dense teraFLOP/s of 8 and of 4 bits, of the data sheets that the descriptions name. But in 4 bits products on a B300
+# are 3.55 times as fast as in 16, as Transformer Engine measured them without casts; its data sheet has 6 times.
 NARROW = {
     "H100": {8: 1978.9},
     "H200": {8: 1978.9},
     "B200": {8: 4500.0, 4: 9000.0},
-    "B300": {8: 4500.0, 4: 13500.0},
+    "B300": {8: 4500.0, 4: 3.55 * 2250},
     "GB200": {8: 5000.0, 4: 10000.0},
-    "GB300": {8: 5000.0, 4: 15000.0},
+    "GB300": {8: 5000.0, 4: 3.55 * 2500},
 }
 SOURCES = {  # where a row's source begins so
     "arXiv 2205.05198": "Korthikanti 2022",
@@ -99,8 +92,7 @@ REDISTRIBUTED = {
     128000: (4, 4, 4, 4, 4, 5, 5, 2),
     256000: (4, 4, 4, 5, 5, 5, 5, 0),
 }
-LORA_RANK = 32  # Megatron-Bridge's default, on all four products of a layer
-VOCABULARY = 51200  # of a GPT where the row doesn't say
+VOCABULARY = 50304  # of Seq1F1B, by the parameters of its stages
 
 
 @dataclass(frozen=True)
@@ -166,8 +158,6 @@ class Row:
             return "published shapes of the model, without layers that predict several tokens"
         if not self.text["mbs"]:
             return "as many microbatches as stages, torchtitan's default"
-        if not self.text["vocab"]:
-            return f"a vocabulary of {VOCABULARY}"
         return None
 
     @property
@@ -204,12 +194,12 @@ class Row:
         else:
             shape = [self.number(name) for name in ("hidden", "heads", "kv_heads", "ffn", "layers")]
             kind = "llama" if self.text["gated"] == "1" else "nemotron" if "Nemotron" in self.text["model"] else "gpt"
-            kind = "gpt with dropout" if self.source == "Korthikanti 2022" else kind
             rest = self.number("vocab", VOCABULARY), self.number("seq"), is_fused
             model = counted(kind, *shape, *rest)
             if "LoRA" in self.text["use"]:
                 model = with_adapters(model, counted(kind, *shape, *rest, True))
             model = with_rotations(model) if self.source == "Seq1F1B" else model
+            model = with_dropout(model) if self.source == "Korthikanti 2022" else model
         model = model if self.source == "torchtitan" else with_sums_in_products(model)
         if self.bits == 16:
             return model
@@ -247,128 +237,6 @@ class Row:
     def seconds(self, factor: float = 1.0) -> float:
         """Returns the step's predicted seconds."""
         return self.candidate(factor).step()[0]
-
-
-@cache
-def counted(
-    kind: str,
-    hidden: int,
-    heads: int,
-    key_heads: int,
-    feed_forward: int,
-    layers: int,
-    vocabulary: int,
-    length: int,
-    fused: bool = True,
-    with_lora: bool = False,
-) -> ModelCount:
-    """Counts a model of whole layers. But for the first, which may have nothing to train below it, they are alike, so
-    that two of them are enough."""
-    import torch
-    from peft import LoraConfig
-    from transformers import GPT2Config, LlamaConfig, NemotronConfig
-
-    from slipstream.model.adapters import Adapter, TrainedWeights
-    from slipstream.profile import count_model
-
-    config: Any
-    if kind.startswith("gpt"):
-        sizes = {"n_embd": hidden, "n_head": heads, "n_inner": feed_forward, "n_positions": length, "n_layer": 2}
-        sizes |= {} if "dropout" in kind else {"resid_pdrop": 0, "embd_pdrop": 0}
-        config = GPT2Config(**sizes, vocab_size=vocabulary, use_cache=False, tie_word_embeddings=False)
-    else:
-        config = {"llama": LlamaConfig, "nemotron": NemotronConfig}[kind](
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            intermediate_size=feed_forward,
-            num_hidden_layers=2,
-            vocab_size=vocabulary,
-            max_position_embeddings=length,
-            use_cache=False,
-        )
-    lora = Adapter("default", LoraConfig(r=LORA_RANK, target_modules="all-linear"))
-    trained = TrainedWeights(adapter=lora if with_lora else None)
-    model = count_model(config, length, torch.bfloat16, trained, fused=fused)
-    return replace(model, kinds=(model.kinds[0], *model.kinds[1:] * (layers - 1)), halves=())
-
-
-def with_sums_in_products(model: ModelCount) -> ModelCount:
-    """Returns the model whose products of weight gradients add to those that are there, as Megatron's do, where
-    Slipstream's are added by kernels of their own: bytes that don't grow with the tokens."""
-
-    def part(layer: PartCount) -> PartCount:
-        count = layer.ops[Op.W]
-        moved = {name: Amount(0.0, getattr(count, name).per_token) for name in ("wide_bytes", "other_bytes")}
-        return replace(layer, ops={**layer.ops, Op.W: replace(count, **moved)})
-
-    return replace(model, layers=tuple(map(part, model.layers)), head=part(model.head))
-
-
-ADAPTER_PASSES = 3  # over outputs forward, over inputs backward: two read, one written
-
-
-def with_adapters(plain: ModelCount, adapted: ModelCount) -> ModelCount:
-    """Returns the model with adapters, counted with PEFT's, and what Megatron's move: in 16 bits, on each of four
-    products, whose output and whose input's gradient one kernel each adds to what is there."""
-    layer = plain.layers[0]
-    widths = layer.ops[Op.F].matmul_bytes.per_token  # inputs and outputs of the products, once each
-
-    def part(counted: PartCount) -> PartCount:
-        ops = dict(counted.ops)
-        for op in (Op.F, Op.I):
-            own = layer.ops[op]
-            added = Amount(own.other_bytes.constant, own.other_bytes.per_token + ADAPTER_PASSES / 2 * widths)
-            ops[op] = replace(own, flops=ops[op].flops, other_bytes=added)
-        return replace(counted, ops=ops)
-
-    return replace(adapted, layers=tuple(map(part, adapted.layers)))
-
-
-ROTATION_PASSES = 10  # t cos + rotated(t) sin, in five kernels
-
-
-def with_rotations(model: ModelCount) -> ModelCount:
-    """Returns the model with rotary embeddings by PyTorch's own kernels, as in Seq1F1B's logs, on a count without."""
-    moved = 2 * ROTATION_PASSES * model.hidden_size * model.dtype_bytes  # of queries and keys
-
-    def part(layer: PartCount) -> PartCount:
-        ops = dict(layer.ops)
-        for op in (Op.F, Op.I):
-            other = ops[op].other_bytes
-            ops[op] = replace(ops[op], other_bytes=Amount(other.constant, other.per_token + moved))
-        return replace(layer, ops=ops)
-
-    return replace(model, layers=tuple(map(part, model.layers)))
-
-
-def narrowed(model: ModelCount, rate: float, size: float) -> ModelCount:
-    """Returns the model whose layers' products are `rate` times as fast and whose operands take `size` times the bytes.
-
-    A cast reads what F and I read of tokens in 16 bits, and writes it by rows and, for W, by columns. Their products
-    read one of these and write 16 bits: with as many numbers read as written, (1 + 2 size + size + 1) / 2 of the bytes.
-    """
-
-    def times(amount: Amount, factor: float) -> Amount:
-        return Amount(factor * amount.constant, factor * amount.per_token)
-
-    def part(layer: PartCount) -> PartCount:
-        ops = {
-            op: replace(
-                count,
-                flops=times(count.flops, 1 / rate),
-                hidden_depth=times(count.hidden_depth, 1 / rate),
-                other_depth=times(count.other_depth, 1 / rate),
-                matmul_bytes=Amount(
-                    size * count.matmul_bytes.constant,
-                    (size if op is Op.W else 1 + 1.5 * size) * count.matmul_bytes.per_token,
-                ),
-            )
-            for op, count in layer.ops.items()
-        }
-        return replace(layer, ops=ops)
-
-    return replace(model, layers=tuple(map(part, model.layers)))
 
 
 class MeasuredSource(PaperSource):
@@ -482,7 +350,7 @@ def report() -> dict[str, Any]:
         about: dict[str, Any] = {
             name: each.text[name] for name in ("id", "model", "gpu", "gpus", "precision", "source")
         }
-        about |= {"group": each.group, "measured": each.measured}
+        about |= {"group": each.group, "device": each.device, "measured": each.measured}
         if number not in at:
             found.append(about | {"not expressed": each.problem or "the same configuration and step as another row"})
             continue
@@ -502,8 +370,10 @@ def report() -> dict[str, Any]:
             for (device, bits, has_experts), factor in factors.items()
         },
         "groups": summaries(found),
+        "sources left out": left_out(found),
         "not expressed": reasons(found),
         "llama 3 405b": meta_405b(),
+        "allocated": allocated_peaks(),
         "rows": found,
     }
 
@@ -535,6 +405,28 @@ def meta_405b() -> list[dict[str, Any]]:
     return found
 
 
+MOMENT_BYTES = 8  # of a parameter, shared by the replicas
+
+
+def allocated_peaks() -> list[dict[str, Any]]:
+    """Returns what each stage of Seq1F1B had allocated at most in the first step, at whose end the optimizer's moments
+    are made, and what the account says without these. Nobody else's memory is what was allocated."""
+    table, peaks, found = {each.text["id"]: each for each in rows()}, {}, []
+    for each in few(read("seq1f1b_peaks"), 4):
+        row, number, stage = table[each["id"]], each["id"], int(each["stage"])
+        peaks[number] = peaks[number] if number in peaks else row.candidate(1.0).peaks()
+        counted = peaks[number][stage] - MOMENT_BYTES / row.replicas * int(each["parameters"])
+        measured = float(each["max_allocated_mib"]) * 2**20
+        about = {
+            "id": number,
+            "model": row.text["model"],
+            "tokens": row.text["seq"],
+            "slices": row.text["token_slices"],
+        }
+        found.append(about | {"stage": stage, "measured": measured, "bytes": counted, "error": counted / measured - 1})
+    return found
+
+
 def reasons(found: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     named = [each["not expressed"] for each in found if "not expressed" in each]
     return {reason: named.count(reason) for reason in dict.fromkeys(named)}
@@ -562,6 +454,15 @@ def summaries(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "all, not fitted": [each for each in predicted if not each["fitted"]],
     }
     return {name: {"rows": len(each)} | _errors(each) for name, each in groups.items() if each}
+
+
+def left_out(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the errors of each source's rows on each device, with factors of the other sources on it."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for each in found:
+        if WAYS[2] in each:
+            groups[f"{each['group']}, {each['device']}"].append(each)
+    return {name: {"rows": len(each)} | _errors(each) for name, each in sorted(groups.items())}
 
 
 def _errors(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

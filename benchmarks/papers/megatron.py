@@ -34,7 +34,7 @@ class Constants:
     """The constants that are fitted."""
 
     matmul: float  # of the A100's peak, attention's products too
-    traffic: float  # of its memory's bandwidth, over what unfused kernels move: above 1, as Megatron fuses kernels
+    traffic: float  # of its memory's bandwidth
 
     def cluster(self) -> Cluster:
         device = replace(

@@ -73,18 +73,18 @@ def summary_rows(report: dict[str, Any]) -> str:
     both, megatron = report["terapipe tables 2 and 3"], report["megatron table 1"]
     of_gpipe = [report["gpipe table 2"][name] for name in ("AmoebaNet-D(18 256)", "Transformer-48")]
     rows: list[tuple[str, str, str, list[dict[str, float]]]] = [
-        ("TeraPipe 2, all 20 rows", "8 constants, shared with Table 3", "rows with equal slices", [both["table 2"]]),
+        ("TeraPipe 2, all 20 rows", "5 constants, shared with Table 3", "rows with equal slices", [both["table 2"]]),
         (
             "the same, each setting left out",
-            "8 constants",
+            "5 constants",
             "the other nine settings",
             [both["table 2, settings left out"]],
         ),
         ("TeraPipe 2, the 6 rows with unequal slices", "", "none of them", [both["table 2, rows not fitted"]]),
-        ("TeraPipe 3, all 13 rows", "the same 8 constants", "rows with equal slices", [both["table 3"]]),
+        ("TeraPipe 3, all 13 rows", "the same 5 constants", "rows with equal slices", [both["table 3"]]),
         (
             "the same, each setting left out",
-            "8 constants",
+            "5 constants",
             "the other nine settings",
             [both["table 3, settings left out"]],
         ),
@@ -197,6 +197,24 @@ def step_rows(groups: dict[str, Any]) -> str:
     return table(f"rows of | number | {' | '.join(WAYS.values())}", rows)
 
 
+def allocated_rows(stages: list[dict[str, Any]]) -> str:
+    """Writes a row for each run, with its stages' peaks and the account's errors."""
+    runs = [list(group) for _, group in groupby(stages, lambda stage: stage["id"])]
+    return table(
+        "model | tokens | slices | allocated by stage, GB | error of the account",
+        (
+            [
+                run[0]["model"].removesuffix(" (Seq1F1B)"),
+                run[0]["tokens"],
+                run[0]["slices"],
+                ", ".join(f"{stage['measured'] / 1e9:.1f}" for stage in run),
+                ", ".join(f"{stage['error']:+.1%}" for stage in run),
+            ]
+            for run in runs
+        ),
+    )
+
+
 def tables(report: dict[str, Any], steps: dict[str, Any]) -> dict[str, str]:
     """Returns the tables by their marks on the page."""
     both, figures = report["terapipe tables 2 and 3"], report["megatron figures"]
@@ -212,6 +230,8 @@ def tables(report: dict[str, Any], steps: dict[str, Any]) -> dict[str, str]:
         "megatron memory": memory_rows(figures["memory"]),
         "gpipe table 2": gpipe_rows(report["gpipe table 2"]["rows"]),
         "measured steps": step_rows(steps["groups"]),
+        "measured left out": step_rows(steps["sources left out"]),
+        "measured memory": allocated_rows(steps["allocated"]),
         "measured factors": table(
             "device and bits | factor", ([name, f"{factor:.2f}"] for name, factor in steps["factors"].items())
         ),
@@ -227,12 +247,12 @@ def meta_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    report, steps = (
+    records = [
         json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
         for name in ("papers", "measured_steps")
-    )
+    ]
     text = PAGE.read_text(encoding="utf-8")
-    for name, content in tables(report, steps).items():
+    for name, content in tables(*records).items():
         mark = MARK.format(name)
         text, found = re.subn(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + content: new, text)
         assert found == 1, f"{PAGE} has no mark {mark!r}"

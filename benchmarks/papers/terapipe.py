@@ -36,10 +36,7 @@ CLUSTER = load_cluster("v100-p3.16xlarge")
 class Constants:
     """The constants that are fitted: numbers of the cluster's description, or factors of those on data sheets."""
 
-    matmul: float  # of the V100's float16 peak
-    attention: float  # the same, of attention's products
-    memory: float  # of its memory's bandwidth
-    kernel: float  # seconds
+    layer: float  # seconds in which the host starts a layer's kernels, forward or backward
     action: float  # seconds that a forward or backward of a stage takes, however short its slice
     inside: float  # of NVLink's bandwidth
     between: float  # of the 25 Gb/s between nodes
@@ -49,19 +46,18 @@ class Constants:
         base = CLUSTER
         device = replace(
             base.device,
-            matmul_efficiency=self.matmul,
-            attention_efficiency=self.attention,
-            memory_efficiency=self.memory,
-            kernel_seconds=self.kernel,
+            # scores are products like all others
+            attention_efficiency=base.device.matmul_efficiency,
+            layer_seconds=self.layer,
             action_seconds=self.action,
         )
         inside, between = replace(base.inside, efficiency=self.inside), replace(base.between, efficiency=self.between)
         return replace(base, device=device, inside=inside, between=between)
 
 
-START = Constants(0.5, 0.15, 0.8, 5e-6, 1e-3, 0.6, 0.9, 0.2)
-LEAST = Constants(0.2, 0.02, 0.4, 1e-6, 0.0, 0.02, 0.1, 0.0)
-MOST = Constants(0.8, 0.8, 1.0, 5e-5, 1e-2, 1.0, 1.0, 0.6)
+START = Constants(1e-3, 1e-3, 0.6, 0.9, 0.2)
+LEAST = Constants(0.0, 0.0, 0.02, 0.1, 0.0)
+MOST = Constants(4e-3, 1e-2, 1.0, 1.0, 0.6)
 
 
 @dataclass(frozen=True)

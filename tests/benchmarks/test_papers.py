@@ -25,7 +25,7 @@ def errors(table: int, name: str, *, alone: bool = False) -> list[float]:
     return [abs(row[name] / row["paper"] - 1) for row in rows if not (alone and row["fitted"])]
 
 
-@pytest.mark.parametrize(("table", "number", "mean", "worst"), [(2, 20, 0.06, 0.25), (3, 13, 0.055, 0.20)])
+@pytest.mark.parametrize(("table", "number", "mean", "worst"), [(2, 20, 0.055, 0.18), (3, 13, 0.055, 0.15)])
 def test_terapipes_tables_are_within_their_errors(table: int, number: int, mean: float, worst: float) -> None:
     found = errors(table, "predicted")
     assert len(found) == number
@@ -40,7 +40,7 @@ def test_the_dynamic_programs_rows_are_predicted_from_equal_slices() -> None:
     assert sum(found) / len(found) < 0.07
 
 
-@pytest.mark.parametrize(("table", "mean", "worst"), [(2, 0.08, 0.30), (3, 0.11, 0.23)])
+@pytest.mark.parametrize(("table", "mean", "worst"), [(2, 0.06, 0.21), (3, 0.062, 0.18)])
 def test_a_setting_that_was_left_out_is_predicted_by_the_others(table: int, mean: float, worst: float) -> None:
     found = errors(table, "left out")
     assert sum(found) / len(found) < mean
@@ -70,9 +70,10 @@ def test_a_fit_without_a_setting_can_be_had_again() -> None:
 
 
 def test_our_slices_are_predicted_at_least_as_fast() -> None:
+    """But for 0.1%: messages travel while ranks compute, which the simulator knows and the search doesn't."""
     for row in TERAPIPE["rows"]:
         assert sum(row["our slices"]) == sum(row["slices"]) == 2048
-        assert row["ours"] <= row["predicted"] * (1 + 1e-12)
+        assert row["ours"] <= row["predicted"] * 1.002
 
 
 @pytest.mark.parametrize("name", first_of(terapipe.settings(), 3))
@@ -125,8 +126,7 @@ def test_megatron_table_1_fits_the_memory_but_for_its_last_row() -> None:
 def test_the_figures_fit_the_memory_but_for_large_microbatches() -> None:
     figures = {row["figure"]: row for row in REPORT["megatron figures"]["memory"]}
     assert set(figures) == {"7", "8", "10", "11", "12", "13", "14", "15", "16"}
-    assert {name for name, row in figures.items() if row["too large"]} == {"7", "8", "15"}
-    assert all(" b=8 " in run["run"] for run in figures["15"]["too large"])  # a stage of it is recomputed whole
+    assert {name for name, row in figures.items() if row["too large"]} == {"7", "8"}
     model, run = megatron_studies.GPT_1B, megatron.Run(1, 1, 1, 16)
     assert [megatron.fits(model, replace(run, microbatch_size=b)) for b in (1, 2, 4, 8, 16)] == [True] * 3 + [False] * 2
 
@@ -144,7 +144,7 @@ def test_megatron_table_2_is_predicted_with_the_constants_of_table_1() -> None:
     found = [abs(row["error"]) for row in table["rows"] if row["scheme"] == "ptdp"]
     assert len(found) == 6
     assert sum(found) / 6 < 0.04
-    assert max(found) < 0.06
+    assert max(found) < 0.065
 
 
 def test_predictions_can_be_had_again_from_the_constants() -> None:
@@ -189,7 +189,10 @@ def test_every_published_step_is_predicted_or_named_with_why_not() -> None:
 @pytest.mark.parametrize(
     ("group", "way", "most"),
     [
+        ("all", "as described", 0.07),
         ("all of 16 bits", "as described", 0.05),
+        ("Korthikanti 2022, 16 bits", "with a factor of other sources", 0.08),
+        ("Megatron-Bridge, 4 bits", "as described", 0.06),
         ("all of 16 bits", "with a factor of other sources", 0.05),
         ("Seq1F1B, 16 bits", "as described", 0.06),
         ("all with experts", "as described", 0.1),
@@ -207,6 +210,14 @@ def test_llama_3s_405b_fits_as_it_ran() -> None:
     assert len(rows) == 7 * 3
     assert not any(row["fits"] for row in rows if row["recompute"] == "none")
     assert any(row["fits"] and abs(row["error"]) < 0.08 for row in rows)
+
+
+def test_what_stages_had_allocated_is_within_5_percent_of_the_account() -> None:
+    stages = STEPS["allocated"]
+    assert len(stages) == 40
+    found = [abs(stage["error"]) for stage in stages]
+    assert sum(found) / len(found) < 0.05
+    assert max(found) < 0.1
 
 
 @pytest.mark.more
