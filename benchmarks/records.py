@@ -178,6 +178,7 @@ SUBJECTS = {
     "slicing": Subject("exact slicing against TeraPipe's Algorithm 1", "slicing", sources=_PLANNER),
     "papers": Subject("the papers' tables, predicted", "papers", sources=_PLANNER),
     "measured_steps": Subject("published steps on clusters, predicted", "papers.measured_steps", sources=_PAPERS),
+    "practice": Subject("how others train on H100 next to the best plans", "papers.practice", sources=_PAPERS),
     "zero3": Subject("bytes and seconds next to ZeRO-3", "zero3"),
     "gpu_layers": Subject("Llama-3-8B's layers on a GPU, in slices", "gpu_layers"),
     "gpu_layers_fused": Subject("the same with fused kernels", "gpu_layers", "--fused --repeats 1"),

@@ -215,7 +215,28 @@ def allocated_rows(stages: list[dict[str, Any]]) -> str:
     )
 
 
-def tables(report: dict[str, Any], steps: dict[str, Any]) -> dict[str, str]:
+def practice_rows(rows: list[dict[str, Any]]) -> str:
+    def plan(found: dict[str, Any]) -> str:
+        return f"{found['plan']}: {found['seconds']:.2f} s, {found['bytes'] / 1e9:.0f} GB"
+
+    return table(
+        "model | H100 | sequences | with the degrees of | best with these | best | longer by",
+        (
+            [
+                row["model"],
+                row["devices"],
+                row["sequences"],
+                row["whose"],
+                plan(row["practice"]),
+                plan(row["best"]),
+                f"{row['practice over best'] - 1:.1%}",
+            ]
+            for row in rows
+        ),
+    )
+
+
+def tables(report: dict[str, Any], steps: dict[str, Any], practice: dict[str, Any]) -> dict[str, str]:
     """Returns the tables by their marks on the page."""
     both, figures = report["terapipe tables 2 and 3"], report["megatron figures"]
     constants = {name: f"{value:.3g}" for name, value in both["constants"].items()}
@@ -232,6 +253,7 @@ def tables(report: dict[str, Any], steps: dict[str, Any]) -> dict[str, str]:
         "measured steps": step_rows(steps["groups"]),
         "measured left out": step_rows(steps["sources left out"]),
         "measured memory": allocated_rows(steps["allocated"]),
+        "practice": practice_rows(practice["rows"]),
         "measured factors": table(
             "device and bits | factor", ([name, f"{factor:.2f}"] for name, factor in steps["factors"].items())
         ),
@@ -249,7 +271,7 @@ def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     records = [
         json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        for name in ("papers", "measured_steps")
+        for name in ("papers", "measured_steps", "practice")
     ]
     text = PAGE.read_text(encoding="utf-8")
     for name, content in tables(*records).items():

@@ -15,6 +15,7 @@ from support.paths import ROOT
 
 REPORT: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "papers.json").read_text())
 STEPS: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "measured_steps.json").read_text())
+PRACTICE: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "practice.json").read_text())
 TERAPIPE = REPORT["terapipe tables 2 and 3"]
 CONSTANTS = terapipe.Constants(**TERAPIPE["constants"])
 
@@ -168,7 +169,7 @@ def test_the_page_has_the_recorded_tables() -> None:
     from benchmarks.papers.page import MARK, PAGE, tables
 
     text = PAGE.read_text(encoding="utf-8")
-    for name, content in tables(REPORT, STEPS).items():
+    for name, content in tables(REPORT, STEPS, PRACTICE).items():
         assert MARK.format(name) + content in text
 
 
@@ -218,6 +219,16 @@ def test_what_stages_had_allocated_is_within_5_percent_of_the_account() -> None:
     found = [abs(stage["error"]) for stage in stages]
     assert sum(found) / len(found) < 0.05
     assert max(found) < 0.1
+
+
+def test_the_best_plans_are_at_most_as_long_as_practice() -> None:
+    """The search's best plan doesn't take longer than the best one with the degrees that others train with, and its
+    tensor-parallel and pipeline degrees are within a factor of two of these."""
+    assert [row["devices"] for row in PRACTICE["rows"]] == [8, 64, 1024, 16384]
+    for row in PRACTICE["rows"]:
+        assert row["practice over best"] >= 1
+        degrees = zip(row["best"]["degrees"][:2], row["practice"]["degrees"][:2], strict=True)
+        assert all(1 / 2 <= found / given <= 2 for found, given in degrees)
 
 
 @pytest.mark.more

@@ -1,0 +1,79 @@
+"""How others train on H100, and the best plans for the same batch: `python -m benchmarks.papers.practice`.
+
+Each practice gives tensor-parallel and pipeline degrees, and replicas; all else of it is searched, as for the best
+plan. It writes the record `practice`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from transformers import LlamaConfig
+
+from benchmarks.harness import few, setting, write
+from benchmarks.plan_search import SHAPES
+from slipstream.cost import AnalyticSource, load_cluster
+from slipstream.planner.plans import Prediction
+from slipstream.planner.report import configuration_text
+from slipstream.planner.search import PlanOptions, search_plans
+from slipstream.profile import count_model
+
+LENGTH = 8192
+DEVICES_OF_A_NODE = 8
+_COMMON = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": LENGTH}
+_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128}
+# model, devices, sequences of a batch, degrees of tensor, pipeline, data and context parallelism, and who trains so
+PRACTICES = [
+    ("Llama-3-8B", 8, 128, (1, 1, 8, 1), "Megatron-Bridge"),
+    ("Llama-3-70B", 64, 128, (4, 8, 2, 1), "Megatron-Bridge"),
+    ("Llama-3.1-405B", 1024, 512, (8, 8, 8, 2), "Megatron-Bridge"),
+    ("Llama-3.1-405B", 16384, 2048, (8, 16, 128, 1), "Meta (arXiv 2407.21783)"),
+]
+
+
+def described(best: Prediction) -> dict[str, Any]:
+    chosen = best.configuration
+    degrees = chosen.tensor_parallel, chosen.pipeline_parallel, chosen.data_parallel, chosen.context_parallel
+    return {
+        "degrees": degrees,
+        "seconds": best.step_seconds,
+        "bytes": best.peak_memory,
+        "plan": configuration_text(chosen),
+    }
+
+
+def measure(
+    name: str, num_devices: int, sequences: int, degrees: tuple[int, int, int, int], whose: str
+) -> dict[str, Any]:
+    """Returns the best plan with a practice's degrees and the best of all, and how much longer the former takes."""
+    cluster = load_cluster("h100-dgx").with_nodes(num_devices // DEVICES_OF_A_NODE)
+    model = count_model(LlamaConfig(**(SHAPES | {"Llama-3.1-405B": _405B})[name], **_COMMON), LENGTH, fused=True)
+    tensor, pipeline, data, context = degrees
+    same = PlanOptions(
+        tensor_parallel=(tensor,), pipeline_parallel=(pipeline,), data_parallel=(data,), context_parallel=(context,)
+    )
+    source = AnalyticSource(model, cluster, name, sequence_parallel=True, fused=True, refusals={})
+    found = {
+        which: described(search_plans(source, LENGTH, sequences, options=options).best)
+        for which, options in (("practice", same), ("best", PlanOptions()))
+    }
+    row = {"model": name, "devices": num_devices, "sequences": sequences, "whose": whose}
+    return row | found | {"practice over best": found["practice"]["seconds"] / found["best"]["seconds"]}
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    rows = []
+    for case in few(PRACTICES, 1):
+        rows.append(measure(*case))
+        row = rows[-1]
+        print(f"{row['model']}, {row['devices']} H100: practice takes {row['practice over best']:.3f} of the best plan")
+        for which in ("practice", "best"):
+            found = row[which]
+            print(f"  {which:8} {found['seconds']:.3f} s, {found['bytes'] / 1e9:.1f} GB: {found['plan']}", flush=True)
+    print(f"wrote {write('practice', {'setting': setting(), 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()
