@@ -34,6 +34,7 @@ TRIALS = {
     "papers": "",
     "papers.figure3": str(PROFILE),
     "papers.measured_steps": "",
+    "papers.practice": "",
     "predicted": "",
     "ragged": "--layers 2 --longest 256 --tokens 512 --repeats 1",
     "all_peers": "--repeats 1",
