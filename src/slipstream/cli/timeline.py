@@ -15,8 +15,7 @@ from slipstream.cli.options import Overwrite, amount, check_new_file, count, num
 from slipstream.errors import SlipstreamError, did_you_mean
 
 if TYPE_CHECKING:
-    from slipstream.cost import CostSource, StageCosts
-    from slipstream.planner.joint import UnitCosts
+    from slipstream.cost import CostSource
     from slipstream.schedule import Op, Schedule
     from slipstream.simulator import TableCost
     from slipstream.timeline import Timeline
@@ -241,7 +240,7 @@ def _schedule_costs(
     """Returns the simulator's costs of a schedule's stages and slices: nearly equal numbers of layers and tokens, the
     fewest ranks that share layers, and one sequence, where nothing else is given or measured."""
     from slipstream.cost import Degrees
-    from slipstream.planner.joint import JointProblem, spread_costs
+    from slipstream.planner.joint import JointProblem, spread_costs, units_of
 
     layers = partition or _nearly_equal(len(source.kinds), schedule.num_stages)
     tokens = [int(each) for each in slices or _nearly_equal(seq_len, schedule.num_slices)]
@@ -262,7 +261,7 @@ def _schedule_costs(
     table: TableCost = costs.cost(layers, tokens)
     if not schedule.spreads_vocabulary:
         return table
-    units = _units(source, costs, tokens, schedule.num_ranks)
+    units = units_of(costs, source.state, seq_len, gcd(*tokens), schedule.num_ranks)
     return spread_costs(JointProblem(units, seq_len, schedule.num_ranks), tuple(layers), tuple(tokens))
 
 
@@ -280,15 +279,6 @@ def _known(source: CostSource, tensor_parallel: int | None, microbatch_size: int
             f"Use {sizes[0]}."
         )
     return tensor_parallel or degrees[0], microbatch_size or (sizes or (1,))[0]
-
-
-def _units(source: CostSource, costs: StageCosts, slices: Sequence[int], num_ranks: int) -> UnitCosts:
-    from slipstream.cost import AnalyticCosts
-    from slipstream.planner.joint import AnalyticUnits, ProfileUnits
-
-    if isinstance(costs, AnalyticCosts):
-        return AnalyticUnits(costs, sum(slices), gcd(*slices), num_ranks)
-    return ProfileUnits(costs, source.state)
 
 
 def _nearly_equal(total: int, count: int) -> list[int]:

@@ -9,4 +9,4 @@ from slipstream.planner.joint.joint_search import (
     spread_costs,
 )
 from slipstream.planner.joint.problem import JointPlan, JointProblem
-from slipstream.planner.joint.unit_costs import AnalyticUnits, ProfileUnits, SlicedUnits, UnitCosts
+from slipstream.planner.joint.unit_costs import AnalyticUnits, ProfileUnits, SlicedUnits, UnitCosts, units_of

@@ -18,6 +18,7 @@ from slipstream.cost import (
     WITH_MESSAGES,
     AnalyticCosts,
     Profile,
+    StageCosts,
     StageParts,
     StateBytes,
     messages_of_stages,
@@ -420,3 +421,19 @@ class ProfileUnits:
         columns = [self.profile.by_part(column) for column in np.transpose(stages).tolist()]
         units = np.array([units for units, _ in columns], float).T.reshape(len(self.profile.parts), -1)
         return units, np.array([fixed for _, fixed in columns], float)
+
+
+def units_of(
+    costs: StageCosts,
+    state: StateBytes,
+    seq_len: int,
+    granularity: int,
+    num_ranks: int,
+    data_parallel: int = 1,
+    optimizer_shards: int = 1,
+) -> UnitCosts:
+    """Returns the costs of a model's units by those of its stages; `state` is bytes per parameter, and the other
+    arguments are those of `AnalyticUnits`."""
+    if isinstance(costs, Profile):
+        return ProfileUnits(costs, state)
+    return AnalyticUnits(costs, seq_len, granularity, num_ranks, data_parallel, optimizer_shards)

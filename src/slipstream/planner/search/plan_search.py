@@ -24,13 +24,11 @@ from typing import Any
 from slipstream.cost import BY_LAYER, AnalyticCosts, CostSource, Degrees, unit_bounds
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import (
-    AnalyticUnits,
     JointPlan,
     JointProblem,
-    ProfileUnits,
-    UnitCosts,
     Vocabulary,
     find_vocabulary_plan,
+    units_of,
 )
 from slipstream.planner.plans import AUTO, Alternative, Configuration, Mesh, Plan, Prediction
 from slipstream.planner.report import configuration_text
@@ -456,7 +454,15 @@ def _problem(space: PlanSpace, start: Configuration, best: float) -> JointProble
     """Returns what is asked for the mesh of a configuration, without a limit of memory: what takes less than `best`."""
     num_microbatches, costs = space.shape(start).num_microbatches, space.costs(start.degrees, start.microbatch_size)
     return JointProblem(
-        costs=_units(space, start),
+        costs=units_of(
+            costs,
+            space.source.state,
+            space.seq_len,
+            _granularity(space),
+            start.pipeline_parallel,
+            start.data_parallel,
+            start.optimizer_shards,
+        ),
         seq_len=space.seq_len,
         num_ranks=start.pipeline_parallel,
         num_microbatches=num_microbatches,
@@ -511,14 +517,6 @@ def _split(plan: JointPlan) -> JointPlan:
     """Returns the plan, and those it was chosen from, with backwards split as in named schedules."""
     rejected = tuple(_split(each) for each in plan.rejected)
     return replace(plan, schedule=split_backwards(plan.schedule), rejected=rejected)
-
-
-def _units(space: PlanSpace, c: Configuration) -> UnitCosts:
-    costs = space.costs(c.degrees, c.microbatch_size)
-    if isinstance(costs, AnalyticCosts):
-        slicing = space.seq_len, _granularity(space)
-        return AnalyticUnits(costs, *slicing, c.pipeline_parallel, c.data_parallel, c.optimizer_shards)
-    return ProfileUnits(costs, space.source.state)
 
 
 def _granularity(space: PlanSpace) -> int:
