@@ -74,7 +74,7 @@ if how == "leaves":
     sys.exit()
 if rank == 1 and how == "saves":
     mine.set_action(-1)
-    with watchdog.counted_off("saving", uses_disk=True):
+    with watchdog.watchdog_paused("saving", uses_disk=True):
         hang()
 if rank == 1:
     hang()

@@ -123,7 +123,7 @@ class Checkpoints:
     def newest_bytes(self) -> int:
         """Returns the size of the newest complete checkpoint, 0 where there is none."""
         steps = self._steps()
-        return self._world.decided(lambda: self._folder.size(steps[0]) if steps else 0)
+        return self._world.run_on_leader(lambda: self._folder.size(steps[0]) if steps else 0)
 
     def saved_text(self, step: int) -> str:
         """Returns whether the checkpoint of a step is there, as the end of a sentence, and how to go on from it."""
@@ -192,7 +192,7 @@ class Checkpoints:
         if wanted in ("latest", "last-good") or (wanted == "best" and not steps):
             return steps
         if wanted == "best":
-            wanted = self._world.decided(lambda: require_best(self._folder).step)
+            wanted = self._world.run_on_leader(lambda: require_best(self._folder).step)
         if wanted in steps:
             return [step for step in steps if step <= int(wanted)]
         there = ", ".join(map(str, steps)) or "none"
@@ -229,12 +229,12 @@ class Checkpoints:
         self._say(f"{warning}. {last}")
 
     def _steps(self) -> list[int]:
-        return self._world.decided(self._folder.steps)
+        return self._world.run_on_leader(self._folder.steps)
 
     def _try_on_first(self, act: Callable[[], object]) -> str:
         """Lets rank 0 act, and returns on all ranks the problem that prevented it, or ""."""
         try:
-            self._world.decided(act)
+            self._world.run_on_leader(act)
         except OSError as error:
             return str(error)
         return ""

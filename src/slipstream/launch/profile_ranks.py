@@ -12,7 +12,7 @@ from slipstream.cost import UNSHARED, Degrees, Profile, load_profile
 from slipstream.errors import SlipstreamError
 from slipstream.launch.local_ranks import has_launcher, launch_ranks, reported_to_the_launcher, temporary_folder
 from slipstream.launch.stop_request import watched_local_rank
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 if TYPE_CHECKING:
     from slipstream.profile import ProfileSettings
@@ -76,7 +76,8 @@ def _measure_as_rank(folder: Path) -> None:
         torch.cuda.set_device(device)
     backend = choose_backend("auto", device.type, num_local)
     limit = limit_of_the_environment()
-    with watched_local_rank(limit, "SLIPSTREAM_STALL_LIMIT") as connection, counted_off("measuring what layers cost"):
+    watched = watched_local_rank(limit, "SLIPSTREAM_STALL_LIMIT")
+    with watched as connection, watchdog_paused("measuring what layers cost"):
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         dist.init_process_group(backends, timeout=NO_LIMIT, **connection)
         is_first = dist.get_rank() == 0

@@ -309,9 +309,9 @@ class Ranks:
         """Returns the leader's value on every rank. Collective."""
         return self.world.gather(value)[0]
 
-    def decided(self, decide: Callable[[], Any]) -> Any:
-        """Returns on every rank the result of the leader's call, as `RankGroup.decided`. Collective."""
-        return self.world.decided(decide)
+    def run_on_leader(self, decide: Callable[[], Any]) -> Any:
+        """Returns on every rank the result of the leader's call, as `RankGroup.run_on_leader`. Collective."""
+        return self.world.run_on_leader(decide)
 
 
 def _lines(mesh: DeviceMesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -174,7 +174,7 @@ class RankGroup:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def decided(self, decide: Callable[[], _Result]) -> _Result:
+    def run_on_leader(self, decide: Callable[[], _Result]) -> _Result:
         """Returns on every rank the result of the first rank's call; the others don't call. Its SlipstreamError or
         OSError too is raised on every rank, so that none waits for a rank that has given up. Collective."""
         mine: tuple[_Result | None, SlipstreamError | OSError | None] = None, None
@@ -189,7 +189,7 @@ class RankGroup:
         result: _Result = decision
         return result
 
-    def done_by_all(self, act: Callable[[], _Result]) -> _Result:
+    def all_or_none(self, act: Callable[[], _Result]) -> _Result:
         """Returns the result of this rank's call, once no rank's has failed: the first rank's SlipstreamError is raised
         on all. Collective."""
         result, problem = None, None

@@ -55,7 +55,7 @@ from slipstream.planner.joint import JointPlan, OutOfMemoryError
 from slipstream.planner.steps import StageRates, StepPlan
 from slipstream.schedule import Schedule, send_windows
 from slipstream.timeline import Timeline
-from slipstream.watchdog import board, counted_off
+from slipstream.watchdog import board, watchdog_paused
 
 _log = logging.getLogger(__name__)
 _MOST_LAYOUTS = 32  # lowered schedules that are kept
@@ -82,7 +82,7 @@ class PipelineRuntime:
         watch_group(self.ranks.world, options.runtime.stall_limit)
 
         # 2. The model's family, and the plan of open options.
-        with counted_off("loading and checking the model"):
+        with watchdog_paused("loading and checking the model"):
             self.family = _family_of(model, options, self.ranks, self.device)
         num_ranks = self.ranks.count(options.num_ranks, options.schedule)
         self.plan: JointPlan | None = None
@@ -100,7 +100,7 @@ class PipelineRuntime:
         self.layout = self.family.lay_out(self.settings.schedule, self.settings.slices)  # of the next step
         self.stages: Mapping[int, PipelineStage]
         self.tensor_parallel: TensorParallel | None
-        with counted_off("loading the model", uses_disk=True):
+        with watchdog_paused("loading the model", uses_disk=True):
             self.stages, self.tensor_parallel = self.family.make_stages(self.layout)
         num_frozen = count_frozen(self.stages, self.ranks, self.layout.order)
         # Their backwards are left out, but not where "auto" measures them, nor of a schedule whose messages are given,
@@ -137,7 +137,8 @@ class PipelineRuntime:
         records = self.graphs is not None and self.graphs.may_record  # on all ranks alike
         parts = self.ranks, self.family, self.layout, self._laid_out, self._rehearsal(), self.device
         self.memory_limit = MemoryLimit(options.memory.limit, records, *parts)
-        self.random_state: tuple[int, int] = self.ranks.decided(torch.initial_seed), 0  # the seed, and steps so far
+        # The seed, and the steps so far.
+        self.random_state: tuple[int, int] = self.ranks.run_on_leader(torch.initial_seed), 0
         self.last_step = ExecutedStep(self.layout, [])
 
     def _plan_start(self, options: PipelineOptions, num_ranks: int) -> PipelineOptions:
@@ -149,7 +150,7 @@ class PipelineRuntime:
         expected = options.expected
         say = _log.info if expected is None or expected.say is None else expected.say
         try:
-            with counted_off("measuring what layers cost"):
+            with watchdog_paused("measuring what layers cost"):
                 self.plan, self._given_rates = self.family.plan(num_ranks, say)
         except OutOfMemoryError:
             raise
@@ -227,7 +228,7 @@ class PipelineRuntime:
         # 3. Run all actions of this process's ranks.
         seed, num_steps = self.random_state
         is_compiling = self.family.compiled and num_steps == 0
-        with counted_off("compiling") if is_compiling else nullcontext():
+        with watchdog_paused("compiling") if is_compiling else nullcontext():
             loss = self._run(self.layout.training, batch)
 
         # 4. Complete the gradients.
@@ -252,10 +253,10 @@ class PipelineRuntime:
         if self.settings.is_tuning:
 
             def holds() -> HeldBytes:
-                return self.memory_limit.held_by(self._to_rehearse(whole, self._cut(whole, None, needs_targets)))
+                return self.memory_limit.peak_memory_of(self._to_rehearse(whole, self._cut(whole, None, needs_targets)))
 
             first = batch.microbatches[0]
-            with counted_off("planning the first step"):
+            with watchdog_paused("planning the first step"):
                 most_rows = max(microbatch.num_sequences for microbatch in batch.microbatches)
                 self._first_steps.begin(sum(first.slices), most_rows, holds)
             batch = self._cut(whole, None, needs_targets)

@@ -30,7 +30,7 @@ from slipstream.pipeline.introspection import PipelineFacts
 from slipstream.pipeline.runtime import PipelineRuntime
 from slipstream.pipeline.weights import merged_state, write_adapter, write_model
 from slipstream.profile import without_origin
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 
 class PipelineSaving(PipelineFacts):
@@ -75,13 +75,13 @@ class PipelineSaving(PipelineFacts):
             rule = describe_rule(optimizer, scheduler)
             return list(training_shards(_kept(runtime), optimizer)), rule, encode(dict(facts), "facts")
 
-        shards, rule, loop_state = ranks.world.done_by_all(prepared)
+        shards, rule, loop_state = ranks.world.all_or_none(prepared)
         _check_alike(ranks, {"step": step, **rule})
         shards += _buffers(runtime, writes=True)
-        with counted_off("saving", uses_disk=True):
+        with watchdog_paused("saving", uses_disk=True):
             checkpoints = Checkpoints(folder, ranks.world, keep, say=_refuse, saving_group=ranks.world)
             checkpoints.prepare()
-            ranks.decided(lambda: _check_step(folder, step, replace))
+            ranks.run_on_leader(lambda: _check_step(folder, step, replace))
             described = loop_facts(rule, loop_state, runtime.random_state)
             checkpoints.save(step, shards, described | {"model": _described(runtime)})
             checkpoints.close()
@@ -110,7 +110,7 @@ class PipelineSaving(PipelineFacts):
         folder, runtime = Path(folder), self._runtime
         ranks = runtime.ranks
         runtime.calls.begin("load")
-        with counted_off("loading a checkpoint", uses_disk=True):
+        with watchdog_paused("loading a checkpoint", uses_disk=True):
             checkpoints = Checkpoints(folder, ranks.world, saving_group=ranks.world)
             saved = checkpoints.find(step)
             if saved is None:
@@ -130,7 +130,7 @@ class PipelineSaving(PipelineFacts):
                 ):
                     raise SlipstreamError(f"{saved.folder} {problem}.")
 
-            ranks.world.done_by_all(checked)
+            ranks.world.all_or_none(checked)
             load_training(checkpoints, saved, parts, optimizer, buffers)
         loop = saved.facts["loop"]
         restore_rule(loop, optimizer, scheduler)
@@ -160,7 +160,7 @@ class PipelineSaving(PipelineFacts):
                 whole = state if adapter is None else merged_state(config, adapter, state)
                 write_model(folder, config, whole, generation, beside)
 
-        ranks.decided(write)  # no rank continues before the folder is complete
+        ranks.run_on_leader(write)  # no rank continues before the folder is complete
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the whole model's state by the unsplit model's names, in host memory, on rank 0; an empty dict on the

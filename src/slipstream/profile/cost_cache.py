@@ -97,7 +97,7 @@ def find_costs(
     called, on the leader, with the share of the settings' budget that is spent.
     """
     cache = CostCache.of(config, settings, device, ranks)
-    cached: Profile | None = ranks.decided(lambda: _disturbed.get(cache.path) or cache.find(say))
+    cached: Profile | None = ranks.run_on_leader(lambda: _disturbed.get(cache.path) or cache.find(say))
     if cached is not None and (cached.link is not None or ranks.pipeline.size == 1):
         return cached
     tell = on_progress if ranks.leads else lambda share: None

@@ -15,7 +15,7 @@ from slipstream.checkpoint import TensorShard
 from slipstream.errors import RankFailedError
 from slipstream.parallel import receive_tensor, send_tensor
 from slipstream.train.run_context import RunContext
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 _MOST_NAMED = 4  # tensors of an error's message
 
@@ -78,7 +78,7 @@ class StateCheck:
         if self._world.size == 1:
             self._lone = {place_of(shard) for shard in self._shards()}
             return False
-        with counted_off("comparing copies"):  # large ones may take longer than ranks may wait otherwise
+        with watchdog_paused("comparing copies"):  # large ones may take longer than ranks may wait otherwise
             mine = {place_of(shard): fingerprint(shard.tensor) for shard in self._shards()}
             digests = self._world.gather(mine)
         self._hosts = self._hosts or self._world.gather(socket.gethostname())

@@ -84,12 +84,12 @@ def choose_mesh(config: Config, device: torch.device, progress: Progress) -> Con
         return config
     world, folder = RankGroup(dist.group.WORLD), config.folder
     model_config = source_of(config).config
-    first: Config = world.decided(lambda: first_mesh(config, model_config))
+    first: Config = world.run_on_leader(lambda: first_mesh(config, model_config))
     if not first.plan.open:
         return first
     sequences = load_sequences(config, folder.inputs, progress.warn)
     tried: list[PlannedMesh] = []
-    for option in world.decided(lambda: [*possible_meshes(config, model_config)]):
+    for option in world.run_on_leader(lambda: [*possible_meshes(config, model_config)]):
         best = min((mesh for mesh in tried if not mesh.obstacle), key=lambda mesh: mesh.seconds, default=None)
         if best and option.parallel.tensor > best.config.parallel.tensor and best.least_seconds(option) >= best.seconds:
             tried.append(PlannedMesh(option, obstacle=f"at least {seconds_text(best.least_seconds(option))}"))

@@ -25,7 +25,7 @@ from slipstream.train.run_context import RunContext
 from slipstream.train.run_folder import read_lines
 from slipstream.train.run_state import RunState, load_run, run_shards
 from slipstream.train.validation import LossHistory
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 
 class CheckpointedParts(NamedTuple):
@@ -80,10 +80,10 @@ class RunCheckpoints:
 
     def find_start(self) -> SavedCheckpoint | None:
         """Returns the checkpoint to resume from, verified, if any. Collective."""
-        with counted_off("verifying checkpoints", uses_disk=True):
+        with watchdog_paused("verifying checkpoints", uses_disk=True):
             if self._wanted != "last-good":
                 return None if self._wanted == "no" else self._checkpoints.find(self._wanted)
-            before = self._run.world.decided(self._failures.earlier_than)
+            before = self._run.world.run_on_leader(self._failures.earlier_than)
             if before is not None:
                 self._run.progress.warn(
                     f"the same step has failed twice: only a checkpoint before step {before} is good"
@@ -93,7 +93,7 @@ class RunCheckpoints:
     def resume(self, saved: SavedCheckpoint, parts: CheckpointedParts) -> None:
         """Goes on from the checkpoint of `find_start`. Collective."""
         saved.check_model(describe_model(parts.pipe.config))
-        with counted_off("loading a checkpoint", uses_disk=True):
+        with watchdog_paused("loading a checkpoint", uses_disk=True):
             parts.load(self._checkpoints, saved)
         parts.bad_steps.restore(saved.facts["values_of_steps"])
         parts.history.restore(saved.facts["validation"])
@@ -114,7 +114,7 @@ class RunCheckpoints:
 
     def load_best(self, parts: CheckpointedParts) -> int:
         """Loads the checkpoint of the best validation, and returns its step. Collective."""
-        with counted_off("loading a checkpoint", uses_disk=True):
+        with watchdog_paused("loading a checkpoint", uses_disk=True):
             saved = self._checkpoints.find("best")
             if saved is None:
                 raise RankFailedError("no checkpoint could be saved, so that there is no best model to export")
@@ -132,7 +132,7 @@ class RunCheckpoints:
 
     def save(self, step: int, parts: CheckpointedParts) -> None:
         """Begins to save, as `Checkpoints.save`. Collective."""
-        with counted_off("saving", uses_disk=True):
+        with watchdog_paused("saving", uses_disk=True):
             self._checkpoints.save(step, list(parts.shards()), parts.facts())
 
     def keep(self) -> None:
@@ -143,7 +143,7 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Waits for the last save. Collective."""
-        with counted_off("saving", uses_disk=True):
+        with watchdog_paused("saving", uses_disk=True):
             self._checkpoints.close()
 
     def note_step(self, seconds: float) -> None:

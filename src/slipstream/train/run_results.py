@@ -23,7 +23,7 @@ from slipstream.train.run_context import RunContext
 from slipstream.train.run_folder import RunFolder
 from slipstream.train.training_step import autocast
 from slipstream.units import bytes_text
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 
 def draw_last_step(run: RunContext, pipe: Pipeline, timeline: Timeline | None) -> None:
@@ -43,7 +43,7 @@ def draw_last_step(run: RunContext, pipe: Pipeline, timeline: Timeline | None) -
 def export_model(run: RunContext, pipe: Pipeline, folder: Path) -> None:
     """Exports to `folder`, and of an adapter to the folder next to it as configured. Collective. Raises as `export`."""
     for place, merged in run.config.exports(folder).items():
-        with counted_off("exporting", uses_disk=True):
+        with watchdog_paused("exporting", uses_disk=True):
             export(run, pipe, place, merged)
         run.progress.say_result(f"exported to {place}")
 
@@ -74,10 +74,10 @@ def export(run: RunContext, pipe: Pipeline, folder: Path, merged: bool = True) -
         raise NonFiniteError(f"the model is not exported: {describe_non_finite(description)}")
     part, before = (run.folder.work / f"{folder.name}{end}" for end in (".part", ".before.part"))
     try:
-        run.world.decided(lambda: _clear(part, before))
+        run.world.run_on_leader(lambda: _clear(part, before))
         pipe.save_pretrained(part, merged)
         trusts_code = run.config.model.trust_remote_code
-        run.world.decided(lambda: _complete(run.folder, part, before, folder, trusts_code))
+        run.world.run_on_leader(lambda: _complete(run.folder, part, before, folder, trusts_code))
     except OSError:
         if pipe.leads:
             shutil.rmtree(part, ignore_errors=True)

@@ -37,7 +37,7 @@ from slipstream.train.run_state import RunState
 from slipstream.train.training_step import Evaluator, count_steps, train_step
 from slipstream.train.validation import Validator
 from slipstream.units import numbers_text, plural
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 _RECENT = 20  # steps, of which the median is said
 
@@ -119,7 +119,7 @@ class Trainer:
             run.progress.say_result(best)
         self._reporter.close()
         # 4. The run's results.
-        with counted_off("drawing the last step"), run.writes.of("the last step's timeline"):
+        with watchdog_paused("drawing the last step"), run.writes.of("the last step's timeline"):
             draw_last_step(run, pipe, timeline)
         try:
             self._load_what_is_exported()
@@ -129,7 +129,7 @@ class Trainer:
                 f"the trained model can't be written to {run.folder.model}: {error}. Make room, and type the same "
                 "command with --checkpoint.resume=latest"
             ) from error
-        with counted_off("writing a sample"):
+        with watchdog_paused("writing a sample"):
             write_sample(run, pipe)
 
     def _say_what_changed(self, facts: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class Trainer:
         took = [line["step_seconds"] for line in read_lines(run.folder.metrics) if "step_seconds" in line][-_RECENT:]
         ratio = None
         if took and config.training.batch_tokens is None:
-            with counted_off("simulating steps of the meshes"):
+            with watchdog_paused("simulating steps of the meshes"):
                 ratio = simulated_ratio(with_mesh_of(config, facts), config, pipe.config)
         before = f"{statistics.median(took):.3g}, measured" if took else "unknown"
         now = "unknown" if ratio is None else f"{ratio * statistics.median(took):.3g}, predicted"
@@ -156,7 +156,7 @@ class Trainer:
         config = self._run.config
         if config.preference is None:
             return load_texts(self._run.folder.inputs, "validation")
-        with counted_off("computing the reference"):
+        with watchdog_paused("computing the reference"):
             texts = load_with_reference(self._run, self._pipe, resumes)
         packing, training, weights = config.data.packing, config.training, config.data.weights
         self._sequences = sequences_of(texts["train"], packing, training.seq_len, training.seed, weights)
@@ -212,7 +212,7 @@ class Trainer:
     def _do_what_is_due(self, step: int) -> None:
         training, section, is_best = self._run.config.training, self._run.config.checkpoint, False
         if self._validator.is_due(step, self._num_steps):
-            with counted_off("validating"):
+            with watchdog_paused("validating"):
                 record, is_best = self._validator.validate(step)
             self._reporter.write(record)
         last = step == self._num_steps or self._validator.history.is_out_of_patience
@@ -224,7 +224,7 @@ class Trainer:
             self._save(step)
             self._checkpoints.note_save(step, time.perf_counter() - began)
         if (every := self._run.config.sample.every) and step % every == 0 and not last:
-            with counted_off("writing a sample"):
+            with watchdog_paused("writing a sample"):
                 self._reporter.write(sample_in_training(self._run, self._pipe, step))
         if training.export_every and step % training.export_every == 0 and not last:
             self._export_between(step)

@@ -39,7 +39,7 @@ from slipstream.train.preflight import less_memory, preflight
 from slipstream.train.run_context import RunContext
 from slipstream.train.trainer import Trainer
 from slipstream.units import plural
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 _log = logging.getLogger("slipstream.train.training_rank")  # a launched rank runs this module as __main__
 
@@ -94,7 +94,7 @@ def _join(config: Config, ranks: launch.ConnectedRanks, stop: launch.StopRequest
     lock = FolderLock(config.training.output, progress.warn)  # which rank 0 takes, and the others join
     try:
         try:
-            with counted_off("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
+            with watchdog_paused("preparing the run"):  # rank 0 reads and tokenises the text while the others wait
                 is_finished = _prepare(config, ranks, lock, progress)
         except SlipstreamError:
             dist.destroy_process_group()
@@ -191,7 +191,7 @@ def _prepare(config: Config, ranks: launch.ConnectedRanks, lock: FolderLock, pro
             folder.run_id.write_text(run_id)
         return inputs.is_finished, run_id, lock.key
 
-    is_finished, run_id, owner = world.decided(prepared)
+    is_finished, run_id, owner = world.run_on_leader(prepared)
     if is_finished:
         return True
     blind = [rank for rank, sees in enumerate(world.gather(_appears(folder.run_id, run_id))) if not sees]
@@ -235,7 +235,7 @@ def _train(config: Config, device: torch.device, stop: launch.StopRequest) -> No
     _log.debug("process %d on %s, %s, threads: %d", os.getpid(), socket.gethostname(), device, torch.get_num_threads())
     torch.manual_seed(config.training.seed)
     progress = launch.Progress(make_console() if rank == 0 else None)
-    with counted_off("comparing meshes"):
+    with watchdog_paused("comparing meshes"):
         config = choose_mesh(config, device, progress)
     progress.say("ranks are connected; building the model")
     with shortage_explained():

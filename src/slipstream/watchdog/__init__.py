@@ -6,7 +6,6 @@ from slipstream.watchdog.supervisor import WatchSettings, open_hub, supervised_h
 from slipstream.watchdog.watched_rank import (
     StallLimit,
     board,
-    counted_off,
     end_watch,
     explain_loss,
     finished_ranks,
@@ -14,5 +13,6 @@ from slipstream.watchdog.watched_rank import (
     note_order,
     start_watch,
     waiting,
+    watchdog_paused,
 )
 from slipstream.watchdog.wire import listen_at, loopback_address, wait_for_an_end

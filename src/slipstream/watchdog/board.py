@@ -29,19 +29,19 @@ class State(IntEnum):
     RUNNING, FINISHED, FAILED = range(3)
 
 
-class Silence(IntEnum):
+class StallPolicy(IntEnum):
     """How to judge a rank that makes no progress."""
 
     ANY_LENGTH, COUNTED, LONG = range(3)  # nothing; that it stalls; the same, but only after ten times the limit
 
 
-class Sight(NamedTuple):
-    """A look at a board. The counter changes whenever the rank gets on."""
+class RankStatus(NamedTuple):
+    """The state on a board at one look. The counter changes whenever the rank gets on."""
 
     counter: int
     action: int  # its index in the rank's order; -1 between steps
     step: int
-    silence: Silence
+    silence: StallPolicy
     state: State
     phase: str
     waits: str  # the collective or message that the rank waits for; empty where it doesn't
@@ -76,7 +76,7 @@ class Board:
         _STEP.pack_into(self._memory, _START + 4, step)
         self._beat()
 
-    def set_state(self, state: State, silence: Silence = Silence.COUNTED) -> None:
+    def set_state(self, state: State, silence: StallPolicy = StallPolicy.COUNTED) -> None:
         """Writes the state of the rank's life, and how to judge its silence from now on."""
         _BYTES.pack_into(self._memory, _START + 8, silence, state)
         self._beat()
@@ -89,11 +89,11 @@ class Board:
         """Writes the message or collective that the rank waits for; empty: none. At most 159 bytes count."""
         self._write(_WAIT_AT, text[: _WAIT_BYTES - 1] + b"\0")
 
-    def look(self) -> Sight:
+    def look(self) -> RankStatus:
         """Returns the status as it is written now."""
         (counter,) = _COUNTER.unpack_from(self._memory, 0)
         action, step, silence, state, phase, waits = _FIELDS.unpack_from(self._memory, _START)
-        return Sight(counter, action, step, Silence(silence), State(state), _text(phase), _text(waits))
+        return RankStatus(counter, action, step, StallPolicy(silence), State(state), _text(phase), _text(waits))
 
     def _write(self, at: int, data: bytes) -> None:
         self._memory[at : at + len(data)] = data

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from typing import Any, Literal
 
-from slipstream.watchdog.board import Board, Silence, State, anonymous_file
+from slipstream.watchdog.board import Board, StallPolicy, State, anonymous_file
 from slipstream.watchdog.supervisor import Supervised, Supervisor, WatchSettings
 from slipstream.watchdog.wire import Link
 
@@ -101,7 +101,7 @@ def start_watch(
     watch.names = range(num_ranks) if names is None else names
     watch.before = _watch if _is_own() else None
     watch.process, watch.is_provisional = os.getpid(), is_provisional
-    watch.board.set_state(State.RUNNING, Silence.ANY_LENGTH if is_provisional else Silence.COUNTED)
+    watch.board.set_state(State.RUNNING, StallPolicy.ANY_LENGTH if is_provisional else StallPolicy.COUNTED)
     stack = anonymous_file("slipstream-stack")
     descriptors = files | {"board": watch.board.descriptor, "stack": stack}
     run: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "limit": limit, "token": settings.token}
@@ -163,19 +163,19 @@ def waiting(what: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def counted_off(phase: str, uses_disk: bool = False) -> Iterator[None]:
+def watchdog_paused(phase: str, uses_disk: bool = False) -> Iterator[None]:
     """Says that this rank is in a phase of unknown length, such as "exporting": nobody's silence counts meanwhile.
 
     Where the phase `uses_disk`, a run in which nobody reads, writes, computes or gets on is ended after ten times the
     limit.
     """
     mine = board()
-    if mine is None or mine.look().silence != Silence.COUNTED:  # within another one
+    if mine is None or mine.look().silence != StallPolicy.COUNTED:  # within another one
         yield
         return
     before = mine.look().phase
     mine.set_phase(phase)
-    mine.set_state(State.RUNNING, Silence.LONG if uses_disk else Silence.ANY_LENGTH)
+    mine.set_state(State.RUNNING, StallPolicy.LONG if uses_disk else StallPolicy.ANY_LENGTH)
     try:
         yield
     finally:

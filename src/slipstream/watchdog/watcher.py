@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.schedule import Schedule, ScheduleError, report_wait
-from slipstream.watchdog.board import Board, Sight, Silence, State
+from slipstream.watchdog.board import Board, RankStatus, StallPolicy, State
 from slipstream.watchdog.judgement import LEAST_LIMIT, UNREACHABLE_AFTER, end_of, state_of
 from slipstream.watchdog.supervisor import LOOK_SECONDS, PAUSED_SECONDS, accept_settings
 from slipstream.watchdog.wire import Line, Link, wait_for
@@ -37,7 +37,7 @@ class Watcher:
         self._settings, self._supervisor, self._parent = settings, supervisor, int(settings["parent"])
         self._end_of_rank = end_of(self._parent)
         self._board = Board(settings["board"])
-        self._last: Sight = self._board.look()
+        self._last: RankStatus = self._board.look()
         self._changed = self._reported = self._looked = self._active = time.monotonic()
         self._num_bytes = 0
         self._stopped_since: float | None = None
@@ -122,7 +122,7 @@ class Watcher:
             self._hub.heard += pause
         self._looked = now
         if sight.counter != self._last.counter:
-            if self._last.silence == Silence.COUNTED and self._last.step > 1:
+            if self._last.silence == StallPolicy.COUNTED and self._last.step > 1:
                 self._longest = max(self._longest, now - self._changed)
             self._changed = self._active = now
         self._last = sight
@@ -153,11 +153,11 @@ class Watcher:
             "longest": self._longest,
         } | self._position(self._last)
 
-    def _position(self, sight: Sight) -> dict[str, Any]:
+    def _position(self, sight: RankStatus) -> dict[str, Any]:
         order = self._order() if sight.action >= 0 else ""
         return {
-            "is_counted": sight.silence == Silence.COUNTED,
-            "may_be_long": sight.silence == Silence.LONG,
+            "is_counted": sight.silence == StallPolicy.COUNTED,
+            "may_be_long": sight.silence == StallPolicy.LONG,
             "step": sight.step,
             "waits": bool(sight.waits),
             "doing": doing_text(sight, order),
@@ -227,7 +227,7 @@ def main() -> None:
 _MOST_FRAMES = 8
 
 
-def doing_text(sight: Sight, order: str) -> str:
+def doing_text(sight: RankStatus, order: str) -> str:
     """Returns where a rank is, as the end of a sentence: "in step 3 at 0B0.1 (action 7 of 12), waiting for ...".
 
     Args:
@@ -242,7 +242,7 @@ def doing_text(sight: Sight, order: str) -> str:
     return f"{place}, waiting in {sight.waits}" if sight.waits else place
 
 
-def wait_lines(sight: Sight, order: str) -> list[str]:
+def wait_lines(sight: RankStatus, order: str) -> list[str]:
     """Returns the actions missing for a rank's action, by the rules of order; none where it isn't at one."""
     if not sight.waits or not (schedule := _parse(order, sight)):
         return []
@@ -260,7 +260,7 @@ def stack_lines(dump: str) -> list[str]:
     return [f"stack: {frame}" for frame in frames[:_MOST_FRAMES]]
 
 
-def _row(order: str, sight: Sight) -> list[str]:
+def _row(order: str, sight: RankStatus) -> list[str]:
     """Returns the texts of the rank's actions. Parsing the actions of all ranks at every report would slow their
     computing down."""
     rank, _, text = order.partition("\n")
@@ -269,7 +269,7 @@ def _row(order: str, sight: Sight) -> list[str]:
     return words if 0 <= sight.action < len(words) else []
 
 
-def _parse(order: str, sight: Sight) -> tuple[int, Schedule] | None:
+def _parse(order: str, sight: RankStatus) -> tuple[int, Schedule] | None:
     if sight.action < 0 or not order:
         return None
     rank, _, text = order.partition("\n")

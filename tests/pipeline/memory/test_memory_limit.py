@@ -28,7 +28,7 @@ def pipeline(**settings: Any) -> Pipeline:
 
 def predicted(pipe: Pipeline, inputs: Tensor) -> float:
     runtime, batch = pipe._runtime, Batch.of(pipe.device, inputs, inputs)
-    return max(runtime.memory_limit.held_by(runtime.rehearsed_step(batch)).peaks)
+    return max(runtime.memory_limit.peak_memory_of(runtime.rehearsed_step(batch)).peaks)
 
 
 def settle(pipe: Pipeline, inputs: Tensor) -> int:

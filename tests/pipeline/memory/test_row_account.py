@@ -57,7 +57,7 @@ def test_a_few_rows_tell_what_all_hold(name: str, settings: dict[str, Any]) -> N
     for batch in (sequences(64, 20, 33, 5, 45, 63), sequences(64), sequences(7, 1)):
         pipe.step(batch, batch)
         slices = [each.slices for each in pipe.last_step.microbatches]
-        known = max(pipe._runtime.memory_limit.held_in(pipe.layout.training, slices))
+        known = max(pipe._runtime.memory_limit.peak_memory_of_rows(pipe.layout.training, slices))
         real = rehearsed(pipe)
         assert 0.999 * real <= known <= 1.15 * real
 

@@ -124,7 +124,7 @@ def test_a_model_that_cannot_be_measured_is_planned_once_steps_ran() -> None:
 def held(pipe: Pipeline, inputs: Tensor) -> float:
     """The most bytes that a rank holds, as they are rehearsed before a step runs."""
     runtime = pipe._runtime
-    return max(runtime.memory_limit.held_by(runtime.rehearsed_step(Batch.of(pipe.device, inputs, inputs))).peaks)
+    return max(runtime.memory_limit.peak_memory_of(runtime.rehearsed_step(Batch.of(pipe.device, inputs, inputs))).peaks)
 
 
 @pytest.mark.more

@@ -14,7 +14,7 @@ from slipstream.array_types import Floats, Ints
 from slipstream.cost import OPS
 from slipstream.errors import SlipstreamError
 from slipstream.planner.joint import JointPlan, JointProblem, OutOfMemoryError, find_joint_plan
-from slipstream.planner.joint.joint_search import Finals, placements
+from slipstream.planner.joint.joint_search import FinalistSearch, placements
 from slipstream.planner.joint.placement_search import PlacementSearch, QuickOrder
 from slipstream.planner.joint.problem import MemoryAccount
 from slipstream.planner.joint.unit_costs import SlicedUnits
@@ -244,7 +244,7 @@ def test_the_finals_prefer_what_is_shorter_in_its_best_order() -> None:
     task = problem(costs=ToyCosts(num_layers=6, head=2.0), seq_len=1024, effort=2e7)
     searches = [PlacementSearch(task, (0, 1, 0, 1), False, lambda used: None)]
     searches[0].run(np.inf, 1e7)
-    finals = Finals(searches)
+    finals = FinalistSearch(searches)
     finals.run()
     (first,), (last,) = [each.best for each in searches], [*finals.best.values()]
     assert first is not None

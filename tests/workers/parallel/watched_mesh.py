@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 from slipstream import Pipeline, Runtime, make_mesh
 from slipstream.watchdog import board, is_watched
-from slipstream.watchdog.board import Silence
+from slipstream.watchdog.board import StallPolicy
 from support.architectures import ARCHITECTURES
 from support.pipelines import make_pipe
 
 del os.environ["SLIPSTREAM_STALL_LIMIT"]  # which the tests' launcher switches off
 
 
-def silence() -> Silence:
+def silence() -> StallPolicy:
     mine = board()
     assert mine is not None
     return mine.look().silence
@@ -24,12 +24,12 @@ def silence() -> Silence:
 mesh = make_mesh(pp=2)
 assert is_watched(provisionally=True)
 assert not is_watched()
-assert silence() is Silence.ANY_LENGTH
+assert silence() is StallPolicy.ANY_LENGTH
 make_mesh(pp=2)  # not twice
 Pipeline.from_config(ARCHITECTURES["llama"], mesh=mesh, runtime=Runtime(self_check=False, stall_limit=300))
 assert is_watched()
-assert silence() is Silence.COUNTED
+assert silence() is StallPolicy.COUNTED
 make_pipe(ARCHITECTURES["llama"], mesh=make_mesh(pp=2))
-assert silence() is Silence.COUNTED
+assert silence() is StallPolicy.COUNTED
 dist.destroy_process_group()
 print("watched")

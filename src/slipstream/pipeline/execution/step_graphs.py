@@ -27,7 +27,7 @@ from slipstream.pipeline.execution.action_graphs import (
 from slipstream.pipeline.execution.executor import Executor, RankStep
 from slipstream.pipeline.pipeline_options import PipelineOptions
 from slipstream.schedule import Action, Schedule
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 _log = logging.getLogger(__name__)
 _EAGER_STEPS = 2  # alike, before one is recorded: in the last of them, calls that wait for the GPU are looked for
@@ -129,7 +129,7 @@ class StepGraphs:
         self.gradients.begin()
         torch.clear_autocast_cache()  # a graph casts the weights itself, which change
         try:
-            with counted_off("recording CUDA graphs"):
+            with watchdog_paused("recording CUDA graphs"):
                 self._recorded = [self._recorded_rank(rank, schedule, batch) for rank in ranks]
         except RuntimeError as error:
             self._recorded = []

@@ -100,7 +100,9 @@ class CausalLMFamily(ModelFamily):
         self.config: PretrainedConfig = source.config
         self.name = str(self.config.model_type)
         self.beside = source.beside
-        self._router_loss = ranks.decided(lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size))
+        self._router_loss = ranks.run_on_leader(
+            lambda: find_router_loss(self.config, options.router_loss, ranks.tensor.size)
+        )
         self.compiled, self.trained, self.adapter = source.compiled, source.trained, source.trained.adapter
         self._source: WeightSource | None = source  # until the stages are made: it may hold layers of other ranks
         self._options, self._ranks, self._device = options, ranks, device
@@ -108,9 +110,9 @@ class CausalLMFamily(ModelFamily):
             check_compiler(device.type)
         self._self_check: SelfCheck | None = None
         if options.runtime.self_check:
-            self._self_check = ranks.decided(lambda: check_sliceable(self.config))
+            self._self_check = ranks.run_on_leader(lambda: check_sliceable(self.config))
         parallel, degrees = options.parallel, ranks.degrees
-        ranks.decided(lambda: check_sharing(self.config, degrees, parallel, self.adapter))
+        ranks.run_on_leader(lambda: check_sharing(self.config, degrees, parallel, self.adapter))
         if options.runtime.self_check and degrees.tensor > 1:
             cut = parallel.tensor_plan, ranks.tensor, parallel.sequence_parallel, degrees.experts == 1
             check_tensor_parallel(self.config, *cut)
@@ -153,7 +155,7 @@ class CausalLMFamily(ModelFamily):
     def planned_vocabulary(self, num_ranks: int) -> Vocabulary:
         """Returns how a plan may have the head. Raises SlipstreamError for a head that can't be as the options say."""
         asked = self.config, self._anatomy, num_ranks, self._ranks.tensor.size, self._options
-        vocabulary: Vocabulary = self._ranks.decided(lambda: planned_vocabulary(*asked))
+        vocabulary: Vocabulary = self._ranks.run_on_leader(lambda: planned_vocabulary(*asked))
         return vocabulary
 
     def start_request(self, num_ranks: int, seq_len: int, microbatch_size: int = 1) -> StartRequest:
@@ -261,7 +263,7 @@ class CausalLMFamily(ModelFamily):
             return stages
 
         # a stage's own layers may have heads that can't be spread over the ranks that share its slices
-        self._stages = made() if shared.exchange is None else self._ranks.world.done_by_all(made)
+        self._stages = made() if shared.exchange is None else self._ranks.world.all_or_none(made)
         return self._stages, shared.tensor
 
     def add_embedding_noise(self, alpha: float, length: int) -> None:

@@ -59,7 +59,7 @@ class ChangedModel:
                     "parallel.shard='optimizer'."
                 )
             if check is not None and given.changes:
-                result = ranks.decided(lambda: try_changes(given, model, anatomy, check.packs_any_length))
+                result = ranks.run_on_leader(lambda: try_changes(given, model, anatomy, check.packs_any_length))
         if given.renumbered and (anatomy.attends_itself or (check is not None and check.carries_states)):
             raise SlipstreamError(
                 f"{given.renumbered[0]} has another layer_idx than its place in {anatomy.layers}, by which layers of "

@@ -131,7 +131,7 @@ class SequenceFamily(ModelFamily):
             partition = costs.layers_of(plan.partition)
             return replace(plan, partition=partition, exact=exact, rejected=rejected, costs=costs)
 
-        found: JointPlan = self._ranks.decided(lambda: of_layers(find_joint_plan(problem)))
+        found: JointPlan = self._ranks.run_on_leader(lambda: of_layers(find_joint_plan(problem)))
         return found, None
 
     def _may_end_at(self, place: int) -> bool:

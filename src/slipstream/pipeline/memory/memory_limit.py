@@ -80,7 +80,7 @@ class MemoryLimit:
             self._fitting[checked] = None
             _forget_oldest(self._fitting, self.most_steps)
 
-    def held_in(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
+    def peak_memory_of_rows(self, schedule: Schedule, slices: Sequence[tuple[int, ...]]) -> list[float]:
         """Returns the bytes that every rank would hold in a step of rows in these slices, which was planned; raises
         SlipstreamError where some action was never rehearsed.
 
@@ -90,7 +90,7 @@ class MemoryLimit:
         peaks = self.rows.order_bytes(schedule, slices).rank_peaks().tolist()
         return [peak * _ROUNDED_UP + token_bytes(sum(map(sum, slices))) for peak in peaks]
 
-    def held_by(self, step: RehearsedStep) -> HeldBytes:
+    def peak_memory_of(self, step: RehearsedStep) -> HeldBytes:
         """Returns the bytes that every rank, and every slice on a stage, would hold in the step. Collective.
 
         All its microbatches are alike.
@@ -175,9 +175,9 @@ class MemoryLimit:
     def _held_with(self, plan: StepPlan) -> list[float]:
         """Returns the bytes that every rank would hold with a step's plan."""
         if self._layout.recompute or self._layout.spreads_vocabulary or self._counts_by_shape:
-            return self.held_in(self._lay_out(plan.schedule).with_all_backwards.training, plan.slices)
+            return self.peak_memory_of_rows(self._lay_out(plan.schedule).with_all_backwards.training, plan.slices)
         order = add_reductions(plan.schedule) if self._layout.reduces else plan.schedule
-        return self.held_in(order, plan.slices)
+        return self.peak_memory_of_rows(order, plan.slices)
 
     @property
     def _counts_by_shape(self) -> bool:
@@ -204,7 +204,7 @@ def _longest(lengths: Sequence[int]) -> str:
 
 
 def _token_bytes(step: RehearsedStep) -> int:
-    """Returns an upper bound of the bytes of the batch, cut and uncut, which the table leaves out."""
+    # An upper bound of the bytes of the batch, cut and uncut, which the table leaves out.
     return token_bytes(step.batch.num_tokens)
 
 

@@ -80,7 +80,7 @@ class FirstSteps:
             return
         if self._observed.next is None:
             self.listens = False
-            self._plan(problem, self._ranks.decided(self._observed.rates), holds)
+            self._plan(problem, self._ranks.run_on_leader(self._observed.rates), holds)
             return
         plan = RowPlan(*self._observed.next, seconds=0.0)
         if self._limit is not None and max((held := self._held(plan, holds)).peaks) > self._limit:
@@ -137,7 +137,7 @@ class FirstSteps:
         assert self._limit is not None
         peaks: list[tuple[float, ...]] = []
         for lengths in dict.fromkeys([slices, *map(problem.fixed_slices, _FRUGAL)]):
-            plan: RowPlan = self._ranks.decided(partial(frugal_plan, problem, rates, lengths))
+            plan: RowPlan = self._ranks.run_on_leader(partial(frugal_plan, problem, rates, lengths))
             held = self._held(plan, holds)
             if max(held.peaks) <= self._limit:
                 return plan, held
@@ -146,7 +146,7 @@ class FirstSteps:
 
     def _found(self, problem: RowProblem, rates: StageRates, room: Sequence[float] | None) -> RowPlan:
         """Returns the leader's plan. Collective."""
-        row_plan: RowPlan = self._ranks.decided(lambda: find_row_plan(problem, rates, room))
+        row_plan: RowPlan = self._ranks.run_on_leader(lambda: find_row_plan(problem, rates, room))
         return row_plan
 
     def _held(self, plan: RowPlan, holds: Holds) -> HeldBytes:

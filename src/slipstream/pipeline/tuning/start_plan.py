@@ -194,7 +194,7 @@ def _plan(
         lengths = units.longest_slice, request.profile.seq_len, request.granularity
         return plan, fit_rates(costs, plan.partition, *lengths, recompute=plan.recompute)
 
-    chosen: tuple[JointPlan, StageRates] = ranks.decided(found)
+    chosen: tuple[JointPlan, StageRates] = ranks.run_on_leader(found)
     return chosen
 
 
@@ -223,7 +223,7 @@ def measure_rates(
                 profile = find_costs(config, settings, device, ranks, say, told.measured)
         else:
             cache = CostCache.of(config, settings, device, ranks)
-            profile = ranks.decided(lambda: cache.find(say))
+            profile = ranks.run_on_leader(lambda: cache.find(say))
         if profile is None:
             return None
         units = _units(profile, config, request, ranks, say)
@@ -231,7 +231,7 @@ def measure_rates(
         say(f"the first steps are timed, as costs can't be measured: {error}")
         return None
     lengths = units.longest_slice, settings.seq_len, request.granularity
-    rates: StageRates = ranks.decided(lambda: fit_rates(units, partition, *lengths, recompute=recompute))
+    rates: StageRates = ranks.run_on_leader(lambda: fit_rates(units, partition, *lengths, recompute=recompute))
     return rates
 
 
@@ -240,7 +240,7 @@ def _units(
 ) -> ProfileUnits:
     """Returns the costs of the model's units, as it is trained. Collective."""
     measured = ProfileUnits(profile, StateBytes.of("float32" if request.dtype == "bf16" else request.dtype))
-    units: ProfileUnits = ranks.decided(lambda: _of_what_is_trained(measured, config, request, say))
+    units: ProfileUnits = ranks.run_on_leader(lambda: _of_what_is_trained(measured, config, request, say))
     return units
 
 

@@ -47,7 +47,7 @@ _ACCOUNT = 200  # times an order's actions: the effort of an account of memory
 _BOUND = 100  # times an order's actions: the effort of a bound, of which little is compiled
 
 
-class Finals:
+class FinalistSearch:
     """The best candidate of each placement by orders that are searched for.
 
     Quick orders are some 2% longer than the best ones, and not all alike, while the best orders are close to their
@@ -149,7 +149,7 @@ def find_joint_plan(problem: JointProblem, on_progress: Callable[[float], None] 
 
 def _best(searches: list[PlacementSearch]) -> JointPlan | None:
     """Returns the best of the placements' plans, or that with the dynamic program's slices where it is better yet."""
-    finals = Finals([search for search in searches if search.is_promising])
+    finals = FinalistSearch([search for search in searches if search.is_promising])
     finals.run()
     ordered = [(search.plan(best), search) for search, best in finals.best.items() if best]
     plans = sorted(((plan, search) for plan, search in ordered if plan), key=lambda pair: pair[0].seconds)

@@ -34,7 +34,7 @@ from slipstream.train.metrics.records import (
 from slipstream.train.run_context import RunContext
 from slipstream.train.training_step import StepResult, compute_dtype
 from slipstream.units import bytes_text, long_duration_text, times_text
-from slipstream.watchdog import counted_off
+from slipstream.watchdog import watchdog_paused
 
 
 class Reporter:
@@ -69,7 +69,7 @@ class Reporter:
             try:
                 length, rows = map(round, sequence)
                 counted = pipe.config, length, rows, run.world.size, peak
-                with counted_off("counting the model's operations"):
+                with watchdog_paused("counting the model's operations"):
                     self._figures = FlopsMeter(*counted, pipe.trained_weights)
             except SlipstreamError as error:
                 run.progress.say(f"FLOPs are not shown: {error}")
