@@ -1,4 +1,4 @@
-"""The context store names a wrong order, frees memory with the last backward, and is not changed by a replay."""
+"""The stores of keys, values and carried states name a wrong order, and free memory with the last backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.attention import AttentionSite, ContextError, ContextStore, KeyRanges, attend
+from slipstream.attention import AttentionSite, CarriedStates, ContextError, ContextStore, KeyRanges, attend
 
 CUTS = [(0, 4), (4, 9), (9, 12)]
 
@@ -119,3 +119,64 @@ def test_replay_reads_but_never_writes() -> None:
     assert not replayed.num_bytes
     with pytest.raises(ContextError, match="is replayed, but its forward never ran"), replayed.replay():
         run(replayed, 0, 4)
+
+
+STATE_CUTS = [(0, 3), (3, 4), (4, 9)]
+
+
+def state_inputs() -> Tensor:
+    return torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def decayed(state: Tensor | None, x: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """A recurrence: s(t) = decay * s(t-1) + x(t), y(t) = s(t)^2; returns y and the last s."""
+    outputs = []
+    state = torch.zeros((), dtype=x.dtype) if state is None else state
+    for each in x:
+        state = decay * state + each
+        outputs.append(state**2)
+    return torch.stack(outputs), state
+
+
+def run_slice(states: CarriedStates, x: Tensor, decay: Tensor, first: int, end: int) -> Tensor:
+    output, state = decayed(states.read("a", first), x[first:end], decay)
+    return states.leave({"a": state}, first, end, output)
+
+
+def test_a_forward_before_the_one_it_continues() -> None:
+    states, decay = CarriedStates(), torch.tensor(0.9)
+    with pytest.raises(ContextError, match=r"from token 3 on needs the state of 'a'.*first run the slice before"):
+        run_slice(states, state_inputs(), decay, 3, 4)
+
+
+def test_a_backward_before_that_of_the_next_slice() -> None:
+    states, decay = CarriedStates(), torch.tensor(0.9, dtype=torch.float64)
+    outputs = [run_slice(states, state_inputs(), decay, *cut) for cut in STATE_CUTS]
+    with pytest.raises(ContextError, match=r"slice \[3, 4\) runs backward before the slice from 4 on"):
+        outputs[1].sum().backward()
+
+
+def test_a_forward_after_the_backward_that_frees_its_state() -> None:
+    states, decay = CarriedStates(), torch.tensor(0.9, dtype=torch.float64)
+    outputs = [run_slice(states, state_inputs(), decay, *cut) for cut in STATE_CUTS]
+    outputs[2].sum().backward()
+    with pytest.raises(ContextError, match=r"from token 4 on .*any more"):
+        run_slice(states, state_inputs(), decay, 4, 9)
+
+
+def test_without_gradients_one_state_is_kept() -> None:
+    states, decay = CarriedStates(), torch.tensor(0.9, dtype=torch.float64)
+    with torch.no_grad():
+        for cut in STATE_CUTS:
+            run_slice(states, state_inputs(), decay, *cut)
+            assert len(states._states) == 1
+    states.free()
+    assert not states.calls
+
+
+def test_what_is_left_holds_no_more_than_its_numbers() -> None:
+    states, long = CarriedStates(), torch.randn(1000)
+    states.leave({"a": long[-3:]}, 0, 1000, long)
+    left = states.read("a", 1000)
+    assert left is not None
+    assert left.untyped_storage().nbytes() == 3 * 4

@@ -47,34 +47,6 @@ def test_a_layer_has_llama_3_8bs_parameters() -> None:
     assert 32 * weights + 2 * 128256 * 4096 == pytest.approx(8.03e9, rel=1e-3)  # as Meta gives it
 
 
-def test_the_layers_run_in_slices() -> None:
-    """Gradients of two layers in 8 slices are those in one."""
-    from benchmarks.gpu_layers import Layers, measure, verdicts
-
-    found = []
-    for cut in ([64], [8] * 8):
-        layers = Layers(toy(4), 2, 64, torch.device("cpu"), torch.float64, fused=False)
-        assert layers.run(cut) > 0
-        found.append({name: parameter.grad for name, parameter in layers.stage.named_parameters()})
-    assert len(found[0]) == 2 * 9
-    for name, gradient in found[0].items():
-        assert torch.allclose(found[1][name], gradient, rtol=1e-5, atol=1e-8), name  # norms round to float32
-    rows = measure(layers, layers, 1e6, 1e9, (1, 8), repeats=1)
-    assert [row["contender"] for row in rows] == ["1 slices", "8 slices", "FlashAttention-2", "8 slices as graphs"]
-    assert rows[2]["throughput over the best unsliced"] == 1.0
-    as_graphs = {
-        "contender": "8 slices as graphs",
-        "throughput over the best unsliced": 0.95,
-        "share of the peak": 0.56,
-    }
-    assert verdicts([as_graphs | {"tokens": 8192}, as_graphs | {"tokens": 32768}], {"graphs": 1.1}) == {
-        "8 slices reach 0.9 of the unsliced throughput at 8192 tokens": True,
-        "8 slices reach 0.98 of the unsliced throughput at 32768 tokens": False,
-        "8 slices reach 0.57 of the measured peak at 32768 tokens": False,
-        "a layer and slice cost the host at most 1.0 ms (graphs)": False,
-    }
-
-
 def test_a_layer_and_slice_call_few_functions() -> None:
     """Slipstream's, with what a slice costs besides, against transformers' own, forward and backward."""
     from benchmarks.host_time import measure, verdicts

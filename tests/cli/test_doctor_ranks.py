@@ -29,7 +29,7 @@ def _processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@pytest.mark.parametrize("num_ranks", first_of([2, 3]))
+@pytest.mark.parametrize("num_ranks", first_of([2, 3], 1, "grid"))
 def test_every_pair_exchanges_both_ways(num_ranks: int, tmp_path: Path) -> None:
     if num_ranks == 2:
         ended = launch(num_ranks, COMMAND, "doctor", "--folder", tmp_path)
@@ -58,7 +58,9 @@ def test_every_pair_exchanges_both_ways(num_ranks: int, tmp_path: Path) -> None:
             # of the two directions one may end first
             (1, "stop", 88, rf"ranks 1 and 2: (activations 1 to 2|gradients 2 to 1).* did not end within {SECONDS} s"),
             (2, "end", 1, r"ranks 1 and 2: gradients 2 to 1 failed \(RuntimeError"),
-        ]
+        ],
+        1,
+        "grid",
     ),
 )
 def test_it_names_the_pair_that_fails(failing: int, how: str, at: int, problem: str, tmp_path: Path) -> None:

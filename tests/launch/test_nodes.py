@@ -242,7 +242,7 @@ def test_a_folder_that_is_not_shared(network: Network, config: Path) -> None:
         assert expected in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_tasks_sum_over_their_addresses(network: Network) -> None:
     """Each takes the interface between the hosts, though its own name stands for a loopback address there."""
     for result in network.run([WORKER] * 2, [slurm_variables(rank, 2) for rank in range(2)]):

@@ -110,7 +110,7 @@ def test_it_goes_on_counting_and_exports_the_best(run: tuple[RunFolder, Complete
     assert not all(weight.equal(models[2][name]) for name, weight in models[0].items())
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_validation_that_a_signal_left_out_is_made_up_for(
     run: tuple[RunFolder, CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from slipstream.train.data.chat_templates import NAMED_TEMPLATES, ChatTemplate, 
 from slipstream.train.preflight.model_checks import check_new_rows
 from support.architectures import BOUND, gradient_error, gradients, no_rounding_inside
 from support.forked import COMMAND, launch, run_alone
+from support.parameters import first_of
 from support.tiny_training import tiny_llama
 
 ANSWERS = {"owl": "hoot", "cow": "moo", "cat": "purr", "dog": "woof"}
@@ -62,7 +63,7 @@ def run(*words: str, ranks: int = 0) -> str:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("kind", "tied"), [("sharegpt", False), ("alpaca", True)])
+@pytest.mark.parametrize(("kind", "tied"), first_of([("sharegpt", False), ("alpaca", True)], 1, "grid"))
 def test_a_model_that_was_trained_by_chatml_stops_by_itself(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def train(output: Path, files: Path, *more: str) -> str:
     return run_training(2, output, {**SETTINGS, "data": data}, *more).stdout
 
 
-@pytest.fixture(scope="module", params=first_of(["fixed", "none"]))
+@pytest.fixture(scope="module", params=first_of(["fixed", "none"], 1, "grid"))
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: Path) -> tuple[Path, str]:
     output = tmp_path_factory.mktemp("finished") / "run"
     said = train(output, files, f"--data.packing={request.param}")
@@ -244,7 +244,7 @@ def test_gradients_are_those_of_the_plain_loss(
     [
         pytest.param(["1,2,1", "1,1,2"], id="dp, tp"),
         # Four replicas have one or two of six rows.
-        pytest.param(["2,2,1", "2,1,2", "1,2,2", "1,4,1"], id="dp x pp, pp x tp, dp x tp, dp", marks=pytest.mark.more),
+        pytest.param(["2,2,1", "2,1,2", "1,2,2", "1,4,1"], id="dp x pp, pp x tp, dp x tp, dp", marks=pytest.mark.grid),
     ],
 )
 def test_processes_divide_by_what_counts_in_all_of_them(meshes: list[str]) -> None:

@@ -61,7 +61,7 @@ def test_metrics_page_and_log_of_a_run_whose_memory_is_fragmented(config: Path) 
     assert "<td>rank 1</td><td>10.0 GB</td><td>15.0 GB</td><td>4.00 GB</td><td>3</td><td>0</td>" in page
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_what_is_set_already_stays(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:False")
     said = said_in(launch(2, WORKER, "fragmented", "train", config, "--training.steps=2"))

@@ -134,7 +134,7 @@ def test_the_page_s_configuration_is_fine(place: Path) -> None:
     assert yaml.safe_load(OF_THE_PAGE)["lora"]["r"] == check().config.lora.r
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_tensor_ranks_train_an_adapter_that_a_pipeline_goes_on_with(place: Path) -> None:
     """One step on two tensor ranks, and another on two stages: both folders that are left have the same logits."""
     settings = ["--runtime.self_check=false", "--lora.dropout=0.1", "--lora.modules_to_save=[lm_head,norm]"]

@@ -76,7 +76,7 @@ def test_a_loop_of_ones_own_goes_on_from_a_run(whole: Path) -> None:
     assert all(torch.equal(run.state_dict()[name], weight) for name, weight in exported.items())
 
 
-@pytest.mark.more
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "arguments"), first_of([("sgd", "{momentum: 0.9}"), ("adamax", "{}"), ("rprop", "{}")], 1, "grid")
 )

@@ -21,7 +21,7 @@ from support.tiny_training import TEXT, metrics_of, tiny_llama
 MODEL = tiny_llama(hidden_size=128, intermediate_size=512, num_hidden_layers=8, max_position_embeddings=256)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_rank_that_has_become_slow(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 3)

@@ -149,7 +149,7 @@ def test_the_export_has_the_trained_weights(finished: tuple[RunFolder, str]) -> 
     assert read_metrics(output)[1][-1]["validation_loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_the_numbers_do_not_depend_on_how_it_is_started(
     finished: tuple[RunFolder, str], config: Path, output: RunFolder
 ) -> None:
@@ -191,7 +191,7 @@ def check_same_losses(output: RunFolder, expected: RunFolder) -> None:
     assert losses == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_bfloat16_trains_too(config: Path, output: RunFolder) -> None:
     result = train(2, config, "--training.precision=bf16", "--sample.prompt=null")
     assert result.returncode == 0, result.stderr

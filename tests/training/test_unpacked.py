@@ -68,7 +68,7 @@ def test_the_export_has_the_loss_that_was_measured(finished: Path) -> None:
     assert measured == pytest.approx(total / count, rel=1e-4)
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_resumed_run_is_the_same_to_the_bit(finished: Path, text: Path, tmp_path: Path) -> None:
     output = tmp_path / "half"
     half_of(finished, output)
@@ -150,7 +150,7 @@ def test_another_run_starts_from_the_plan_file(planned: Path, text: Path, tmp_pa
     assert same_steps(steps_of(tmp_path / "run"), steps_of(planned))
 
 
-@pytest.mark.more
+@pytest.mark.grid
 def test_a_checkpoint_without_costs_is_resumed_by_multiplications(
     finished: Path, text: Path, tmp_path: Path, compiled_search: None
 ) -> None:

@@ -40,7 +40,9 @@ def step(name: str, offload: float, device: str = "cpu", **settings: object) -> 
     return loss, gradients(pipe)
 
 
-@pytest.mark.parametrize(("name", "schedule"), first_of([("llama", "gpipe"), ("gpt2", "1f1b"), ("mixtral", "1f1b")], 1))
+@pytest.mark.parametrize(
+    ("name", "schedule"), first_of([("llama", "gpipe"), ("gpt2", "1f1b"), ("mixtral", "1f1b")], 1, "grid")
+)
 def test_nothing_changes_to_the_bit(name: str, schedule: str) -> None:
     loss, expected = step(name, 0.0, schedule=schedule)
     for offload, recompute in ((0.5, "none"), (1.0, "none"), (0.5, "selective"), (1.0, "full"), (1.0, 1)):

@@ -69,7 +69,9 @@ def test_a_layer_that_does_not_repeat_itself_is_named() -> None:
         step(model, kind, schedule="gpipe", check_recompute=False)
 
 
-@pytest.mark.parametrize("name", first_of(["llama, tied", "gpt2", "qwen2_moe", "llama", "gemma3", "gpt_oss"]))
+@pytest.mark.parametrize(
+    "name", [*first_of(["llama, tied", "gpt2", "gpt_oss"]), *first_of(["qwen2_moe", "llama", "gemma3"], 0, "grid")]
+)
 def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
     with no_rounding_inside():
         model, inputs = build(ARCHITECTURES[name]), tokens(batch=4)
@@ -82,7 +84,8 @@ def test_gradients_are_those_of_the_unsplit_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "num_stages"), first_of([("llama", "1f1b", 3), ("mixtral", "gpipe", 1)], 0)
+    ("name", "schedule", "num_stages"),
+    [*first_of([("mixtral", "gpipe", 1)], 0), *first_of([("llama", "1f1b", 3)], 0, "grid")],
 )
 def test_nothing_changes_to_the_bit(name: str, schedule: str, num_stages: int) -> None:
     """In float32, whose rounding depends on the order of every sum."""

@@ -31,7 +31,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "slices"),
     [
-        (name, slices) if name == "mixed" and slices else pytest.param(name, slices, marks=pytest.mark.more)
+        (name, slices)
+        if name == "mixed" and slices
+        else pytest.param(name, slices, marks=pytest.mark.grid if slices else pytest.mark.more)
         for name in CASES
         for slices in ("auto", None)
     ],

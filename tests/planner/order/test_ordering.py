@@ -186,16 +186,17 @@ def test_splits_only_where_it_pays() -> None:
 
 
 def test_found_orders_meet_the_bound() -> None:
-    """Of most small problems, with and without tight memory: what meets it is proven to be the best order."""
+    """Of most problems, with and without tight memory: what meets it is proven to be the best order. Without annealing
+    it is 24."""
     pick, met = random.Random(5), 0
     for _ in range(40):
-        small = instance(pick, most_units=10)
+        small = instance(pick, most_units=24)
         keywords = options(small) | {"memory_limit": limits(small, pick.choice([1, 1.3, 1.6, 2, 1000]))}
         bound = step_lower_bound(*arguments(small), **keywords)
         found = simulate(find_order(*arguments(small), **keywords, effort=EFFORT), small.cost).makespan
         assert bound <= found * (1 + 1e-9)
         met += found <= bound * (1 + 1e-9)
-    assert met >= 24
+    assert met >= 26
 
 
 def least_peak(problem: OrderingProblem, rank: int) -> float:

@@ -60,12 +60,16 @@ def test_a_heavy_head_is_spread(tied: bool) -> None:
         assert max(rank[kind] for rank in best.memory) < 0.7 * max(rank[kind] for rank in whole.memory)
 
 
+@pytest.mark.more
 def test_it_is_pinned_or_open() -> None:
     found, spread, whole = planned(), planned(vocabulary=("spread",)), planned(vocabulary=("whole",))
     assert {each.configuration.vocabulary for each in spread.predictions} == {"spread"}
     assert spread.best.step_seconds < 1.02 * found.best.step_seconds
     assert {each.configuration.vocabulary for each in whole.predictions} == {"whole"}
     assert whole.best.step_seconds > found.best.step_seconds
+
+
+def test_where_it_cannot_be_planned() -> None:
     with pytest.raises(SlipstreamError, match="vocabulary=spread: it is planned together with cuts"):
         planned(vocabulary=("spread",), schedule=("1f1b",))
     with pytest.raises(SlipstreamError, match=r"vocabulary=spread can't be planned for small\. Counts don't say"):

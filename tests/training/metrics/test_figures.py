@@ -185,7 +185,11 @@ PARTS: dict[str, tuple[list[str], Adapter | None]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.more] * (name != "parts of layers")) for name in PARTS]
+    "name",
+    [
+        *first_of(["parts of layers", ONE]),
+        *first_of([name for name in PARTS if name not in ("parts of layers", ONE)], 0, "grid"),
+    ],
 )
 def test_products_are_those_that_run_where_weights_are_frozen(name: str) -> None:
     """Every product outside attention, as PyTorch runs it; and of attention's, which calls have a backward."""
