@@ -28,59 +28,21 @@ from slipstream.schedule import (
 )
 from slipstream.simulator.action_graph import NUMBERS, OPS, ActionArrays, first_of
 from slipstream.simulator.buffers import VocabularyBuffers
-from slipstream.simulator.memory_table import Footprint, MemoryKind, MemoryTable, MemoryTables, StageSlice, table_of
+from slipstream.simulator.memory_table import (
+    Footprint,
+    MemoryKind,
+    MemoryTable,
+    MemoryTables,
+    Moment,
+    RankMemory,
+    StageSlice,
+    table_of,
+)
 
 _F, _B, _I, _W = (NUMBERS[op] for op in (Op.F, Op.B, Op.I, Op.W))
 _UNIT_SECONDS = np.array([unit_seconds(Action(op, 0)) for op in OPS], float)
 NO_MOMENT = Footprint(0.0, -np.inf)  # of a reduction: the next action holds as much
 GRADIENT_MAKERS = ((Op.B,), (Op.I,), (Op.W,), (Op.VW, Op.EW))  # the ops of which a stage's first makes weight gradients
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One action of a rank: the most that is held `during` it, by kind, and the total that is held `after` it."""
-
-    action: Action
-    during: Mapping[MemoryKind, float]
-    after: float
-
-    @property
-    def most(self) -> float:
-        return sum(self.during.values())
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The bytes of one rank over a step."""
-
-    moments: tuple[Moment, ...]
-
-    @property
-    def worst(self) -> Moment:
-        """The moment of the peak; the first if there are several."""
-        return max(self.moments, key=lambda moment: moment.most)
-
-    @property
-    def peak(self) -> float:
-        return self.worst.most
-
-
-def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False) -> tuple[RankMemory, ...]:
-    """Returns every rank's memory in a training step after the first, whose gradients start from none.
-
-    A schedule without communication gets the executor's. Where microbatches differ, give a table for each. With
-    `frees_late`, the tensors that an OFFLOAD copies stay until the copy had the time of an action, as in a step of CUDA
-    graphs.
-
-    Raises:
-        SlipstreamError: the table lacks a unit.
-    """
-    return order_bytes(schedule, tables).memory(frees_late)
-
-
-def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables) -> RankMemory:
-    """Returns one rank's memory, as `memory_of` does, from the bytes of that rank's stages alone."""
-    return order_bytes(schedule, tables, rank).rank_memory(rank)
 
 
 class _Messages(NamedTuple):

@@ -105,6 +105,35 @@ class MemoryTable:
         return self.vocabulary_bytes.get((op, index), looked_up if op is Op.E else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One action of a rank: the most that is held `during` it, by kind, and the total that is held `after` it."""
+
+    action: Action
+    during: Mapping[MemoryKind, float]
+    after: float
+
+    @property
+    def most(self) -> float:
+        return sum(self.during.values())
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes of one rank over a step."""
+
+    moments: tuple[Moment, ...]
+
+    @property
+    def worst(self) -> Moment:
+        """The moment of the peak; the first if there are several."""
+        return max(self.moments, key=lambda moment: moment.most)
+
+    @property
+    def peak(self) -> float:
+        return self.worst.most
+
+
 MemoryTables = MemoryTable | Sequence[MemoryTable]  # of all microbatches alike, or of each
 
 

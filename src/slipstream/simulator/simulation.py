@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
 
-from slipstream.array_types import Floats
 from slipstream.schedule import COMMUNICATION, Action, Channel, Schedule, channel, predecessors, running_order, sending
-from slipstream.simulator.action_graph import ActionArrays
 from slipstream.simulator.costs import CostModel, activation_step, result_seconds
-from slipstream.simulator.memory_account import RankMemory, memory_of
-from slipstream.simulator.memory_table import MemoryTables
+from slipstream.simulator.memory_table import MemoryTables, RankMemory
 from slipstream.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from slipstream.array_types import Floats
+    from slipstream.simulator.action_graph import ActionArrays
 
 
 def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = None) -> Timeline:
@@ -44,8 +45,32 @@ def simulate(schedule: Schedule, cost: CostModel, memory: MemoryTables | None = 
     return Timeline(tuple(simulation.spans), schedule.num_ranks, tuple(map(tuple, steps)), schedule.name)
 
 
+def memory_of(schedule: Schedule, tables: MemoryTables, frees_late: bool = False) -> tuple[RankMemory, ...]:
+    """Returns every rank's memory in a training step after the first, whose gradients start from none.
+
+    A schedule without communication gets the executor's. Where microbatches differ, give a table for each. With
+    `frees_late`, the tensors that an OFFLOAD copies stay until the copy had the time of an action, as in a step of CUDA
+    graphs.
+
+    Raises:
+        SlipstreamError: the table lacks a unit.
+    """
+    from slipstream.simulator.memory_account import order_bytes  # loads numpy
+
+    return order_bytes(schedule, tables).memory(frees_late)
+
+
+def rank_memory(schedule: Schedule, rank: int, tables: MemoryTables) -> RankMemory:
+    """Returns one rank's memory, as `memory_of` does, from the bytes of that rank's stages alone."""
+    from slipstream.simulator.memory_account import order_bytes  # loads numpy
+
+    return order_bytes(schedule, tables, rank).rank_memory(rank)
+
+
 def end_times(arrays: ActionArrays, cost: CostModel) -> tuple[Floats, Floats]:
     """Returns when every action of a schedule ends, as `simulate` has it, and how long it takes."""
+    import numpy as np
+
     if arrays.schedule.spreads_vocabulary:  # results go to several ranks, which aren't equally far
         spans = {span.action: span for span in simulate(arrays.schedule, cost).spans}
         mine = [spans[action] for row in arrays.schedule.actions for action in row]
