@@ -71,25 +71,21 @@ CASES = [
         context,
         4,
         context.MESHES.keys() - {"pp2 cp2, heads, gpt_oss"},
-        grid={*[name for name in context.MESHES if name.partition(",")[0] in context.FOUR][1::2]},
+        grid={name for name in context.MESHES if name.partition(",")[0] in context.FOUR} - {"pp2 cp2, heads, gpt_oss"},
         chosen=context.MESHES,
     ),
     *cases(expert_parallel, 2, expert_parallel.CASES.keys() - {"qwen3_moe", "memory", "packed_documents"}),
     *[pytest.param("expert_parallel", 4, case, marks=pytest.mark.more) for case in expert_parallel.OF_FOUR],
-    *cases(
-        random_meshes,
-        4,
-        random_meshes.cases(random_meshes.OF_FOUR[2:]),
-        grid=random_meshes.cases(random_meshes.OF_FOUR[5:]),
-        chosen=random_meshes.cases(random_meshes.OF_FOUR),
-    ),
-    *cases(
-        random_meshes,
-        8,
-        random_meshes.CASES,
-        grid=random_meshes.cases(random_meshes.OF_EIGHT[2:]),
-        chosen=random_meshes.cases(random_meshes.OF_EIGHT),
-    ),
+    *[
+        case
+        for size, numbers in ((2, random_meshes.OF_TWO), (4, random_meshes.OF_FOUR))
+        for case in cases(
+            random_meshes,
+            size,
+            random_meshes.CASES.keys() - random_meshes.AT_ONCE,
+            chosen=random_meshes.cases(numbers),
+        )
+    ],
     *cases(zero3, 2, zero3.CASES.keys() - ZERO3),
     *cases(zero3, 4, grid=zero3.CASES),
     *cases(data_parallel, 2, data_parallel.CASES.keys() - DATA),

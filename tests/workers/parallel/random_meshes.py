@@ -15,9 +15,11 @@ from benchmarks.random_exactness.cuts import place_of
 from slipstream.model.toy import float64_masks, quiet_transformers
 from support.parallel.group_cases import Case, run_cases
 
-# `make test` has the first two: ranks that share slices and experts, and experts that two ranks have each.
-OF_FOUR = (3, 10, 15, 27, 5, 6, 7, 11, 16, 17, 29)
-OF_EIGHT = (0, 2, 4, 12, 13, 14, 24, 25, 28)
+# By the number of processes. `make test` has a mesh of two and three of four: ranks that share slices, layers and
+# experts, and experts that two ranks have each. `make exactness` draws two hundred.
+AT_ONCE = {"mesh-10", "mesh-17", "mesh-18", "mesh-48"}
+OF_TWO = (18, 42, 47, 57, 118, 335)
+OF_FOUR = (10, 17, 48, 3, 11, 15, 31, 39, 50, 51, 55, 60, 107, 113)
 
 
 def run(seed: str) -> None:
@@ -34,7 +36,7 @@ def cases(numbers: tuple[int, ...]) -> dict[str, Case]:
     return {(seed := f"mesh-{number}"): partial(run, seed) for number in numbers}
 
 
-CASES = cases(OF_FOUR + OF_EIGHT)
+CASES = cases(OF_TWO + OF_FOUR)
 
 if __name__ == "__main__":
     run_cases(CASES, sys.argv[1:])
