@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from planner.joint.test_joint_search import ToyCosts, problem
-from schedule.test_vocabulary_pass import in_flight
+from schedule.test_memory_passes import in_flight
 from slipstream.array_types import Floats, Ints
 from slipstream.planner.joint import find_joint_plan, find_vocabulary_plan
 from slipstream.planner.joint.joint_search import find_spread_plan, spread_costs
